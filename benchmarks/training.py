@@ -1,0 +1,133 @@
+"""Training speed beside `transformers.LlamaForCausalLM` of the same shape, in one run, on one thread.
+
+Both take the same steps: forward, backward, clipping, fused AdamW, on random tokens. Rounds alternate between the
+peers so that a busy machine slows both; the best round of each counts. The matmul peak is measured beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sinkutils.model import LMConfig, TransformerLM
+from sinkutils.training import next_token_loss
+
+SHAPES = {64: (4, 64, 32), 128: (6, 128, 16), 256: (6, 256, 8)}  # d: (layers, context, sequences a step)
+HEADS, VOCAB = 4, 1024
+
+
+def llama_step(hidden_size: int, layers: int, context: int, batch: int) -> Callable[[], None]:
+    """One training step of the peer, in float32 as it comes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        max_position_embeddings=context,
+        use_cache=False,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config)
+    ids = torch.randint(0, VOCAB, (batch, context))
+    return _step(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+def our_step(hidden_size: int, layers: int, context: int, batch: int, precision: str) -> Callable[[], None]:
+    """One training step of TransformerLM, eager, in float32 or under bf16 autocast."""
+    model = TransformerLM(
+        LMConfig(
+            vocab_size=VOCAB,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_layers=layers,
+            num_heads=HEADS,
+            context_length=context,
+        )
+    )
+    chunks = torch.randint(0, VOCAB, (batch, context + 1))
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return next_token_loss(model, chunks)
+
+    return _step(model, loss)
+
+
+def _step(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(work: Callable[[], None], repeats: int) -> float:
+    """Mean seconds of `work` over `repeats` calls."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def matmul_peak(dtype: torch.dtype) -> float:
+    """The best matmul rate this thread reaches, in FLOP/s."""
+    a, b = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
+    a @ b
+    return 2 * 2048**3 / min(seconds(lambda: a @ b, 3) for _ in range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="steps a round")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    peaks = {"fp32": matmul_peak(torch.float32), "bf16": matmul_peak(torch.bfloat16)}
+    print(f"matmul peak, one thread: fp32 {peaks['fp32'] / 1e9:.0f}, bf16 {peaks['bf16'] / 1e9:.0f} GFLOP/s")
+    rows = []
+    for size in options.sizes:
+        layers, context, batch = SHAPES[size]
+        shape = (size, layers, context, batch)
+        peers = {"llama fp32": llama_step(*shape), "ours fp32": our_step(*shape, "fp32"),
+                 "ours bf16": our_step(*shape, "bf16")}  # fmt: skip
+        best = dict.fromkeys(peers, float("inf"))
+        for step in peers.values():
+            seconds(step, 2)
+        for _ in range(options.rounds):
+            for name, step in peers.items():
+                best[name] = min(best[name], seconds(step, options.steps))
+        flops = 6 * batch * context * (layers * (4 * size**2 + 3 * size * 2 * size) + size * VOCAB)
+        for name, took in best.items():
+            row = {
+                "d": size,
+                "layers": layers,
+                "context": context,
+                "batch": batch,
+                "who": name,
+                "tokens_per_second": round(batch * context / took),
+                "times_llama": round(best["llama fp32"] / took, 2),
+                "share_of_matmul_peak": round(flops / took / peaks[name.split()[-1]], 2),
+            }
+            rows.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"peaks_flops": peaks, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

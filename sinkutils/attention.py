@@ -1,0 +1,244 @@
+"""The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas.
+
+One head computes, for query i over the keys j it may see (Section 7.4, Eqs. 29 and 43),
+
+    s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      kernel phi, position term g
+    A_ij = alpha * f(s_ij) / Z_i                            similarity f, scale alpha, normaliser Z
+    out_i = sum_j A_ij v_j
+
+and a bias (Table 4) is one more key and value that every query sees, or a vector added to the output.
+A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# f of Section 7.4: logits -> non-negative similarity, except `linear`, which may be negative.
+SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "elu": lambda s: F.elu(s) + 1,
+    "linear": lambda s: s,
+}
+KERNELS = ("identity", "elu", "mlp")
+NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm")
+BIASES = ("none", "kv", "k", "v")
+FIXED_VALUES = ("zero", "first", "uniform")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention operation as a value. The defaults are causal softmax attention (Eq. 4).
+
+    Raises `ValueError`, naming the allowed values, for a combination that has no meaning.
+    """
+
+    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear
+    kernel: str = "identity"  # phi on q and k: identity, elu (plus one), mlp (shared by q, k and heads)
+    normalizer: str = "sum"  # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p)
+    p: float = 1.0  # the p of p_norm (Eq. 43)
+    scale: float = 1.0  # alpha (Eq. 29): the weights sum to it
+    bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
+    bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
+    bias_dims: int | None = None  # d_a: learnable dimensions of k*, the others are zero (Table 13)
+    fixed_value: str = "zero"  # v* of K biases (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
+    fixed_value_norm: float = 1.0  # m
+    window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
+    prefix: int = 1  # p: every query also sees the first p keys (Section 6)
+
+    def __post_init__(self) -> None:
+        _choice("similarity", self.similarity, tuple(SIMILARITIES))
+        _choice("kernel", self.kernel, KERNELS)
+        _choice("normalizer", self.normalizer, NORMALIZERS)
+        _choice("bias", self.bias, BIASES)
+        _choice("fixed_value", self.fixed_value, FIXED_VALUES)
+        _require(self.p > 0, f"p must be positive, got {self.p}")
+        _require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
+        _require(self.scale > 0, f"scale must be positive, got {self.scale}")
+        _require(self.window is None or self.window >= 1, f"window must be at least 1, got {self.window}")
+        _require(self.prefix >= 1, f"prefix must be at least 1 (plain causal), got {self.prefix}")
+        _require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
+        if self.kernel != "identity":
+            _require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
+        if self.signed:
+            _require(
+                self.normalizer in ("none", "max_abs_sum"),
+                f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero: "
+                "normalizer must be 'none' or 'max_abs_sum'",
+            )
+        if self.similarity == "linear":
+            _require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
+        if self.bias_shared or self.bias_dims is not None:
+            _require(self.has_key_bias, "bias_shared and bias_dims describe a key bias: bias must be 'k' or 'kv'")
+        _require(self.bias_dims is None or self.bias_dims >= 1, f"bias_dims must be >= 1, got {self.bias_dims}")
+        if self.fixed_value != "zero":
+            _require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
+        _require(self.fixed_value_norm >= 0, f"fixed_value_norm must be >= 0, got {self.fixed_value_norm}")
+
+    @property
+    def has_key_bias(self) -> bool:
+        """Whether a key k* stands before the sequence's own keys (its weight is reported as Sink_*)."""
+        return self.bias in ("k", "kv")
+
+    @property
+    def signed(self) -> bool:
+        """Whether similarities can be negative, so that the sink metric needs proxy scores."""
+        return self.similarity == "linear" and self.kernel in ("identity", "mlp")
+
+
+def visible(rows: Tensor, columns: Tensor, spec: AttentionSpec) -> Tensor:
+    """The mask M of Eq. 4 as booleans: which keys `columns` each query of `rows` sees.
+
+    rows (R,) and columns (S,) are 0-based positions; returns (R, S). Causal, within the window w, and the
+    first p keys always (Section 6).
+    """
+    distance = rows[:, None] - columns[None, :]
+    seen = distance >= 0
+    if spec.window is not None:
+        seen &= distance < spec.window
+    if spec.prefix > 1:
+        seen |= columns[None, :] < spec.prefix
+    return seen
+
+
+def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """phi of Section 7.4 on queries or keys, (..., D) -> (..., D); applied after rotary, as the authors do."""
+    if spec.kernel == "elu":
+        return F.elu(x) + 1
+    if spec.kernel == "mlp":
+        if mlp is None:
+            raise ValueError("kernel='mlp' needs the argument mlp: a callable from (..., D) to (..., D)")
+        return mlp(x)
+    return x
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec | None = None,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
+
+    q, k, v: (B, H, T, D), after rotary. distance_bias: (1 or H, >= T), g of Appendix A by distance i - j.
+    key_bias, value_bias: k* and v*, (H, D); `spec.bias` says which of them are needed.
+    mlp: the kernel of kernel='mlp'.
+
+    Returns out (B, H, T, D) and weights (B, H, T, S). S = T, or 1 + T with a key bias: column 0 is k*.
+    A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
+    """
+    spec = spec or AttentionSpec()
+    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
+    length, head_dim = q.shape[-2:]
+    positions = torch.arange(length, device=q.device)
+    seen = visible(positions, positions, spec)  # (T, T)
+    logits = features(q, spec, mlp) @ features(k, spec, mlp).mT * head_dim**-0.5  # s_ij
+    if distance_bias is not None:
+        distance = (positions[:, None] - positions[None, :]).clamp(min=0)
+        logits = logits + distance_bias[:, distance]  # g(i - j)
+    if key_bias is not None and spec.has_key_bias:
+        star = features(q, spec, mlp) @ features(key_bias, spec, mlp)[:, :, None] * head_dim**-0.5
+        logits = torch.cat([star, logits], dim=-1)
+        seen = F.pad(seen, (1, 0), value=True)
+        star_value = torch.zeros_like(key_bias) if value_bias is None else value_bias
+        v = torch.cat([star_value[None, :, None].expand(len(v), -1, -1, -1).to(v.dtype), v], dim=-2)
+    weights = normalise(logits, seen, spec)
+    out = weights @ v
+    if value_bias is not None and spec.bias == "v":
+        out = out + value_bias[:, None]
+    return out, weights
+
+
+def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
+    """A_ij = alpha f(s_ij) / Z_i (Eqs. 29, 43) over the keys that `seen` allows; 0 elsewhere.
+
+    logits (..., R, S); seen (R, S) boolean. The row maximum is taken out of exp before it can overflow: it
+    cancels in `sum` and in `p_norm`.
+    """
+    if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
+        peak = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).detach()
+        logits = logits - peak.masked_fill(~peak.isfinite(), 0)
+    # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
+    sim = SIMILARITIES[spec.similarity](logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
+    return spec.scale * divide(sim, normalizer(sim, spec))
+
+
+def normalizer(sim: Tensor, spec: AttentionSpec) -> Tensor | None:
+    """Z_i of Section 7.4 and Eq. 43 from similarities (..., R, S), as (..., R, 1); None stands for Z = 1."""
+    if spec.normalizer == "none":
+        return None
+    if spec.normalizer == "p_norm":
+        # A similarity of exactly zero (a hidden key) has no gradient for p < 1: keep it out of the power.
+        powers = torch.where(sim > 0, sim, 1).pow(spec.p).masked_fill(sim <= 0, 0)
+        total = powers.sum(-1, keepdim=True)
+        return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
+    total = sim.sum(-1, keepdim=True)
+    return total.abs().clamp(min=1) if spec.normalizer == "max_abs_sum" else total
+
+
+def divide(sim: Tensor, total: Tensor | None) -> Tensor:
+    """sim / total with 0 where the total is 0, without a nan in the gradient; total None stands for 1."""
+    if total is None:
+        return sim
+    empty = total == 0
+    return (sim / total.masked_fill(empty, 1)).masked_fill(empty, 0)
+
+
+def proxy_scores(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
+    """|f(s_ij)| / sum_j' |f(s_ij')|: what the sink metric reads where weights do not sum to one (Section 7.4).
+
+    Same shapes as `normalise`. For softmax attention these are the weights themselves.
+    """
+    if spec.similarity == "exp":
+        return normalise(logits, seen, AttentionSpec())
+    sim = SIMILARITIES[spec.similarity](logits).masked_fill(~seen, 0).abs()
+    return divide(sim, sim.sum(-1, keepdim=True))
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+) -> None:
+    """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
+    _require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
+    _require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
+             f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+    _, heads, length, head_dim = q.shape
+    for name, bias, needed in (
+        ("key_bias", key_bias, spec.has_key_bias),
+        ("value_bias", value_bias, spec.bias in ("kv", "v")),
+    ):
+        _require(bias is not None or not needed, f"bias={spec.bias!r} needs the argument {name}")
+        _require(bias is None or bias.shape == (heads, head_dim),
+                 f"{name} must have shape (H, D) = {(heads, head_dim)}, "
+                 f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
+    if distance_bias is not None:
+        _require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),
+                 f"distance_bias must have shape (1 or {heads}, T), got {tuple(distance_bias.shape)}")  # fmt: skip
+        _require(distance_bias.shape[1] >= length,
+                 f"distance_bias covers {distance_bias.shape[1]} distances, the sequence has {length}")  # fmt: skip
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

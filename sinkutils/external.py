@@ -1,0 +1,156 @@
+"""Text from outside: hub data sets in streaming mode, the Pile's domains, local text and JSONL."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+TEXT_FIELDS = ("text", "content")
+TEXT_SUFFIXES = (".txt", ".md")
+PIECE_CHARACTERS = 4_000  # at least, of the documents that a single text file is cut into
+
+# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
+# copyrighted sets, which leaves the 17 that the paper names.
+PILE = "monology/pile-uncopyrighted"
+# The authors' sampling weights (they sum to 0.79; what counts is their ratio).
+PILE_WEIGHTS = {
+    "Pile-CC": 0.1121,
+    "PubMed Central": 0.1071,
+    "ArXiv": 0.1052,
+    "StackExchange": 0.0929,
+    "Wikipedia (en)": 0.0919,
+    "PubMed Abstracts": 0.0845,
+    "Github": 0.0427,
+    "USPTO Backgrounds": 0.0420,
+    "FreeLaw": 0.0386,
+    "Gutenberg (PG-19)": 0.0199,
+    "DM Mathematics": 0.0198,
+    "HackerNews": 0.0075,
+    "Ubuntu IRC": 0.0074,
+    "NIH ExPorter": 0.0052,
+    "EuroParl": 0.0043,
+    "Enron Emails": 0.0030,
+    "PhilPapers": 0.0027,
+}
+PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
+
+
+def hub(dataset: str, config: str | None = None) -> Iterator[str]:
+    """The documents of the train split of a hub data set, streamed; the text field is "text" or "content".
+
+    Raises ConnectionError where the hub cannot be reached, ValueError for an unknown config or text field.
+    """
+    field = None
+    for row in _stream(dataset, config):
+        field = field or next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
+        if field is None:
+            raise ValueError(
+                f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text: "
+                "save its text as .jsonl and use path:<folder>"
+            )
+        yield row[field]
+
+
+def pile() -> Iterator[str]:
+    """The Pile's 17 domains mixed by the authors' weights, in one pass over the stream.
+
+    A document is taken where its domain is not ahead of its share of the text so far, counted in characters.
+    """
+    total_weight = sum(PILE_WEIGHTS.values())
+    taken: Counter[str] = Counter()
+    for row in _stream(PILE, None):
+        text, name = row["text"], row["meta"]["pile_set_name"]
+        share = PILE_WEIGHTS.get(name, 0) / total_weight
+        if share and taken[name] <= share * (taken.total() + PILE_SLACK):
+            taken[name] += len(text)
+            yield text
+
+
+def pile_domain(name: str) -> Iterator[str]:
+    """The documents of one domain of the Pile (Fig. 9)."""
+    return (row["text"] for row in _stream(PILE, None) if row["meta"]["pile_set_name"] == name)
+
+
+def local(path: Path) -> Iterator[str]:
+    """Local documents in the order of their names: a .txt or .md file is one, a line of a .jsonl file is one.
+
+    A path to a single .txt or .md file is cut at empty lines into documents of a few thousand characters, because
+    the splits are made by document. Raises ValueError for a line or file that is not what its name says.
+    """
+    for file in local_files(path):
+        if file.suffix.lower() == ".jsonl":
+            yield from _json_lines(file)
+            continue
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        yield from _pieces(text) if path.is_file() else [text]
+
+
+def local_files(path: Path) -> list[Path]:
+    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name.
+
+    Raises FileNotFoundError where there are none.
+    """
+    suffixes = (*TEXT_SUFFIXES, ".jsonl")
+    if not path.exists():
+        raise FileNotFoundError(f"corpus path:{path}: there is no such folder or file")
+    candidates = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in candidates if file.suffix.lower() in suffixes and file.stat().st_size > 0]
+    if not files:
+        raise FileNotFoundError(f"corpus path:{path}: no {', '.join(suffixes)} file with text in it")
+    return files
+
+
+def _json_lines(file: Path) -> Iterator[str]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield _field(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f'{file}, line {number}: expected a JSON object with a string under "text", '
+                    f"got {line[:60].decode(errors='replace')!r}"
+                ) from error
+
+
+def _field(row: dict[str, Any]) -> str:
+    if not isinstance(row["text"], str):
+        raise TypeError("text is not a string")
+    return row["text"]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) >= PIECE_CHARACTERS:
+            yield piece.strip()
+            piece = ""
+    if piece.strip():
+        yield piece.strip()
+
+
+def _stream(dataset: str, config: str | None) -> Iterable[dict[str, Any]]:
+    """The rows of the train split. Whatever the client raises for a missing network becomes one clear line."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("hub corpora need the package datasets: pip install datasets") from error
+    asked = f"{dataset}/{config}" if config else dataset
+    try:
+        yield from datasets.load_dataset(dataset, config, split="train", streaming=True)
+    except ValueError:  # an unknown config or split: datasets lists what exists
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise ConnectionError(
+            f"data set {asked!r} could not be read from the Hugging Face hub ({type(error).__name__}: {reason}). Check "
+            "the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
+        ) from error

@@ -1,0 +1,70 @@
+"""The position embeddings of Appendix A: added to the embeddings, added to the logits, or rotating q and k."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Where each one acts. `relative` is Eq. 6 as printed (the raw bucket index, which grows with distance);
+# `relative_learned` is T5's, one learned bias a bucket and head.
+ADDED_TO_EMBEDDING = ("absolute", "learnable")
+ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
+POSITIONS = ("rotary", "nope", *ADDED_TO_EMBEDDING, *ADDED_TO_LOGITS)
+
+NUM_BUCKETS = 32  # B of Eq. 6
+MAX_DISTANCE = 128  # D of Eq. 6
+
+
+def absolute_embedding(length: int, hidden_size: int) -> Tensor:
+    """Sinusoidal p_t of Eq. 5 for t = 1..length: (length, hidden_size), sin and cos interleaved."""
+    t = torch.arange(1, length + 1, dtype=torch.float64)[:, None]
+    omega = 10_000.0 ** (-torch.arange(0, hidden_size, 2, dtype=torch.float64) / hidden_size)
+    table = torch.stack([(t * omega).sin(), (t * omega).cos()], dim=-1).flatten(1)
+    return table[:, :hidden_size].float()
+
+
+def relative_buckets(length: int) -> Tensor:
+    """g of Eq. 6 for distances 0..length-1, as int64: exact up to B/2, logarithmic up to D, then B - 1.
+
+    The floor is taken of the whole scaled logarithm, as T5 does; the paper's print puts the floor before the
+    factor B/2, which would leave a single step.
+    """
+    distance = torch.arange(length)
+    exact = NUM_BUCKETS // 2
+    ratio = torch.log(distance.clamp(min=1).double() / exact) / math.log(MAX_DISTANCE / exact)
+    coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()
+    return torch.where(distance < exact, distance, coarse.clamp(max=NUM_BUCKETS - 1))
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """m of Eq. 7 for heads 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
+    return torch.exp2(-heads * 8 / num_heads).float()
+
+
+def distance_table(position: str, length: int, num_heads: int) -> Tensor:
+    """g(i - j) added to the logits, by distance: (1 or H, length). For `relative` and `alibi` (Appendix A)."""
+    distance = torch.arange(length, dtype=torch.float32)
+    if position == "alibi":
+        return -alibi_slopes(num_heads)[:, None] * distance
+    if position == "relative":
+        return relative_buckets(length).float()[None]
+    raise ValueError(f"position must be 'alibi' or 'relative' for a fixed distance table, got {position!r}")
+
+
+def rotary_tables(length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
+    omega = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
+
+    The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K permuted.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,56 @@
+"""What the tests share: one thread, a tiny corpus of our own words, tiny configs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from sinkutils.corpora import Corpus, load_corpus
+from sinkutils.model import LMConfig
+from sinkutils.packing import DataConfig
+from sinkutils.training import RunConfig, TrainConfig
+
+WORDS = (
+    "attention sink token head query key value softmax norm layer model train loss data first second weight decay "
+    "window prefix mask bias scale proxy score measure figure table paper shows when where why the a of in and to"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made-up documents, enough of them that every split has some."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = random.Random(0)
+    for index in range(400):
+        text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(100, 300)))
+        (folder / f"{index:03d}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus with a vocabulary of 300 from `text_folder`."""
+    cache = tmp_path_factory.mktemp("cache")
+    return load_corpus(f"path:{text_folder}", 300, cache_dir=cache, progress=False)
+
+
+@pytest.fixture
+def tiny() -> RunConfig:
+    """A run of a second: 12 steps, evaluated every 4."""
+    return RunConfig(
+        experiment="tiny",
+        preset="test",
+        model=LMConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=2, hidden_size=16,
+                       intermediate_size=32),
+        data=DataConfig(corpus="tiny", fixed_position=1),
+        train=TrainConfig(steps=12, batch_size=4, warmup_steps=3, eval_every=4, eval_sequences=2, eval_length=32,
+                          valid_chunks=4),
+    )  # fmt: skip
