@@ -1,22 +1,17 @@
 """sinkutils: see, measure and re-train attention sinks.
 
 A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025). Names load on first
-use, so that `import sinkutils` is quick and training needs neither transformers nor pandas.
+use, so that training needs neither transformers nor pandas.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sinkutils.attention import AttentionSpec, attend
-    from sinkutils.capture import measure
-    from sinkutils.corpora import load_corpus
-    from sinkutils.experiments import config, experiments
-    from sinkutils.model import LMConfig, TransformerLM
-    from sinkutils.probes import probe
-    from sinkutils.tables import claims, paper_beside_ours, records
-    from sinkutils.training import train
-    from sinkutils.zoo import load_lm
+# Three functions share their names with modules. Python binds a module to the package when it first loads it, so they
+# are loaded here, once, and unbound: after that the names below mean the functions.
+from sinkutils import claims, experiments, records
+
+del claims, experiments, records
 
 _HOMES = {
     "AttentionSpec": "attention",
@@ -41,4 +36,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    return getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

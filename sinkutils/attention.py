@@ -12,6 +12,7 @@ A variant is a value of `AttentionSpec`. This module is the reference that `fast
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,11 +59,13 @@ class AttentionSpec:
         _choice("normalizer", self.normalizer, NORMALIZERS)
         _choice("bias", self.bias, BIASES)
         _choice("fixed_value", self.fixed_value, FIXED_VALUES)
-        _require(self.p > 0, f"p must be positive, got {self.p}")
+        _require(0 < self.p < math.inf, f"p must be positive and finite, got {self.p}")
         _require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
-        _require(self.scale > 0, f"scale must be positive, got {self.scale}")
-        _require(self.window is None or self.window >= 1, f"window must be at least 1, got {self.window}")
-        _require(self.prefix >= 1, f"prefix must be at least 1 (plain causal), got {self.prefix}")
+        _require(0 < self.scale < math.inf, f"scale must be positive and finite, got {self.scale}")
+        for name in ("window", "bias_dims"):
+            value = getattr(self, name)
+            _require(value is None or _is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
+        _require(_is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
         _require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
         if self.kernel != "identity":
             _require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
@@ -76,10 +79,12 @@ class AttentionSpec:
             _require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
         if self.bias_shared or self.bias_dims is not None:
             _require(self.has_key_bias, "bias_shared and bias_dims describe a key bias: bias must be 'k' or 'kv'")
-        _require(self.bias_dims is None or self.bias_dims >= 1, f"bias_dims must be >= 1, got {self.bias_dims}")
         if self.fixed_value != "zero":
             _require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
-        _require(self.fixed_value_norm >= 0, f"fixed_value_norm must be >= 0, got {self.fixed_value_norm}")
+        _require(
+            0 <= self.fixed_value_norm < math.inf,
+            f"fixed_value_norm must be finite and not negative, got {self.fixed_value_norm}",
+        )
 
     @property
     def has_key_bias(self) -> bool:
@@ -147,7 +152,7 @@ def attend(
     if distance_bias is not None:
         distance = (positions[:, None] - positions[None, :]).clamp(min=0)
         logits = logits + distance_bias[:, distance]  # g(i - j)
-    if key_bias is not None and spec.has_key_bias:
+    if key_bias is not None:
         star = features(q, spec, mlp) @ features(key_bias, spec, mlp)[:, :, None] * head_dim**-0.5
         logits = torch.cat([star, logits], dim=-1)
         seen = F.pad(seen, (1, 0), value=True)
@@ -219,12 +224,14 @@ def check_inputs(
     _require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
     _require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
              f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+    _require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
     _, heads, length, head_dim = q.shape
-    for name, bias, needed in (
-        ("key_bias", key_bias, spec.has_key_bias),
-        ("value_bias", value_bias, spec.bias in ("kv", "v")),
+    for name, bias, needed, allowed in (
+        ("key_bias", key_bias, spec.has_key_bias, spec.has_key_bias),
+        ("value_bias", value_bias, spec.bias in ("kv", "v") or spec.fixed_value != "zero", spec.bias != "none"),
     ):
         _require(bias is not None or not needed, f"bias={spec.bias!r} needs the argument {name}")
+        _require(bias is None or allowed, f"bias={spec.bias!r} has no place for {name}: leave it out or change bias")
         _require(bias is None or bias.shape == (heads, head_dim),
                  f"{name} must have shape (H, D) = {(heads, head_dim)}, "
                  f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
@@ -233,6 +240,10 @@ def check_inputs(
                  f"distance_bias must have shape (1 or {heads}, T), got {tuple(distance_bias.shape)}")  # fmt: skip
         _require(distance_bias.shape[1] >= length,
                  f"distance_bias covers {distance_bias.shape[1]} distances, the sequence has {length}")  # fmt: skip
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

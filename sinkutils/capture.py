@@ -1,49 +1,19 @@
-"""`measure`: the sink numbers of any causal language model, for about the cost of its forward pass.
-
-transformers lets a model choose its attention function by name. The one registered here computes the module's own
-output and, beside it, what a report needs, by one of two paths:
-
-- fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; compared with the exact path on a
-  few rows of every module before it is trusted, and not used where a module asks for more than it can do
-- exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
-
-Families outside that interface are measured by hooks on the weights that their eager attention returns.
-"""
+"""`measure`: the sink numbers of any causal language model, for about the cost of its forward pass."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.model import TransformerLM
-from sinkutils.sinks import (
-    NotFinite,
-    Report,
-    Request,
-    Tally,
-    check_epsilons,
-    check_targets,
-    keep_products,
-    mean_over_queries,
-    run_own,
-)
+from sinkutils.sinks import NotFinite, Report, Request, Tally, check_epsilons, check_targets, run_own
 
-NAME = "sinkutils"  # of the attention function and of its mask
 KEPT = ("map", "qk")
 TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
-EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time (128 MiB in float32)
-CHECK_ROWS = 16  # queries on which the fused path is compared with the exact one
-# Keyword arguments that do not change what attention computes; any other sends a module to the exact path.
-HARMLESS = {"dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache", "s_aux",
-            "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
-NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rotary|Norm")
 
 
 @torch.no_grad()
@@ -73,48 +43,97 @@ def measure(
     batch_size: sequences a forward pass. norms: whether l2-norms are taken.
     mass: also alpha of every key. heads: 0-based (layer, head) pairs for which `keep` is kept: "map" is A_ij, "qk"
         are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
-    exact: never use the fused kernel.
+    exact: never use the fused kernel (transformers models only).
     name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
 
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
     """
-    rows, skipped = check_ids(ids, attention_mask, check_targets(targets, ids.shape[1] if ids.ndim == 2 else 0))
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a TransformerLM or a transformers model, got {type(model).__name__}")
+    rows, skipped = sequences(ids, attention_mask, targets)
     epsilons = check_epsilons(epsilons)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if any(name not in KEPT for name in keep):
+    if any(what not in KEPT for what in keep):
         raise ValueError(f"keep must be among {', '.join(KEPT)}; got {tuple(keep)}")
-    request = Request(tuple(targets), norms, mass, tuple((int(a), int(b)) for a, b in heads), tuple(keep))
+    request = Request(tuple(int(k) for k in targets), norms, mass, tuple((a, b) for a, b in heads), tuple(keep))
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     lengths = torch.tensor([len(row) for row in rows])
     tally = Tally(int(lengths.max()), norms)
     order: list[int] = []
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
+        path = "log-mass"
         if isinstance(model, TransformerLM):
-            path = "log-mass"
-            run: Callable[[Tensor], None] = lambda batch: run_own(model, batch, request, tally)  # noqa: E731
+            run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
         else:
+            from sinkutils.interface import capturing  # transformers is imported for its own models only
+
             capture = stack.enter_context(capturing(model, request, tally, exact))
             capture.check_causal(rows[0])
-            path, run = capture.path, capture.run
+            run = capture.run
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
             for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
                 tally.add_batch(len(indices), length)
                 run(torch.stack([rows[i] for i in indices]))
                 order += indices.tolist()
+        if not isinstance(model, TransformerLM):
+            path = capture.path
+    missing = sorted(set(request.heads) - set(tally.kept)) if request.keep else []
+    if missing:
+        raise ValueError(f"heads names (layer, head) pairs that the model does not have: {missing}; they count from 0")
     report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
-    _check_finite(report)
-    report.name, report.path, report.skipped = name or _name(model), path, skipped
-    report.skipped_why = f"shorter than target {max(targets)}" if skipped else ""
-    report.bos = _starts_with_bos(model, rows) if bos is None else bos
-    if set(request.heads) - set(report.kept):
-        raise ValueError(f"heads {sorted(set(request.heads) - set(report.kept))} do not exist")
+    if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
+        raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
+    config = getattr(model, "config", None)
+    report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
+    report.path = path
+    report.skipped = skipped
+    report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
+    bos_id = getattr(config, "bos_token_id", None)
+    report.bos = bool(all(int(row[0]) == bos_id for row in rows)) if bos is None and bos_id is not None else bos
     return report
 
 
-def check_ids(ids: Tensor, mask: Tensor | None, targets: tuple[int, ...]) -> tuple[list[Tensor], int]:
-    """The sequences without their padding, and how many were skipped as shorter than the largest target."""
-    ...
+def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
+    """The rows of ids without their padding, and how many were skipped as shorter than the largest target.
+
+    Raises ValueError for wrong shapes or dtypes, a row of padding only, padding inside a row, targets that are not
+    positions of the ids, and when nothing is left to measure.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
+    longest = max(check_targets(targets, ids.shape[1]))
+    if mask is None:
+        return list(ids), 0
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
+    real = mask.bool().to(ids.device)
+    if not real.any(dim=1).all():
+        empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
+        raise ValueError(f"attention_mask has rows that are all padding: {empty}")
+    changes = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()).clamp(min=0)
+    if (changes.sum(dim=1) > 1).any():
+        raise ValueError("attention_mask has padding between the tokens of a row: put it before or after them")
+    rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
+    kept = [row for row in rows if len(row) >= longest]
+    if not kept:
+        raise ValueError(f"no row of ids has {longest} tokens, which target {longest} needs, once padding is cut off")
+    return kept, len(rows) - len(kept)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

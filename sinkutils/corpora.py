@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 from sinkutils import embedded, external
+from sinkutils.corpus_cache import SPLITS, cache_root, pack, unpack, verified, write_meta, write_whole
+from sinkutils.embedded import split_fraction, text_digest
+from sinkutils.tokenization import SMALLEST_VOCABULARY, load_tokenizer, special_ids, train_tokenizer
 
-SPLITS = ("train", "valid", "probe")
-SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 PROBE_SHARE, VALID_SHARE = 0.02, 0.02  # of the documents, by the hash of the text
 SMALL_SHARE = 0.05  # of each where there are fewer than SMALL documents
 SMALL = 1000
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_CHARACTERS = 2_000_000
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
-ABANDONED_SECONDS = 86_400
 FORMAT = 1  # raised when the files or the way they are made change
 
 
@@ -46,7 +40,8 @@ class Corpus:
 
     def __init__(self, folder: Path) -> None:
         """Open a cache folder. Raises ValueError where it is not complete and intact."""
-        meta = _verified(folder)
+        meta = verified(folder)
+        self.folder = folder
         self.name: str = meta["name"]
         self.fingerprint: str = meta["fingerprint"]
         self.vocab_size: int = meta["vocab_size"]
@@ -97,7 +92,7 @@ class Source:
     max_tokens: int | None = None
 
 
-EMBEDDED = {
+EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
     "docstrings": embedded.docstrings,
     "sources": embedded.sources,
     "embedded": embedded.everything,
@@ -143,9 +138,10 @@ def load_corpus(
     Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
     text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
     """
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if tokenizer is None and vocab_size < smallest:
-        raise ValueError(f"vocab_size must be at least {smallest} (256 bytes and the special tokens), got {vocab_size}")
+    if tokenizer is None and vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and the special tokens), got {vocab_size}"
+        )
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be positive or None, got {max_tokens}")
     build: Callable[[Path], None]
@@ -154,51 +150,31 @@ def load_corpus(
         if not file.is_file():
             raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
         version: object = [file.stat().st_size, file.stat().st_mtime_ns]
-        build = partial(_unpack, file)
+        build = partial(unpack, file, vocab_size)
     else:
         source = _source(name)
         version = source.version()
         max_tokens = max_tokens or source.max_tokens
-        build = partial(_build, name, source.documents(progress), vocab_size, tokenizer, max_tokens, progress)
+        build = partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    root = Path(cache_dir) if cache_dir else _cache_root()
+    root = Path(cache_dir) if cache_dir else cache_root()
     folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if folder.exists():
         try:
             return Corpus(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
-            shutil.rmtree(folder, ignore_errors=True)
-    _write_whole(folder, name, build)
+    write_whole(folder, name, build)
     return Corpus(folder)
 
 
-def domain_documents(name: str, tokenizer: Tokenizer, n: int = 100, min_tokens: int = 64) -> list[np.ndarray]:
-    """n documents of one of embedded.DOMAINS with at least min_tokens tokens, each (N,), for Fig. 9.
-
-    The documents whose hash is lowest come first, and it is by the same hash that a corpus keeps its probe and
-    valid splits apart: as long as 2 % of the domain are n documents, none is in a train split.
-    Raises ValueError where the machine has fewer than n.
-    """
-    texts = sorted(embedded.domain(name, progress=False), key=lambda text: _fraction(_digest(text)))
-    found = []
-    for text in texts:
-        ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
-        if len(ids) >= min_tokens:
-            found.append(ids)
-        if len(found) == n:
-            return found
-    raise ValueError(f"domain {name!r} has {len(found)} documents of {min_tokens} tokens here, {n} were asked for")
-
-
 def pack_corpus(corpus: Corpus, file: str | Path) -> None:
-    """Write a corpus as one compressed file for a machine that lacks its text: load_corpus("packed:<file>")."""
-    raise NotImplementedError
+    """Write a corpus as one compressed file, to be carried to a machine that lacks its text.
 
-
-def _unpack(file: Path, folder: Path) -> None:
-    raise NotImplementedError
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
+    """
+    pack(corpus.folder, Path(file))
 
 
 def _source(name: str) -> Source:
@@ -231,15 +207,19 @@ def _hub_source(documents: Callable[[], Iterator[str]]) -> Source:
 
 def _build(
     name: str,
-    documents: Iterator[str],
+    source: Source,
     vocab_size: int,
     tokenizer_name: str | None,
     max_tokens: int | None,
     progress: bool,
     folder: Path,
 ) -> None:
-    """Split, tokenise and write the documents into `folder`. The first ones, read ahead, train the tokenizer."""
-    unique = _unique(documents)
+    """Split, tokenise and write the documents of `source` into `folder`.
+
+    The first of them are read ahead: they train the tokenizer and tell whether there are many.
+    """
+    given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
+    unique = _unique(source.documents(progress))
     sample, size = [], 0
     for digest, text in unique:
         sample.append((digest, text))
@@ -252,83 +232,69 @@ def _build(
             f"of {', '.join(SPLITS)}: give more text, or cut it into more files or lines"
         )
     complete = size < SAMPLE_CHARACTERS
-    probe_below, valid_below = _thresholds([_fraction(digest) for digest, _ in sample], complete)
+    probe_below, valid_below = _thresholds([split_fraction(digest) for digest, _ in sample], complete)
 
     def split_of(digest: bytes) -> str:
-        fraction = _fraction(digest)
+        fraction = split_fraction(digest)
         return "probe" if fraction < probe_below else "valid" if fraction < valid_below else "train"
 
-    if tokenizer_name:
-        tokenizer = _load_tokenizer(tokenizer_name)
-    else:
-        tokenizer = _train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
+    tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     tokenizer.encode_special_tokens = True
-    meta = _special_ids(tokenizer, tokenizer_name)
+    special = special_ids(tokenizer, tokenizer_name)
     found = tokenizer.get_vocab_size(with_added_tokens=True)
-    if found > vocab_size:
-        raise ValueError(f"tokenizer {tokenizer_name!r} has {found} tokens: vocab_size must be at least that")
     dtype = "uint16" if found <= 2**16 else "uint32"
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
-    fingerprint = hashlib.sha256(serialised)
-    written = 0
-    files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
-    bar = tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, disable=not progress, leave=False)
+    fingerprint, written = hashlib.sha256(serialised), 0
     with ExitStack() as stack:
-        for opened in (*files.values(), bar):
-            stack.enter_context(opened)
-        for batch in _batches(chain(sample, unique)):
-            encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-            for (digest, _), encoding in zip(batch, encodings, strict=True):
-                ids = np.array([*encoding.ids, meta["eos_id"]], dtype=dtype)
-                if max_tokens and written + len(ids) > max_tokens:
-                    break
-                files[split_of(digest)].write(ids.tobytes())
-                fingerprint.update(digest)
-                written += len(ids)
-                bar.update(len(ids))
-            else:
-                continue
-            break
+        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        description = f"tokenising {name}"
+        bar = stack.enter_context(
+            tqdm(desc=description, unit="tokens", unit_scale=True, disable=not progress, leave=False)
+        )
+        for digest, ids in _encode(tokenizer, chain(sample, unique)):
+            if max_tokens and written + len(ids) + 1 > max_tokens:
+                break
+            files[split_of(digest)].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
+            fingerprint.update(digest)
+            written += len(ids) + 1
+            bar.update(len(ids) + 1)
     empty = [split for split in SPLITS if (folder / f"{split}.bin").stat().st_size == 0]
     if empty:
         raise ValueError(
-            f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens: give more text or more max_tokens"
+            f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens: "
+            "give more text or a larger max_tokens"
         )
-    meta |= {"name": name, "vocab_size": found, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
-    _write_meta(folder, meta)
+    write_meta(
+        folder,
+        {"name": name, "vocab_size": found, "dtype": dtype, "fingerprint": fingerprint.hexdigest(), **special},
+    )
 
 
 def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
-    """Each different document once, with its hash; empty ones left out."""
+    """Each different document once, with its hash; empty ones left out, lone surrogates replaced."""
     seen = set()
-    for text in documents:
-        digest = _digest(text)
+    for document in documents:
+        text = document.encode("utf-8", "replace").decode()
+        digest = text_digest(text)
         if text.strip() and digest not in seen:
             seen.add(digest)
             yield digest, text
 
 
-def _batches(documents: Iterable[tuple[bytes, str]]) -> Iterator[list[tuple[bytes, str]]]:
-    batch, size = [], 0
-    for digest, text in documents:
-        batch.append((digest, text))
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
+def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
+    """The token ids of each document, without special tokens; many at once, because the tokenizer has threads."""
+    batch: list[tuple[bytes, str]] = []
+    size = 0
+    for document in chain(documents, [None]):
+        if document is not None:
+            batch.append(document)
+            size += len(document[1])
+        if document is None or size >= BATCH_CHARACTERS:
+            encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+            yield from ((digest, encoding.ids) for (digest, _), encoding in zip(batch, encodings, strict=True))
             batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
-
-
-def _fraction(digest: bytes) -> float:
-    """A number in [0, 1) that decides on the split: a function of the text alone, so the same in every corpus."""
-    return int.from_bytes(digest[-8:], "big") / 2**64
 
 
 def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
@@ -341,118 +307,6 @@ def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
     ranked = sorted(fractions)
     count = max(1, int(SMALL_SHARE * len(ranked)))
     return ranked[count], ranked[2 * count]
-
-
-def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with the special tokens at ids 0, 1, 2."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer.json on disk, or the tokenizer of a hub model."""
-    if Path(name).is_file():
-        return Tokenizer.from_file(name)
-    try:
-        return Tokenizer.from_pretrained(name)
-    except Exception as error:  # the Rust client raises plain Exception
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise ConnectionError(
-            f"tokenizer {name!r} could not be read from the Hugging Face hub ({reason}). Check the id and the network, "
-            "give the path of a tokenizer.json, or leave `tokenizer` out to train one"
-        ) from error
-
-
-def _special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, Any]:
-    """The ids of EOS, BOS and x_fix. GPT-NeoX has no BOS of its own; x_fix is its padding token, as the authors' is."""
-    known = {
-        "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
-        "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "<|endoftext|>"),
-        "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
-    }
-    ids: dict[str, Any] = {}
-    for key, tokens in known.items():
-        found = [i for i in map(tokenizer.token_to_id, tokens) if i is not None]
-        if not found:
-            raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
-        ids[key] = found[0]
-    special = {*ids.values(), *(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)}
-    ids["first_text_id"] = next(i for i in count() if i not in special)
-    return ids
-
-
-def _cache_root() -> Path:
-    if chosen := os.environ.get("SINKUTILS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkutils"
-
-
-def _write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Let `build` fill a temporary folder and give it its name when it is complete and on disk.
-
-    A process that builds the same corpus at the same time does so in its own folder; the first to finish wins.
-    Raises OSError where the files cannot be written; nothing half-written is left then.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for old in folder.parent.glob(".build-*"):  # left by processes that were killed
-            if time.time() - old.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-        new = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write the token cache below {folder.parent}: set SINKUTILS_CACHE"
-        ) from error
-    try:
-        build(new)
-        for file in new.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        try:
-            new.rename(folder)
-        except OSError:
-            Corpus(folder)  # another process has built it meanwhile; raises where that is not so
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(
-                error.errno,
-                f"no room for the token cache of corpus {name!r} below {folder.parent}: free some or set SINKUTILS_CACHE",
-            ) from error
-        raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    files = sorted(folder.iterdir())
-    meta["files"] = {f.name: {"bytes": f.stat().st_size, "sha256": _file_digest(f)} for f in files}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-
-
-def _verified(folder: Path) -> dict[str, Any]:
-    """meta.json of a cache folder. Raises ValueError (or OSError, KeyError) where a file is not as it was written."""
-    meta = json.loads((folder / "meta.json").read_text())
-    for name, expected in meta["files"].items():
-        size = (folder / name).stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
-        if _file_digest(folder / name) != expected["sha256"]:
-            raise ValueError(f"{name} does not match its checksum")
-    return meta
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _check_split(split: str) -> None:

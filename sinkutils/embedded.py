@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -48,6 +47,16 @@ def installed_versions() -> list[str]:
     return [platform.python_version(), *sorted(infos)]
 
 
+def text_digest(text: str) -> bytes:
+    """SHA-256 of a document: what makes it the same document, and what sorts it."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def split_fraction(digest: bytes) -> float:
+    """A number in [0, 1) that decides on the split: a function of the text alone, so the same in every corpus."""
+    return int.from_bytes(digest[-8:], "big") / 2**64
+
+
 def docstrings(progress: bool = True) -> Iterator[str]:
     """The docstrings of the modules, classes and functions of a file, joined: a document a file.
 
@@ -55,7 +64,8 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     documents, wherever and whenever they were installed.
     """
     paths = tqdm(_files(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
-    found = {_digest("\0".join(parts)): parts for parts in (docstrings_of(_text(path)) for path in paths) if parts}
+    files = (docstrings_of(_text(path)) for path in paths)
+    found = {text_digest("\0".join(parts)): parts for parts in files if parts}
     seen: set[str] = set()
     for digest in sorted(found):
         new = [part for part in dict.fromkeys(found[digest]) if part not in seen]
@@ -67,12 +77,12 @@ def docstrings(progress: bool = True) -> Iterator[str]:
 
 def sources(progress: bool = True) -> Iterator[str]:
     """The Python sources, a document a file, sorted by the hash of the text."""
-    return _read(_files(".py"), progress)
+    return _read(_files(".py"), None, progress)
 
 
 def everything(progress: bool = True) -> Iterator[str]:
     """Python sources, C and C++ headers, and .rst, .md and .txt files: no licences, no data."""
-    return _read(_files(".py", *HEADERS, *PROSE), progress)
+    return _read(_files(".py", *HEADERS, *PROSE), None, progress)
 
 
 def domain(name: str, progress: bool = True) -> Iterator[str]:
@@ -80,56 +90,60 @@ def domain(name: str, progress: bool = True) -> Iterator[str]:
 
     prose: docstrings; python: code without comments and docstrings; c-headers: from the first declaration on;
     licences: LICENSE, COPYING and NOTICE files; data: JSON, CSV, TOML and the like.
+    In the order of split_fraction of the whole file, so those that a corpus keeps for probing come first.
     Raises ValueError for an unknown name.
     """
     if name not in DOMAINS:
         raise ValueError(f"domain must be one of {', '.join(DOMAINS)}, got {name!r}")
     if name == "prose":
-        texts = docstrings(progress)
-    elif name == "python":
-        texts = map(code_only, sources(progress))
-    elif name == "c-headers":
-        texts = (PREAMBLE.sub("", text) for text in _read(_files(*HEADERS), progress))
+        texts: Iterable[str] = sorted(docstrings(progress), key=lambda text: split_fraction(text_digest(text)))
     elif name == "licences":
         licences = _walk(lambda file: bool(LICENCE.match(file)) and not file.endswith(".py"), dist_info=True)
-        texts = _read(licences, progress)
+        texts = _read(licences, split_fraction, progress)
     else:
-        texts = _read(_files(*DATA), progress)
-    return (text[:MAX_CHARACTERS] for text in texts if len(text) >= MIN_CHARACTERS)
+        suffixes = {"python": (".py",), "c-headers": HEADERS, "data": DATA}[name]
+        texts = _read(_files(*suffixes), split_fraction, progress)
+    shorten = {"python": code_only, "c-headers": lambda text: PREAMBLE.sub("", text)}.get(name, str)
+    return (text[:MAX_CHARACTERS] for text in map(shorten, texts) if len(text) >= MIN_CHARACTERS)
 
 
 def docstrings_of(source: str) -> list[str]:
     """The docstrings of a Python source in order: triple-quoted, first in the file or on a line after a colon.
 
-    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of minutes for
+    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
     all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    found = []
+    texts = [inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source)]
+    return [text for text in texts if text]
+
+
+def code_only(source: str) -> str:
+    """Python source without comments and docstrings, so that it shares no text with the prose domain."""
+    comments = (match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
+    removed = sorted(match.span() for match in (*comments, *_docstring_matches(source)))
+    code, end = "", 0
+    for start, next_end in removed:
+        code += source[end:start].rstrip("rRuU") if source[start] != "#" else source[end:start]
+        end = next_end
+    code += source[end:]
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
+def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
+    first = True
     for match in COMMENT_OR_STRING.finditer(source):
         start = match.start()
-        if source[start] == "#" or not match.group().startswith(('"""', "'''")):
+        if not match.group().startswith(('"""', "'''")):
             continue
         line = source.rfind("\n", 0, start) + 1
         if source[line:start].strip(" \trRuU"):  # part of an expression
             continue
         before = source[:line].rstrip()
-        last = before[before.rfind("\n") + 1 :].partition("#")[0].rstrip()
-        if last.endswith(":") or (not found and _only_comments(before)):
-            found.append(inspect.cleandoc(match.group()[3:-3]))
-    return [text for text in found if text]
-
-
-def code_only(source: str) -> str:
-    """Python source without comments and docstrings, so that it shares no text with the prose domain."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+        last = before[before.rfind("\n") + 1 :]
+        after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
+        if after_colon or (first and _only_comments(before)):
+            yield match
+        first = False
 
 
 def _only_comments(source: str) -> bool:
@@ -142,7 +156,7 @@ def _files(*suffixes: str) -> list[Path]:
 
 def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
     """The files under the roots whose name is wanted; those of *-info folders (installation records) on request."""
-    found = []
+    found: list[Path] = []
     for root in roots():
         for folder, folders, files in os.walk(root):
             folders[:] = [f for f in folders if f not in PRUNED and (dist_info or not f.endswith("-info"))]
@@ -150,14 +164,14 @@ def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
     return found
 
 
-def _read(paths: list[Path], progress: bool) -> Iterator[str]:
-    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by hash."""
+def _read(paths: list[Path], key: Callable[[bytes], float] | None, progress: bool) -> Iterator[str]:
+    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by (key of) the hash."""
     unique: dict[bytes, Path] = {}
-    for path in tqdm(paths, desc="reading files", unit="file", disable=not progress, leave=False):
+    for path in tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False):
         text = _text(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
-            unique[_digest(text)] = path
-    for digest in sorted(unique):  # read a second time rather than kept: the text is hundreds of megabytes
+            unique[text_digest(text)] = path
+    for digest in sorted(unique, key=key):  # read a second time rather than kept: the text is hundreds of megabytes
         yield _text(unique[digest])
 
 
@@ -167,7 +181,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()

@@ -83,6 +83,7 @@ class Experiment:
     overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
     headline: bool = False  # trained first, and at three seeds
+    weights: bool = False  # seed 0 keeps its weights at small presets, for notebook 01
     note: str = ""
     presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
 
@@ -124,7 +125,8 @@ _KERNELS = (
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
-    Experiment("default", "4", "the paper's default: any first token", {}, base=False, headline=True),
+    Experiment("default", "4", "the paper's default: any first token", {}, base=False, headline=True,
+               weights=True),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
     Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
@@ -140,7 +142,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
     *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
-                 base=False, headline=k == 1) for k in (1, 2, 3)),
+                 base=False, headline=k == 1, weights=k == 1) for k in (1, 2, 3)),
     *(Experiment(f"random_{name}", "5", f"random tokens at positions {', '.join(map(str, positions))}",
                  {"data.random_positions": positions}, base=False)
       for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
@@ -157,7 +159,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": OfContext(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}) for name, title in (
+    *(Experiment(name, "7", title, {"model.position": name}, weights=name == "learnable") for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
         ("relative", "relative positions, Eq. 6 as printed"), ("relative_learned", "relative positions, learned (T5)"),
         ("alibi", "ALiBi"))),
@@ -165,13 +167,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 7.3: biases (Tables 4 and 5)
     Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True),
     Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
-    Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True),
+    Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
     Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
     *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
                  _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
       for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
     # Section 7.4: attention operations (Tables 6 and 15, Figure 8)
-    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True),
+    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=True),
     Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid"), headline=True),
     Experiment("elu", "7", "elu + 1, no normalisation", _attention(similarity="elu", normalizer="none")),
     Experiment("elu_normalised", "7", "elu + 1, normalised", _attention(similarity="elu")),
@@ -192,11 +194,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                  _attention(bias="k", bias_dims=OfHeadDim(dims / 96))) for dims in (1, 2, 4, 8, 16, 32, 64)),
     *(Experiment(f"scale_{scale:g}", "C", f"softmax scaled by alpha = {scale:g}", _attention(scale=scale))
       for scale in (2.0, 0.2, 0.1, 0.05)),
-    *(Experiment(f"sigmoid_{name}", "C", f"sigmoid, no normalisation, {title}", _SIGMOID | change)
-      for name, title, change in (
-          *((f"weight_decay_{decay:g}", f"weight decay {decay:g}", {_DECAY: decay}) for decay in (0.0, 0.5, 1.0)),
-          ("lr_x2.5", "learning rate x 2.5", {_RATE: Times(2.5)}),
-          ("lr_quarter", "learning rate / 4", {_RATE: Times(1 / 4)}))),
+    *(Experiment(f"sigmoid_weight_decay_{decay:g}", "C", f"sigmoid, no normalisation, weight decay {decay:g}",
+                 _SIGMOID | {_DECAY: decay}) for decay in (0.0, 0.5, 1.0)),
+    *(Experiment(f"sigmoid_lr_{name}", "C", f"sigmoid, no normalisation, learning rate x {factor:g}",
+                 _SIGMOID | {_RATE: Times(factor)}) for name, factor in (("x2.5", 2.5), ("quarter", 0.25))),
     *(Experiment(f"softmax_p{name}", "C", f"p-normalised softmax, p = {name.replace('_', '/')}",
                  _attention(normalizer="p_norm", p=p))
       for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),

@@ -1,12 +1,374 @@
-"""Stub while the fast forms are written: the dense reference."""
+"""The attention algebra at speed: `attend` equals `attention.attend` in values and gradients.
 
+Which form serves which operation, and the memory it takes beside its inputs, for T queries of d_h dimensions:
+
+- softmax (f = exp, Z = sum), causal or with a prefix, any bias of Table 4: the fused kernel, O(T d_h).
+- kernels (f linear, Section 7.4) with Z = 1, max(|sum|, 1) or sum: linear attention by chunks, O(T d_h).
+- everything else on CUDA with f >= 0: FlexAttention over log f(s), whose log-sum-exp takes the normaliser out
+  again, O(T d_h). exp(lse) overflows where the row sum itself does.
+- everything else elsewhere: blocks of queries, computed again in the backward pass, O(T) for each of the
+  `BLOCK` queries at work. So on a CPU: sigmoid, elu, exp without a sum, p-norms, windows, position terms.
+- up to `DENSE_LENGTH` tokens all but the fused kernel are one dense block: O(T^2), and the fastest there.
+
+Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
-from sinkutils.attention import AttentionSpec
+from sinkutils.attention import SIMILARITIES, AttentionSpec, check_inputs, divide, features, normalizer, visible
 from sinkutils.attention import attend as dense_attend
 
+DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
+BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
+CHUNK = 64  # tokens a chunk of linear attention
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
-    return dense_attend(q, k, v, spec, **extras)[0]
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
+
+    Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
+    """
+    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
+    length, star = q.shape[2], 0
+    if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
+        star = 1
+        k = _prepend(key_bias, k)
+        v = _prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
+    q, k = features(q, spec, mlp), features(k, spec, mlp)
+    short = length <= DENSE_LENGTH.get(q.device.type, BLOCK)
+    # In half precision the CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512.
+    slow_kernel = short and not q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if _plain(spec, distance_bias, length) and _is_softmax(spec) and not slow_kernel:
+        out = _softmax(q, k, v, spec, star)
+    elif _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
+        out = _linear(q, k, v, spec, star)
+    elif short:
+        out = _block(q, k, v, spec, distance_bias, 0, length)
+    elif _flex_serves(q, spec):
+        out = _flex(q, k, v, spec, distance_bias, star)
+    else:
+        out = _blocks(q, k, v, spec, distance_bias)
+    if spec.scale != 1:
+        out = out * spec.scale
+    if value_bias is not None and spec.bias == "v":
+        out = out + value_bias[:, None]
+    return out
+
+
+@torch.no_grad()
+def log_mass(
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """log of sum_j |f(s_ij)| over the keys that query i sees, k* among them: (B, H, T), float32 or float64.
+
+    What the sink metric needs (Section 3.2): A_ik, or its proxy of Section 7.4, is |f(s_ik)| exp(-log_mass_i).
+    -inf where a row has no mass. O(T) memory for each of `BLOCK` queries; for softmax the fused kernel's own
+    log-sum-exp where it has passed a comparison with a dense row. Takes no part in autograd.
+    """
+    check_inputs(q, k, k, AttentionSpec(bias="k" if spec.has_key_bias else "none"), distance_bias, key_bias, None)
+    length, star = q.shape[2], 0
+    if key_bias is not None:
+        star, k = 1, _prepend(key_bias, k)
+    q, k = features(q, spec, mlp), features(k, spec, mlp)
+    with torch.autocast(q.device.type, enabled=False):
+        if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
+            q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        fused = spec.similarity == "exp" and _plain(spec, distance_bias, length)
+        if fused and _fused_lse_trusted(q.device, q.dtype, q.shape[-1]):
+            mass = _fused_lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
+            if spec.prefix > 1:
+                first = _fused_lse(q[:, :, : spec.prefix], k[:, :, : star + spec.prefix], causal=False)
+                mass = torch.cat([first, mass[:, :, spec.prefix :]], dim=2)
+            return mass
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        blocks = []
+        for start in range(0, length, BLOCK):
+            rows = q[:, :, start : start + BLOCK]
+            logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
+            blocks.append(log_similarity(logits, spec).logsumexp(dim=-1))
+        return torch.cat(blocks, dim=-1)
+
+
+def log_similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    """log |f(s)| of Section 7.4, elementwise, without overflow or underflow."""
+    if spec.similarity == "exp":
+        return logits
+    if spec.similarity == "sigmoid":
+        return -F.softplus(-logits)
+    if spec.similarity == "elu":
+        return torch.where(logits < 0, logits, torch.log1p(logits.clamp(min=0)))
+    return logits.abs().log()
+
+
+def _is_softmax(spec: AttentionSpec) -> bool:
+    return spec.similarity == "exp" and spec.normalizer == "sum"
+
+
+def _is_linear(spec: AttentionSpec) -> bool:
+    return spec.similarity == "linear" and spec.normalizer != "p_norm"
+
+
+def _plain(spec: AttentionSpec, distance_bias: Tensor | None, length: int) -> bool:
+    """Whether neither a position term nor a window (shorter than the sequence) tells the visible keys apart."""
+    return distance_bias is None and (spec.window is None or spec.window >= length)
+
+
+def _prepend(bias: Tensor, x: Tensor) -> Tensor:
+    """bias (H, D) in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
+    """Eq. 4 by the fused kernel. k* before the keys is matched by a query whose output is dropped, so that the
+    kernel's causal mask still fits; a prefix shows its keys to the first p queries in a second call.
+    """
+    out = F.scaled_dot_product_attention(F.pad(q, (0, 0, star, 0)), k, v, is_causal=True)[:, :, star:]
+    if spec.prefix > 1:
+        keys = star + spec.prefix
+        first = F.scaled_dot_product_attention(q[:, :, : spec.prefix], k[:, :, :keys], v[:, :, :keys])
+        out = torch.cat([first, out[:, :, spec.prefix :]], dim=2)
+    return out
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
+    """Linear attention: within a chunk by its small map, from the chunks before by sum_j phi(k_j) v_j^T.
+
+    A column of ones beside v gives the row sums that a normaliser needs.
+    """
+    q = q * q.shape[-1] ** -0.5
+    if spec.normalizer != "none":
+        v = F.pad(v, (0, 1), value=1.0)
+    state = k[:, :, :star].mT @ v[:, :, :star]  # (B, H, D, E), zero without k*
+    k, v = k[:, :, star:], v[:, :, star:]
+    length = q.shape[2]
+    tail = -length % CHUNK  # zero keys add nothing
+    qs, ks, vs = (F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))  # (B, H, N, CHUNK, .)
+    sums = ks.mT @ vs  # (B, H, N, D, E)
+    wide = torch.promote_types(sums.dtype, torch.float32)
+    before = (sums.cumsum(dim=2, dtype=wide) - sums).to(sums.dtype) + state[:, :, None]
+    out = ((qs @ ks.mT).tril() @ vs + qs @ before).flatten(2, 3)[:, :, :length]
+    if spec.prefix > 1:
+        p = spec.prefix
+        first = q[:, :, :p] @ (state + k[:, :, :p].mT @ v[:, :, :p])
+        out = torch.cat([first, out[:, :, p:]], dim=2)
+    if spec.normalizer == "none":
+        return out
+    out, total = out[..., :-1], out[..., -1:]
+    return divide(out, total.abs().clamp(min=1) if spec.normalizer == "max_abs_sum" else total)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
+    """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
+    length, blocks = q.shape[2], []
+    for start in range(0, length, BLOCK):
+        inputs = (q[:, :, start : start + BLOCK], k, v, spec, distance_bias, start, length)
+        if torch.is_grad_enabled():
+            blocks.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(_block(*inputs))
+    return torch.cat(blocks, dim=2)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    start: int,
+    length: int,
+) -> Tensor:
+    """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
+    k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
+    logits = _logits(q, k, spec, distance_bias, start, length)
+    if _is_softmax(spec) and distance_bias is None:
+        return logits.softmax(dim=-1) @ v
+    if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
+        # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
+        peak = logits.amax(dim=-1, keepdim=True).detach()
+        logits = logits - peak.masked_fill(~peak.isfinite(), 0)
+    sim = SIMILARITIES[spec.similarity](logits)
+    return divide(sim @ v, normalizer(sim, spec))
+
+
+def _bounds(rows: int, spec: AttentionSpec, start: int, length: int) -> tuple[int, int]:
+    """The range of the sequence's own keys that contains all that queries start..start + rows - 1 see."""
+    low = 0 if spec.window is None else max(0, start - spec.window + 1)
+    return low, min(length, max(start + rows, spec.prefix))
+
+
+def _seen_keys(x: Tensor, q: Tensor, spec: AttentionSpec, start: int, length: int) -> Tensor:
+    """What the queries of a block may see of keys or values (B, H, S, D); k*, if any, stays in front."""
+    low, high = _bounds(q.shape[2], spec, start, length)
+    star = x.shape[2] - length
+    if low == 0 or star == 0:
+        return x[:, :, low : star + high]
+    return torch.cat([x[:, :, :star], x[:, :, star + low : star + high]], dim=2)
+
+
+def _logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int) -> Tensor:
+    """s_ij (B, H, R, S) of a block's queries and the keys of `_seen_keys`; f of a hidden one is zero."""
+    batch, heads, size, head_dim = q.shape
+    low, high = _bounds(size, spec, start, length)
+    star = k.shape[2] - (high - low)
+    positions = torch.arange(low, max(high, start + size), device=q.device)
+    rows, columns = positions[start - low :][:size], positions[: high - low]
+    hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # (R, S); every query sees k*
+    bias = q.new_zeros(1, size, k.shape[2])
+    if distance_bias is not None:
+        # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
+        line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
+        bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
+    if spec.similarity != "linear":
+        bias = bias.masked_fill(hidden, -torch.inf)
+    bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
+    logits = logits.unflatten(0, (batch, heads))
+    return logits.masked_fill(hidden, 0) if spec.similarity == "linear" else logits
+
+
+def _flex_serves(q: Tensor, spec: AttentionSpec) -> bool:
+    """Whether FlexAttention's compiled kernel takes these queries and returns the log-sum-exp that is meant."""
+    if not (q.is_cuda and HAS_TRITON) or spec.similarity == "linear":
+        return False
+    if q.dtype == torch.float64 or q.shape[-1] < 16:
+        return False
+    # A graph under compilation cannot look at numbers; there the kernel is the same one.
+    return torch.compiler.is_compiling() or _flex_trusted(q.device, q.dtype, q.shape[-1])
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, star: int) -> Tensor:
+    """Softmax over log f(s), which is f(s) / sum f(s), and its log-sum-exp, which exchanges that sum for Z.
+
+    sum_j exp(s_j) v_j = out exp(lse) (Eqs. 43, 44); the p-norm's log Z is a second pass's lse(p log f) / p.
+    """
+
+    # A graph under compilation makes its own mask: the cache is out of its reach, and it would warn of that.
+    block_mask = _block_mask.__wrapped__ if torch.compiler.is_compiling() else _block_mask
+
+    def run(power: float) -> tuple[Tensor, Tensor]:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if distance_bias is not None:
+                head = torch.zeros_like(h) if len(distance_bias) == 1 else h
+                g = distance_bias[head, (i - j + star).clamp(0, q.shape[2] - 1)]  # hidden keys are read as well
+                s = s + torch.where(j >= star, g, 0)
+            return power * log_similarity(s, spec)
+
+        mask = block_mask(q.shape[2], star, spec.window, spec.prefix, q.device)
+        out, aux = _flex_kernel(flex_attention, q.device)(
+            q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True)
+        )
+        return out, aux.lse[..., None]
+
+    out, lse = run(1.0)
+    if spec.normalizer == "sum":
+        return out
+    log_z = {
+        "none": lambda: torch.zeros_like(lse),
+        "max_abs_sum": lambda: lse.clamp(min=0),
+        "p_norm": lambda: (run(spec.p)[1] / spec.p).masked_fill(lse == -torch.inf, 0),
+    }[spec.normalizer]()
+    return out * torch.exp(lse - log_z).to(out.dtype)
+
+
+def _flex_kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """FlexAttention's functions are meant to be compiled; un-compiled they are dense, which tests make use of."""
+    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _block_mask(length: int, star: int, window: int | None, prefix: int, device: torch.device) -> BlockMask:
+    """`attention.visible` for FlexAttention, with k* before the keys."""
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i - j + star
+        near = distance >= 0
+        if window is not None:
+            near = near & (distance < window)
+        return near | (j < star + (prefix if prefix > 1 else 0))
+
+    make = _flex_kernel(create_block_mask, device)
+    return make(seen, None, None, length, star + length, device=device)
+
+
+@functools.cache
+def _flex_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Compare un-normalised sigmoid attention, which hangs on the log-sum-exp, with dense rows, once."""
+    q, k, v = _probe(device, dtype, head_dim)
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
+    with torch.no_grad():
+        dense = dense_attend(q.double(), k.double(), v.double(), spec)[0]
+        return _agree(_flex(q, k, v, spec, None, 0), dense, f"FlexAttention ({device.type}, {dtype})")
+
+
+@functools.cache
+def _fused_lse_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Compare the log-sum-exp of the private op for this device and dtype with dense rows, once."""
+    q, k, _ = _probe(device, dtype, head_dim)
+    logits = q.double() @ k.double().mT * head_dim**-0.5
+    dense = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).logsumexp(dim=-1)
+    try:
+        lse = _fused_lse(q, k, causal=True)
+    except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
+        return False
+    return _agree(lse, dense, f"the fused kernel ({device.type}, {dtype})")
+
+
+def _fused_lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The log-sum-exp (B, H, T) that PyTorch's fused kernels keep for their backward pass."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, causal)[1]
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, causal)[1][..., : q.shape[2]]
+    if q.device.type == "cuda" and q.dtype == torch.float32:  # this one pads its rows
+        op = torch.ops.aten._scaled_dot_product_efficient_attention
+        return op(q, k, k, None, True, 0.0, causal)[1][..., : q.shape[2]]
+    raise RuntimeError(f"no fused kernel with a log-sum-exp for {q.dtype} on {q.device.type}")
+
+
+def _probe(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Tensor]:
+    """q, k, v of (2, 2, 130, D) to compare kernels on: more than a kernel's block, no multiple of anything."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 2, 130, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
+
+
+def _agree(got: Tensor, dense: Tensor, what: str) -> bool:
+    tolerance = 1e-3 if got.dtype in (torch.float32, torch.float64) else 3e-2
+    if got.shape == dense.shape and torch.allclose(got.double(), dense, rtol=tolerance, atol=tolerance):
+        return True
+    warnings.warn(f"{what} returned other row sums than the dense form; using blocks of queries instead", stacklevel=2)
+    return False

@@ -173,9 +173,9 @@ class Attention(nn.Module):
             for part in self.qkv(x).chunk(3, dim=-1)
         )  # (B, H, T, D) each
         if "cos" in tables:
-            cos, sin = tables["cos"].to(x.dtype), tables["sin"].to(x.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        extras = self.extras(tables, x.dtype)
+            # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
+            q, k = (rotate(x, tables["cos"], tables["sin"]).to(v.dtype) for x in (q, k))
+        extras = self.extras(tables, v.dtype)
         if show is not None:
             show(q, k, v, extras)
         spec = self.config.attention

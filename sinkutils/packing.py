@@ -57,6 +57,7 @@ class Chunks:
         generator = np.random.default_rng([seed, 5])
         size = (self.length, len(data.random_positions))
         self.redrawn = generator.integers(corpus.first_text_id, corpus.vocab_size, size=size)
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def __len__(self) -> int:
         return self.length
@@ -80,10 +81,10 @@ class Chunks:
         return self.take(indices)
 
     def _permutation(self, seed: int, epoch: int) -> np.ndarray:
-        if getattr(self, "_cached", (None,))[0] != (seed, epoch):
+        if (seed, epoch) not in self._orders:
             order = np.random.default_rng([seed, 1, epoch]).permutation(self.length)
-            self._cached = ((seed, epoch), order)
-        return self._cached[1]
+            self._orders = {(seed, epoch): order}  # one is kept
+        return self._orders[seed, epoch]
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

@@ -20,9 +20,10 @@ class Preset:
     data: DataConfig
     train: TrainConfig
     base: str  # the experiment that the others change
-    four_epochs: float  # the share of the corpus of which the run makes four passes
+    four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
     compile: bool = False
+    keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
 
 
 # 60M without embeddings; the batch is 1M tokens. lr_floor 0.1 is the cosine of the text (see default_constant_lr).
@@ -49,7 +50,7 @@ PRESETS = {
                 valid_chunks=8,
             ),
             base="fixed_1",
-            four_epochs=0.002,
+            four_epochs=0.002,  # about one pass, so that a hundredth is still a few chunks
             seconds=2,
         ),
         Preset(
@@ -59,10 +60,13 @@ PRESETS = {
                 vocab_size=1024, context_length=64, num_layers=4, num_heads=4, hidden_size=64, intermediate_size=128
             ),
             DataConfig("docstrings"),
-            TrainConfig(steps=4000, batch_size=32, learning_rate=6e-3, warmup_steps=100, eval_every=100),
+            TrainConfig(
+                steps=10_000, batch_size=8, learning_rate=4e-3, warmup_steps=100, precision="bf16", eval_every=250
+            ),
             base="fixed_1",
-            four_epochs=0.2,
-            seconds=240,
+            four_epochs=0.085,  # 8.2M tokens of 15M
+            seconds=210,
+            keeps_weights=True,
         ),
         Preset(
             "gpu",
@@ -75,7 +79,7 @@ PRESETS = {
                 steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
             ),
             base="default",
-            four_epochs=0.3,
+            four_epochs=0.3,  # 98M tokens of about 80M
             seconds=80,
             compile=True,
         ),
@@ -94,7 +98,7 @@ PRESETS = {
             _PAPER_TRAIN,
             base="default",
             four_epochs=1.0,
-            seconds=80_000,
+            seconds=80_000,  # a GPU at 160 TFLOP/s
             compile=True,
         ),
         Preset(

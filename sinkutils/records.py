@@ -115,7 +115,7 @@ def run_lock(target: Path) -> Iterator[None]:
 
 def as_json(value: Any) -> str:
     """One spelling for one value: sorted keys, so that equal configs have equal hashes."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=True) + "\n"
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:

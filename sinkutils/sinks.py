@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sinkutils import fast
 from sinkutils.attention import AttentionSpec, features, visible
 from sinkutils.model import TransformerLM
 
@@ -244,8 +245,8 @@ class Tally:
         padded = F.pad(value.float(), (0, missing, 0, missing))
         self.kept.setdefault((layer, head), {}).setdefault(name, []).append(padded.cpu())
 
-    def report(self, order: Tensor, **fields: Any) -> Report:
-        """The report; `order` (samples,) says at which index each sample came in."""
+    def report(self, order: Tensor, targets: tuple[int, ...], epsilons: tuple[float, ...], lengths: Tensor) -> Report:
+        """The report; `order` (samples,) says where each sample stands in the order of the batches."""
         stacked = {
             name: torch.stack([torch.cat(batches).cpu() for _, batches in sorted(layers.items())], dim=1)[order]
             for name, layers in self.values.items()
@@ -263,7 +264,12 @@ class Tally:
             chosen: Kept(**{name: torch.cat(batches)[order] for name, batches in values.items()})
             for chosen, values in self.kept.items()
         }
-        return Report(**stacked, **mean, kept=kept, layers=tuple(sorted(self.values["alpha"])), **fields)
+        report = Report(
+            stacked.pop("alpha"), targets, epsilons, lengths, tuple(sorted(self.values["alpha"])), kept=kept
+        )
+        for name, tensor in (stacked | mean).items():
+            setattr(report, name, tensor)
+        return report
 
 
 @dataclass(frozen=True)
@@ -303,16 +309,15 @@ class OwnModelObserver:
         for name, x in (("query", q), ("key", k), ("value", v)):
             self._norms(name, layer, x)
         columns = torch.tensor(self.request.targets, device=q.device) - 1 + self.first
-        with torch.autocast(q.device.type, enabled=False):
-            shares, star = chosen_shares(q, k, columns, spec, **extras)
-            self.tally.add("alpha", layer, mean_over_queries(shares, columns, self.first))
-            if self.first:
-                star = chosen_shares(q, k, columns.new_zeros(1), spec, **extras)[0][..., 0]
-            if star is not None:
-                # Only the sequence's own queries: x* seeing itself says nothing.
-                self.tally.add("star", layer, star[:, :, self.first :].mean(dim=-1))
-            if self.request.mass or self.request.heads_of(layer):
-                self._all_keys(layer, q, k, spec, extras)
+        shares, star = chosen_shares(q, k, columns, spec, **extras)
+        self.tally.add("alpha", layer, mean_over_queries(shares, columns, self.first))
+        if self.first:
+            star = chosen_shares(q, k, columns.new_zeros(1), spec, **extras)[0][..., 0]
+        if star is not None:
+            # Only the sequence's own queries: x* seeing itself says nothing.
+            self.tally.add("star", layer, star[:, :, self.first :].mean(dim=-1))
+        if self.request.mass or self.request.heads_of(layer):
+            self._all_keys(layer, q, k, spec, extras)
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self._norms("hidden", layer, hidden[:, None])
@@ -357,61 +362,24 @@ def chosen_shares(
     q, k: (B, H, T, D), after rotary. Returns shares (B, H, T, K), zero where key k is hidden from query i, and
     the share of k*, (B, H, T), or None without a key bias.
     """
+    mass = fast.log_mass(q, k, spec, distance_bias=distance_bias, key_bias=key_bias, mlp=mlp).float()[..., None]
     # phi in the model's own precision, everything after it in float32.
-    mass = log_mass(q, k, spec, distance_bias=distance_bias, key_bias=key_bias, mlp=mlp)[..., None]
+    phi_q, phi_k = features(q, spec, mlp).float(), features(k[:, :, columns], spec, mlp).float()
+    star = features(key_bias, spec, mlp).float() if key_bias is not None and spec.has_key_bias else None
     rows = torch.arange(q.shape[2], device=q.device)
-    phi_q = features(q, spec, mlp).float()
-    logits = phi_q @ features(k[:, :, columns], spec, mlp).float().mT * q.shape[-1] ** -0.5
-    if distance_bias is not None:
-        logits = logits + distance_bias[:, (rows[:, None] - columns).clamp(min=0)]
-    seen = visible(rows, columns, spec)
-    shares = share(logits, mass, spec).masked_fill(~seen, 0)
-    if key_bias is None or not spec.has_key_bias:
-        return shares, None
-    star = phi_q @ features(key_bias, spec, mlp).float()[:, :, None] * q.shape[-1] ** -0.5
-    return shares, share(star, mass, spec)[..., 0]
+    with torch.autocast(q.device.type, enabled=False):
+        logits = phi_q @ phi_k.mT * q.shape[-1] ** -0.5
+        if distance_bias is not None:
+            logits = logits + distance_bias[:, (rows[:, None] - columns).clamp(min=0)].float()
+        shares = share(logits, mass, spec).masked_fill(~visible(rows, columns, spec), 0)
+        if star is None:
+            return shares, None
+        return shares, share(phi_q @ star[:, :, None] * q.shape[-1] ** -0.5, mass, spec)[..., 0]
 
 
 def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
     """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
-    return torch.exp(log_similarity(logits, spec) - mass.masked_fill(mass == -torch.inf, 0))
-
-
-def log_similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
-    """log |f(s)| of Section 7.4, without overflow or underflow."""
-    if spec.similarity == "exp":
-        return logits
-    if spec.similarity == "sigmoid":
-        return F.logsigmoid(logits)
-    if spec.similarity == "elu":
-        return torch.where(logits < 0, logits, torch.log1p(logits.clamp(min=0)))
-    return logits.abs().log()
-
-
-def log_mass(
-    q: Tensor,
-    k: Tensor,
-    spec: AttentionSpec,
-    *,
-    distance_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    mlp: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """log sum_j |f(s_ij)| over the visible keys and k*, (B, H, T), 256 queries at a time."""
-    phi_q, phi_k = features(q, spec, mlp).float(), features(k, spec, mlp).float()
-    positions = torch.arange(q.shape[2], device=q.device)
-    scale = q.shape[-1] ** -0.5
-    blocks = []
-    for rows in positions.split(256):
-        logits = phi_q[:, :, rows] @ phi_k.mT * scale
-        if distance_bias is not None:
-            logits = logits + distance_bias[:, (rows[:, None] - positions).clamp(min=0)]
-        logs = log_similarity(logits, spec).masked_fill(~visible(rows, positions, spec), -torch.inf)
-        if key_bias is not None and spec.has_key_bias:
-            star = phi_q[:, :, rows] @ features(key_bias, spec, mlp).float()[:, :, None] * scale
-            logs = torch.cat([log_similarity(star, spec), logs], dim=-1)
-        blocks.append(logs.logsumexp(dim=-1))
-    return torch.cat(blocks, dim=-1)
+    return torch.exp(fast.log_similarity(logits, spec) - mass.masked_fill(mass == -torch.inf, 0))
 
 
 def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:

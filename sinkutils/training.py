@@ -160,7 +160,8 @@ class Run:
         )
         length = config.model.context_length
         self.chunks = Chunks(corpus, "train", length, config.data, seed=config.seed)
-        valid = Chunks(corpus, "valid", length, config.data, seed=EVALUATION_SEED)
+        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
+        valid = Chunks(corpus, "valid", length, dataclasses.replace(config.data, random_positions=()))
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         self.probe = probe_ids(config, corpus).to(device)
         self.step = 0
@@ -194,14 +195,16 @@ class Run:
         return total
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[dict[str, float], Report]:
-        """The validation loss and the sink metric at this step, and the report they come from."""
+    def evaluate(self) -> tuple[dict[str, float], Report | None]:
+        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite."""
         prefix = self.config.model.attention.prefix
         parts = self.valid.split(32)
         with self.autocast():
             losses = [float(next_token_loss(self.model, part, prefix)) * len(part) for part in parts]
-        report = measure(self.model, self.probe, targets=self.targets)
         point = {"step": self.step, "valid_loss": sum(losses) / len(self.valid)}
+        if not math.isfinite(point["valid_loss"]):
+            return point, None
+        report = measure(self.model, self.probe, targets=self.targets)
         point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]}
         if report.star is not None:
             point["sink_star"] = report.sink_star()
@@ -304,15 +307,18 @@ def _loop(
             if run.step % config.train.eval_every == 0 or ending:
                 losses = torch.stack(recent).tolist()
                 recent.clear()
-                point, report = run.evaluate()
-                run.curve.append({**point, "train_loss": sum(losses) / len(losses)})
-                rate = (run.step - first) * run.tokens_per_step
-                bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%",
-                                tokens_per_s=f"{rate / (time.monotonic() - started):.0f}")  # fmt: skip
-                failure = divergence(losses, point["valid_loss"], hopeless, run.step > config.train.warmup_steps)
+                failure = divergence(losses, hopeless)
+                if not failure:
+                    point, report = run.evaluate()
+                    failure = divergence([point["valid_loss"]], hopeless)
                 if failure:
                     run.seconds = before + time.monotonic() - started
-                    return f"{failure} by step {run.step}", report
+                    return f"{failure} by step {run.step}", None
+                run.curve.append({**point, "train_loss": sum(losses) / len(losses)})
+                rate = (run.step - first) * run.tokens_per_step / (time.monotonic() - started)
+                bar.set_postfix(
+                    loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=int(rate)
+                )
                 # Only here is the state whole: no losses wait to be averaged.
                 if time.monotonic() - saved > checkpoint_seconds and not ending:
                     run.seconds = before + time.monotonic() - started
@@ -322,12 +328,12 @@ def _loop(
     return None, report
 
 
-def divergence(losses: list[float], valid_loss: float, hopeless: float, warm: bool) -> str | None:
-    """Why the run has failed, or None: a loss that is not finite, or far above a uniform guess after warm-up."""
-    if not all(map(math.isfinite, [*losses, valid_loss])):
+def divergence(losses: list[float], hopeless: float) -> str | None:
+    """Why a run with these losses has failed, or None: a loss that is not finite, or far above a uniform guess."""
+    if not all(map(math.isfinite, losses)):
         return "the loss was not finite"
-    if warm and valid_loss > hopeless:
-        return f"the validation loss {valid_loss:.2f} was over {hopeless:.2f}, twice that of a uniform guess"
+    if min(losses) > hopeless:
+        return f"the loss was over {hopeless:.2f}, twice that of a uniform guess"
     return None
 
 

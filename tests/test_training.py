@@ -204,7 +204,7 @@ train(from_dict(RunConfig, config), runs, corpus=corpus, progress=False, checkpo
 
 
 def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, text_folder, tmp_path):
-    config = change(tiny, steps=120, eval_every=2)
+    config = change(tiny, steps=60, eval_every=2)
     cache = tmp_path / "cache"
 
     def start(runs: Path) -> subprocess.Popen:
@@ -218,10 +218,10 @@ def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, text_
     whole = time.monotonic() - began
     rng, kills = np.random.default_rng(0), 0
     folder = record_folder("test", "tiny", 0, tmp_path / "killed")
-    for _attempt in range(40):
+    for _attempt in range(20):
         process = start(tmp_path / "killed")
         try:
-            process.wait(timeout=float(rng.uniform(0.02, 0.3)) * whole if kills < 8 else 120)
+            process.wait(timeout=float(rng.uniform(0.02, 0.3)) * whole if kills < 5 else 120)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()

@@ -1,0 +1,130 @@
+"""What measuring costs: a plain forward pass, `sinkutils.measure`, and the published procedure, side by side.
+
+    python benchmarks/measure.py                  100 x 64 and 4 x 1024 tokens
+    python benchmarks/measure.py --long           and 1 x 32768, without the published procedure
+    python benchmarks/measure.py --json out.json
+
+GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
+own, so that its peak memory is its own. The ways:
+
+    blocks      the blocks alone by SDPA, which is all that measuring has to compute
+    forward     the whole forward pass by SDPA, with its logits
+    measure     sinkutils.measure, norms included
+    published   one prompt at a time, eager, generate(max_new_tokens=1, output_attentions=True), all maps kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+WAYS = ("blocks", "forward", "measure", "published")
+SETTINGS = ((100, 64), (4, 1024))
+LONG = (1, 32768)
+
+
+def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
+    """A function that does one way's work on ids (samples, T)."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_positions=max(1024, ids.shape[1]) + 1)
+    config.bos_token_id = config.eos_token_id = None
+    implementation = "eager" if way == "published" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    if way == "blocks":
+        return lambda: model.transformer(ids, use_cache=False)
+    if way == "forward":
+        return lambda: model(ids, use_cache=False)
+    if way == "measure":
+        import sinkutils
+
+        return lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink()
+    return lambda: published(model, ids)
+
+
+def published(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """Sink_1 in percent the way of the published evaluation."""
+    maps = []
+    for prompt in ids:
+        output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=1,
+                                do_sample=False, output_attentions=True, return_dict_in_generate=True)  # fmt: skip
+        maps.append(output.attentions[0])
+    alpha = torch.stack([torch.stack([layer[0, :, :, 0].mean(dim=-1) for layer in layers]) for layers in maps])
+    return 100 * float((alpha > 0.3).double().mean())
+
+
+def child(way: str, samples: int, length: int, repeats: int, threads: int | None) -> None:
+    """Time one cell in this process and print it as JSON."""
+    if threads:
+        torch.set_num_threads(threads)
+    ids = torch.randint(0, 50257, (samples, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        build(way, ids[:1, :16])()  # imports and first calls
+        work, seconds = build(way, ids), []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    print(json.dumps({"way": way, "samples": samples, "length": length, "seconds": statistics.median(seconds),
+                      "peak_gib": peak, "threads": torch.get_num_threads()}))  # fmt: skip
+
+
+def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> list[dict]:
+    """Every cell, each in a process of its own."""
+    cells = []
+    for samples, length in settings:
+        for way in WAYS:
+            if (samples, length) == LONG and way == "published":
+                continue  # its maps would take 576 GiB
+            command = [sys.executable, __file__, "--child", way, str(samples), str(length), "--repeats", str(repeats)]
+            command += ["--threads", str(threads)] if threads else []
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"{samples} x {length} {way}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
+                continue
+            cells.append(json.loads(done.stdout.splitlines()[-1]))
+            print(row(cells[-1], cells), flush=True)
+    return cells
+
+
+def row(cell: dict, cells: list[dict]) -> str:
+    """One line of the table; ratios are to the blocks alone on the same tokens."""
+    base = next(
+        c for c in cells if (c["way"], c["samples"], c["length"]) == ("blocks", cell["samples"], cell["length"])
+    )
+    return (f"{cell['samples']:4d} x {cell['length']:<6d} {cell['way']:10s} {cell['seconds']:8.2f} s "
+            f"{cell['seconds'] / base['seconds']:6.2f} x   {cell['peak_gib']:6.2f} GiB "
+            f"{cell['peak_gib'] / base['peak_gib']:6.2f} x")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of a cell, of which the median is shown")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--json", type=Path, help="also write the cells to this file")
+    parser.add_argument("--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        way, samples, length = arguments.child
+        child(way, int(samples), int(length), arguments.repeats, arguments.threads)
+        return
+    print("samples x T   way            time      ratio     peak memory  ratio")
+    cells = run([*SETTINGS, *([LONG] if arguments.long else [])], arguments.repeats, arguments.threads)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(cells, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The command line: python -m sinkutils list | train | sweep | measure | claims | run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinkutils.presets import PRESETS
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their help."""
+    top = argparse.ArgumentParser(prog="python -m sinkutils", description="See, measure and re-train attention sinks.")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    def scale(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--preset", default="laptop", choices=list(PRESETS), help="scale of the study")
+        command.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
+
+    listing = add("list", "show every experiment with the paper's value and whether it is recorded")
+    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7 or C")
+    scale(listing)
+
+    one = add("train", "train one experiment and write its record; a killed run goes on where it was")
+    one.add_argument("experiment")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--device", help="cpu, cuda, .. (default: cuda where there is one)")
+    one.add_argument("--keep-weights", action="store_true", help="keep the trained weights in the record")
+    one.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
+    scale(one)
+
+    many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
+    many.add_argument("--jobs", type=int, default=1, help="workers, one thread each")
+    many.add_argument(
+        "--seeds", type=int, nargs="+", help="default: three for the headline experiments, one for others"
+    )
+    many.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
+    many.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
+    many.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
+    scale(many)
+
+    measuring = add("measure", "measure the attention sink of a causal language model")
+    measuring.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
+    measuring.add_argument("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"])
+    measuring.add_argument("-n", type=int, default=100, help="sequences")
+    measuring.add_argument("-T", "--length", type=int, default=64, help="tokens a sequence")
+    measuring.add_argument("--targets", type=int, nargs="+", default=[1], help="positions, counted from 1")
+    measuring.add_argument("--eps", type=float, nargs="+", default=[0.3], help="thresholds")
+    measuring.add_argument("--bos", action="store_true", help="put a BOS first (the paper: not)")
+    measuring.add_argument("--corpus", default="docstrings", help="where natural text comes from")
+    measuring.add_argument("--device", help="cpu, cuda, ..")
+    measuring.add_argument("--dtype", help="float32, bfloat16, float16")
+    measuring.add_argument("--seed", type=int, default=0)
+    measuring.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    measuring.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    ledger = add("claims", "print the ledger: every claim of the paper and its verdict")
+    scale(ledger)
+
+    notebooks = add("run", "execute every notebook headlessly with papermill")
+    notebooks.add_argument("--preset", default="laptop", choices=list(PRESETS), help="records that the notebooks read")
+    notebooks.add_argument("--seed", type=int, default=0)
+    notebooks.add_argument(
+        "--recompute", default="missing", choices=["never", "missing"], help="train missing records?"
+    )
+    notebooks.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
+    notebooks.add_argument("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for an error in one line, 3 for a run trained elsewhere."""
+    options = parser().parse_args(arguments)
+    warnings.simplefilter("default", UserWarning)
+    from sinkutils.records import RunLocked
+
+    try:
+        return COMMANDS[options.command](options)
+    except RunLocked as error:
+        print(f"sinkutils: {error}", file=sys.stderr)
+        return 3
+    except (ValueError, OSError, ImportError) as error:
+        print(f"sinkutils: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sinkutils: stopped; run the same command again to go on", file=sys.stderr)
+        return 130
+
+
+def list_command(options: argparse.Namespace) -> int:
+    """Print the table of experiments."""
+    from sinkutils.experiments import experiments, resolve, unavailable
+    from sinkutils.tables import records
+
+    frame = records(options.preset, options.runs)
+    refused = unavailable(options.preset)
+    print(f"{'experiment':<28}{'item':<18}{'paper Sink_1':>13}{'valid':>7}  recorded at {options.preset}: title")
+    for one in experiments(options.section):
+        paper = one.paper
+        if one.name in refused:
+            state = "not available"
+        else:
+            name = resolve(one.name, options.preset)
+            found = frame[(frame["experiment"] == name) & frame["status"].isin(["done", "failed"])]
+            state = f"{len(found)} seed{'s' * (len(found) != 1)}" if len(found) else "missing"
+            state += "" if name == one.name else f" (as {name})"
+        cells = [f"{paper[key]:.2f}" if key in paper else "" for key in ("sink_1", "valid_loss")]
+        print(f"{one.name:<28}{one.item:<18}{cells[0]:>13}{cells[1]:>7}  {state}: {one.title}")
+    return 0
+
+
+def train_command(options: argparse.Namespace) -> int:
+    """Train one experiment."""
+    from sinkutils.experiments import config, experiment
+    from sinkutils.training import train
+
+    run = config(options.experiment, options.preset, options.seed)
+    keep = options.keep_weights or (
+        experiment(run.experiment).weights and run.seed == 0 and PRESETS[run.preset].keeps_weights
+    )
+    record = train(run, options.runs, device=options.device, keep_weights=keep, compile=options.compile)
+    name = f"{record.config['preset']}/{record.config['experiment']}/{options.seed}"
+    if record.status == "failed":
+        print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
+        return 0
+    final = record.metrics["final"]
+    star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
+    print(f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, valid loss {final['valid_loss']:.3f}, "
+          f"{record.provenance['wall_seconds']:.0f} s")  # fmt: skip
+    return 0
+
+
+def sweep_command(options: argparse.Namespace) -> int:
+    """Train what is missing."""
+    from sinkutils.experiments import resolve
+    from sinkutils.sweep import estimate, sweep
+
+    seeds = tuple(options.seeds) if options.seeds else None
+    only = tuple(resolve(name, options.preset) for name in options.only) if options.only else None
+    if options.dry_run:
+        plan = [entry for entry in estimate(options.preset, seeds, options.runs) if only is None or entry[0] in only]
+        for name, seed, seconds in plan:
+            print(f"{name:<28} seed {seed}  about {seconds / 60:.1f} min")
+        hours = sum(seconds for _, _, seconds in plan) / 3600
+        print(
+            f"{len(plan)} runs, about {hours:.1f} core-hours, {hours / options.jobs:.1f} h with --jobs {options.jobs}"
+        )
+        return 0
+    outcomes = sweep(options.preset, jobs=options.jobs, seeds=seeds, only=only, runs=options.runs,
+                     engine_name=options.engine)  # fmt: skip
+    for outcome in outcomes:
+        print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
+    return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
+
+
+def measure_command(options: argparse.Namespace) -> int:
+    """Measure a model on one or more kinds of input."""
+    from sinkutils.capture import measure
+    from sinkutils.probes import probe
+    from sinkutils.zoo import load_lm
+
+    model, tokenizer = load_lm(options.model, device=options.device, dtype=options.dtype,
+                               trust_remote_code=options.trust_remote_code)  # fmt: skip
+    results = {}
+    for kind in options.probe:
+        ids = probe(kind, tokenizer, options.n, options.length, options.seed, bos=options.bos, corpus=options.corpus)
+        results[kind] = measure(model, ids, options.targets, options.eps, bos=options.bos,
+                                name=f"{options.model}, {kind} input")  # fmt: skip
+    if options.json:
+        print(json.dumps({kind: report.to_dict() for kind, report in results.items()}, indent=1))
+    else:
+        print("\n\n".join(str(report) for report in results.values()))
+    return 0
+
+
+def claims_command(options: argparse.Namespace) -> int:
+    """Print the ledger."""
+    from sinkutils.claims import claims
+
+    print(claims(options.preset, options.runs).to_string(index=False))
+    return 0
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Execute the notebooks."""
+    from sinkutils.notebooks import run_notebooks
+
+    parameters = {"preset": options.preset, "seed": options.seed, "recompute": options.recompute}
+    failed = run_notebooks(parameters, options.output, options.only)
+    return 1 if failed else 0
+
+
+COMMANDS = {
+    "list": list_command,
+    "train": train_command,
+    "sweep": sweep_command,
+    "measure": measure_command,
+    "claims": claims_command,
+    "run": run_command,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

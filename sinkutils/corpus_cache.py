@@ -1,0 +1,136 @@
+"""Cache folders of tokenised corpora: written whole or not at all, verified when read, packed to be carried."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SPLITS = ("train", "valid", "probe")
+CACHE_FILES = ("meta.json", "tokenizer.json", *(f"{split}.bin" for split in SPLITS))
+ABANDONED_SECONDS = 86_400
+
+
+def cache_root() -> Path:
+    """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("SINKUTILS_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkutils"
+
+
+def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
+    """Let `build` fill a temporary folder and give it its name when it is complete and on disk.
+
+    A process that builds the same corpus at the same time does so in its own folder; the first to finish wins.
+    Raises OSError where the files cannot be written; nothing half-written is left then.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for old in folder.parent.glob(".build-*"):  # left by processes that were killed
+            if time.time() - old.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot write the token cache below {folder.parent}: set SINKUTILS_CACHE"
+        ) from error
+    try:
+        build(new)
+        for file in new.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        _put_in_place(new, folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(
+                error.errno,
+                f"no room for the token cache of corpus {name!r} below {folder.parent}: "
+                "free some or set SINKUTILS_CACHE",
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    try:
+        new.rename(folder)
+    except OSError:  # there is one already
+        try:
+            verified(folder)  # of another process that was faster
+        except ValueError:
+            damaged = folder.rename(new.with_name(f"{new.name}-damaged"))
+            new.rename(folder)
+            shutil.rmtree(damaged, ignore_errors=True)
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write meta.json, with the SHA-256 of every other file in the folder and of itself."""
+    meta = meta | {"files": {file.name: _file_digest(file) for file in sorted(folder.iterdir())}}
+    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": _meta_digest(meta)}, indent=1))
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta.pop("sha256") != _meta_digest(meta):
+            raise ValueError("meta.json does not match its checksum")
+        for name, digest in meta["files"].items():
+            if _file_digest(folder / name) != digest:
+                raise ValueError(f"{name} does not match its checksum")
+    except (OSError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return meta
+
+
+def pack(folder: Path, file: Path) -> None:
+    """Write a cache folder as one xz-compressed tar, whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    # Tuned to 16-bit tokens (lp, pb: aligned to two bytes); documents are in random order, so the window is as large
+    # as the files, up to 256 MiB (which is what reading takes; writing takes ten times as much).
+    size = sum((folder / name).stat().st_size for name in CACHE_FILES)
+    window = min(max(size, 2**16), 2**28)
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": window, "lc": 3, "lp": 1, "pb": 1}]
+    try:
+        with lzma.open(temporary, "wb", filters=filters) as xz, tarfile.open(fileobj=xz, mode="w|") as tar:
+            for name in CACHE_FILES:
+                member = tarfile.TarInfo(name)
+                member.size = (folder / name).stat().st_size
+                with (folder / name).open("rb") as opened:
+                    tar.addfile(member, opened)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def unpack(file: Path, vocab_size: int, folder: Path) -> None:
+    """The reverse of `pack`. Raises ValueError for a file that is not whole or has too large a vocabulary."""
+    try:
+        with lzma.open(file) as xz, tarfile.open(fileobj=xz, mode="r|") as tar:
+            for member in tar:
+                if member.name in CACHE_FILES:
+                    tar.extract(member, folder, filter="data")
+        meta = verified(folder)
+    except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
+        raise ValueError(f"{file} is not a complete file of pack_corpus: {error}") from error
+    if meta["vocab_size"] > vocab_size:
+        raise ValueError(f"{file} has a vocabulary of {meta['vocab_size']}: vocab_size must be at least that")
+
+
+def _meta_digest(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

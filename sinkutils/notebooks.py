@@ -1,0 +1,95 @@
+"""What the notebooks share: executing them headlessly, the live run, records that are trained when missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from sinkutils.experiments import config
+from sinkutils.records import Record, find_record, record_folder
+from sinkutils.training import train
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+CELL_SECONDS = 1200
+
+
+def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
+    """The numbered notebooks, or those whose names start with one of `only`. Raises ValueError if none does."""
+    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    chosen = [path for path in paths if only is None or any(path.name.startswith(start) for start in only)]
+    if not chosen:
+        raise ValueError(f"no notebook starts with {' or '.join(only or ())}; there are {[p.stem for p in paths]}")
+    return chosen
+
+
+def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] | None = None) -> list[str]:
+    """Execute the notebooks into `output` with these parameters; returns the names of those that failed."""
+    import papermill
+
+    output.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for path in tqdm(find_notebooks(only), unit="notebook"):
+        try:
+            papermill.execute_notebook(
+                path,
+                output / path.name,
+                parameters,
+                cwd=NOTEBOOKS,
+                progress_bar=False,
+                execution_timeout=CELL_SECONDS,
+                kernel_name="python3",
+            )
+        except papermill.PapermillExecutionError as error:
+            failed.append(path.stem)
+            tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
+        else:
+            tqdm.write(f"{path.stem} -> {output / path.name}")
+    return failed
+
+
+def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 1500) -> Record:
+    """Train the quickstart's model, the laptop's with any first token and a bias of Table 4, in about a minute.
+
+    It is trained anew each time, in a temporary folder: it is a demonstration, not a record of the study.
+    """
+    base = config("default", "laptop", seed)
+    spec = dataclasses.replace(base.model.attention, bias=bias)
+    run = dataclasses.replace(
+        base,
+        experiment=f"quickstart_{bias}_bias",
+        model=dataclasses.replace(base.model, attention=spec),
+        train=dataclasses.replace(base.train, steps=steps, eval_every=steps // 15),
+    )
+    return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True)
+
+
+def record_or_train(
+    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> Record | None:
+    """The record of an experiment; if it is missing, train it, or return None where recompute is "never"."""
+    if recompute not in ("never", "missing"):
+        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
+    run = config(name, preset, seed)
+    found = find_record(record_folder(preset, run.experiment, seed), run)
+    if found is not None or recompute == "never":
+        return found
+    return train(run, device=device)
+
+
+def show(table: Any) -> None:
+    """Print a table of `paper_beside_ours`, rounded, the same on every run."""
+    from sinkutils.tables import plain
+
+    print(plain(table).to_string())
+
+
+def show_claims(ledger: Any) -> None:
+    """Print the ledger, a claim a paragraph, the same on every run."""
+    for _, row in ledger.iterrows():
+        print(f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}")
+        print(f"    paper: {row['paper']}; ours: {row['ours'] or '-'}{'; ' + row['why'] if row['why'] else ''}")

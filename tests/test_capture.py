@@ -1,0 +1,389 @@
+"""`measure` on models of transformers, against the attention maps of their own eager attention."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from sinkutils import interface
+from sinkutils.capture import measure
+from sinkutils.sinks import NotFinite, Request, Tally
+
+T, VOCAB = 24, 96
+TARGETS = (1, 2, 5)
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+GROUPED = {**BASE, "num_key_value_heads": 2}
+
+CONFIGS = {
+    "gpt2": lambda: tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt2-inverse-layer": lambda: tf.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True
+    ),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**BASE),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48,
+        max_position_embeddings=64, word_embed_proj_dim=32),
+    "llama": lambda: tf.LlamaConfig(**GROUPED),
+    "mistral-window": lambda: tf.MistralConfig(**GROUPED, sliding_window=7),
+    "jamba": lambda: tf.JambaConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4),
+    "qwen3": lambda: tf.Qwen3Config(**GROUPED, head_dim=8),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    "gemma2-softcap": lambda: tf.Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gemma3": lambda: tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=7, query_pre_attn_scalar=8),
+    "olmo2": lambda: tf.Olmo2Config(**GROUPED),
+    "phi": lambda: tf.PhiConfig(**BASE),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=7),
+}  # fmt: skip
+LEGACY = {
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, window_size=7,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=64),
+    "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: tf.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64),
+    "falcon-alibi": lambda: tf.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "mpt": lambda: tf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
+}  # fmt: skip
+FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
+         "gemma3", "olmo2", "phi", "gpt_oss"}  # fmt: skip
+
+
+def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
+    """A random model whose attention is far from uniform."""
+    torch.manual_seed(seed)
+    config = {**CONFIGS, **LEGACY}[family]()
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tokens(samples: int = 3, length: int = T) -> Tensor:
+    return torch.randint(3, VOCAB, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def dense_alpha(maps: tuple[Tensor, ...]) -> Tensor:
+    """alpha from whole attention maps, each (B, H, T, T), by the formula: (B, K, L, H)."""
+    return torch.stack(
+        [torch.stack([layer[:, :, k - 1 :, k - 1].mean(dim=-1) for layer in maps], dim=1) for k in TARGETS], dim=1
+    )
+
+
+def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
+    eager = copy.deepcopy(model)
+    if family_has_interface(eager):
+        eager.set_attn_implementation("eager")
+    else:
+        eager.config._attn_implementation_internal = "eager"
+    with torch.no_grad():
+        return tuple(m for m in eager(ids, output_attentions=True, use_cache=False).attentions if m is not None)
+
+
+def family_has_interface(model: nn.Module) -> bool:
+    return all(interface.eager_function(m) for m in interface.attention_layers(model.base_model)[1])
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
+@pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
+def test_alpha_is_that_of_the_dense_eager_maps(family: str, exact: bool) -> None:
+    model, ids = build(family), tokens()
+    expected = dense_alpha(eager_maps(model, ids))
+    report = measure(model, ids, TARGETS, exact=exact, batch_size=2)
+    assert report.alpha.shape == expected.shape
+    assert (report.alpha - expected).abs().max() < 1e-5
+    assert expected.std() > 0.005  # otherwise the comparison would say nothing
+    path = "eager weights" if family in LEGACY else "fused" if family in FUSED and not exact else "exact"
+    assert report.path == path
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
+def test_logits_do_not_change_while_measured(family: str) -> None:
+    ids = tokens()
+    request, tally = Request(TARGETS), Tally(T)
+    for exact, reference in ((True, "eager"), (False, "sdpa")):
+        if family == "gpt_oss" or family in LEGACY or family.startswith("gemma2"):
+            reference = "eager"  # they have no sdpa, or it leaves out what eager does
+        model = build(family, None if family in LEGACY else reference)
+        if family in LEGACY:
+            model.config._attn_implementation_internal = "eager"
+        with torch.no_grad():
+            before = model(ids, use_cache=False).logits
+            with interface.capturing(model, request, tally, exact):
+                during = model(ids, use_cache=False).logits
+        if exact:
+            assert torch.equal(during, before)
+        else:
+            torch.testing.assert_close(during, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_hybrid_models_report_the_true_index_of_their_attention_layers(family: str) -> None:
+    report = measure(build(family), tokens())
+    assert report.layers == ((1, 3) if family == "jamba" else (3,))
+    assert report.alpha.shape[2] == len(report.layers)
+    assert report.hidden_norms.shape == (4, T)  # of every block
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
+def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family: str) -> None:
+    model, ids = build(family), tokens()
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True, use_cache=True)
+    report = measure(model, ids, batch_size=2)
+    expected = output.hidden_states[1].norm(dim=-1).mean(dim=0)  # the last one would be after the final norm
+    torch.testing.assert_close(report.hidden_norms[0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(report.embedding_norms, output.hidden_states[0].norm(dim=-1).mean(dim=0))
+    if family in LEGACY:
+        assert report.key_norms is None
+        return
+    for layer, cached in enumerate(output.past_key_values.layers):
+        keys, values = (x.norm(dim=-1).mean(dim=(0, 1)) for x in (cached.keys, cached.values))
+        torch.testing.assert_close(report.key_norms[layer], keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(report.value_norms[layer], values, rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_hidden_norm_is_before_the_final_norm() -> None:
+    model, ids = build("llama"), tokens()
+    report = measure(model, ids)
+    seen = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(ids)
+    torch.testing.assert_close(report.hidden_norms[-1], seen[0].norm(dim=-1).mean(dim=0))
+
+
+def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
+    model, ids = build("gpt_oss"), tokens()
+    maps = eager_maps(model, ids)
+    rest = torch.stack([1 - layer.sum(dim=-1).mean(dim=-1) for layer in maps], dim=1)  # (B, L, H)
+    whole = dense_alpha(tuple(layer / layer.sum(dim=-1, keepdim=True) for layer in maps))
+    for exact in (False, True):
+        report = measure(model, ids, TARGETS, exact=exact)
+        assert (report.star - rest).abs().max() < 1e-5
+        assert (report.renormalised - whole).abs().max() < 1e-5
+        assert (report.renormalised > report.alpha).all()
+    assert rest.mean() > 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom"])
+def test_mass_of_every_key_and_maps_of_chosen_heads(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps = eager_maps(model, ids)
+    report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3)), batch_size=2)
+    queries = torch.arange(T, 0, -1)
+    torch.testing.assert_close(report.mass, torch.stack(maps, dim=1).sum(dim=3) / queries, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(report.kept[1, 2].map, maps[1][:, 2], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(report.mass[:, :, :, 1], report.alpha[:, 1])
+    if family == "llama":
+        kept = report.kept[0, 3]
+        logits = kept.cosine * kept.norm_product / math.sqrt(8)
+        rebuilt = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1)
+        torch.testing.assert_close(rebuilt, kept.map, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: str) -> None:
+    model, ids, lengths = build(family), tokens(4), (T, 11, 17, 11)
+    mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        place = slice(0, length) if side == "right" else slice(T - length, T)
+        padded[row, place], mask[row, place] = ids[row, :length], 1
+    report = measure(model, padded, TARGETS, attention_mask=mask)
+    alone = [measure(model, ids[row : row + 1, :length], TARGETS) for row, length in enumerate(lengths)]
+    torch.testing.assert_close(report.alpha, torch.cat([r.alpha for r in alone]), atol=1e-6, rtol=1e-5)
+    assert report.lengths.tolist() == list(lengths)
+    first = torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
+    torch.testing.assert_close(report.hidden_norms[:, 10], first)
+    last = report.hidden_norms[:, -1]  # only one sequence is that long
+    torch.testing.assert_close(last, alone[0].hidden_norms[:, -1])
+
+
+def test_sequences_shorter_than_a_target_are_skipped_and_counted() -> None:
+    ids, mask = tokens(3), torch.ones(3, T, dtype=torch.long)
+    mask[1, 4:] = 0
+    report = measure(build("llama"), ids, TARGETS, attention_mask=mask)
+    assert (report.samples, report.skipped) == (2, 1)
+    assert "skipped 1" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral-window", "gemma3", "gpt_oss", "gemma2-softcap"])
+def test_half_precision_stays_close_to_dense_float32(family: str, dtype: torch.dtype) -> None:
+    model, ids = build(family).to(dtype), tokens()
+    report = measure(model, ids, TARGETS)
+    assert report.alpha.dtype == torch.float32
+    assert (report.alpha - dense_alpha(eager_maps(model.float(), ids))).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> None:
+    model, ids = build(family), tokens()
+    model.train()
+    blocks = interface.attention_layers(model.base_model)[0]
+    blocks[0].eval()  # a frozen part in a training model
+
+    def state() -> tuple:
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return model.config._attn_implementation, hooks, tuple(m.training for m in model.modules())
+
+    before = state()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    measure(model, ids)
+    assert state() == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    broken = blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(model, ids)
+    broken.remove()
+    assert state() == before
+
+
+def test_two_models_that_share_a_config_can_both_be_used() -> None:
+    one, ids = build("llama"), tokens()
+    two = tf.LlamaForCausalLM(one.config).eval()
+    before = two(ids).logits
+    measure(one, ids)
+    assert torch.equal(two(ids).logits, before)
+
+
+def test_a_fused_path_that_disagrees_with_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = build("llama"), tokens()
+    right = interface.flash
+
+    def base_two(*args):
+        out, lse = right(*args)
+        return out, lse / math.log(2)
+
+    expected = measure(model, ids, TARGETS)
+    monkeypatch.setattr(interface, "flash", base_two)
+    report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+
+
+def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gemma2-softcap", "gpt_oss", "mistral-window"):
+        model, ids = build(family), tokens()
+        whole = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
+        with monkeypatch.context() as patch:
+            patch.setattr(interface, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
+            pieces = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
+        for name in ("alpha", "mass", "hidden_norms"):
+            torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
+
+
+def test_bos_is_read_off_the_ids_and_printed() -> None:
+    model, ids = build("llama"), tokens()
+    assert measure(model, ids).bos is False
+    ids[:, 0] = model.config.bos_token_id
+    report = measure(model, ids)
+    assert report.bos is True
+    assert "BOS first: yes" in str(report)
+    assert "T = 24, n = 3" in str(report)
+
+
+def test_a_compiled_wrapper_is_looked_through() -> None:
+    model, ids = build("gpt2"), tokens()
+    assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)
+
+
+def bert() -> nn.Module:
+    config = tf.BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                           intermediate_size=48)  # fmt: skip
+    return tf.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    return tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2,
+                                                     num_heads=4))  # fmt: skip
+
+
+def mamba() -> nn.Module:
+    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bert, "no causal LM"),
+        (t5, "encoder-decoder"),
+        (mamba, "no softmax attention"),
+        (lambda: nn.Linear(2, 2), "its wrapper"),
+    ],
+)
+def test_models_without_a_sink_to_measure_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(make(), tokens())
+
+
+def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_mask(*args, **kwargs):
+        return torch.ones(1, 1, kwargs["q_length"], kwargs["kv_length"], dtype=torch.bool)
+
+    monkeypatch.setitem(interface.AttentionMaskInterface._global_mapping, interface.NAME, no_mask)
+    with pytest.raises(ValueError, match="sees later tokens"):
+        measure(build("llama"), tokens())
+
+
+def test_attention_modules_that_do_not_report_are_an_error() -> None:
+    model = build("gpt_neo")
+    block = model.transformer.h[1].attn.attention
+    block.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match="1 of 2 attention modules"):
+        measure(model, tokens())
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_nan_weights_are_refused(family: str) -> None:
+    model = build(family)
+    attention = next(iter(interface.attention_layers(model.base_model)[1]))
+    next(attention.parameters()).data[0, 0] = math.nan
+    with pytest.raises(NotFinite, match="not finite"):
+        measure(model, tokens())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": tokens(length=3), "targets": (5,)}, "beyond the ids"),
+        ({"targets": (0,)}, "count from 1"),
+        ({"targets": (-1,)}, "count from 1"),
+        ({"targets": ()}, "at least one"),
+        ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
+        ({"epsilons": (0.0,)}, r"in \(0, 1\)"),
+        ({"epsilons": ()}, "at least one"),
+        ({"ids": tokens()[0]}, "shape"),
+        ({"ids": tokens().float()}, "int64"),
+        ({"ids": torch.zeros(0, 4, dtype=torch.long)}, "at least one"),
+        ({"attention_mask": torch.zeros(3, T)}, "all padding"),
+        ({"attention_mask": torch.ones(3, 4)}, "shape of ids"),
+        ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
+        ({"heads": ((7, 0),)}, "does not have"),
+        ({"heads": ((0, 9),)}, "does not have"),
+        ({"keep": ("maps",)}, "keep must be"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(build("llama"), **{"ids": tokens(), **arguments})

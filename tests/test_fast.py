@@ -1,0 +1,404 @@
+"""The fast forms against the dense reference: values, gradients, memory, and which form is trusted when."""
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sinkutils import fast
+from sinkutils.attention import AttentionSpec, attend, features, visible
+
+HEADS, DIM = 2, 6
+
+OPERATIONS = [
+    {},
+    {"scale": 0.2},
+    {"normalizer": "none"},
+    {"normalizer": "max_abs_sum"},
+    {"normalizer": "p_norm", "p": 2.0},
+    {"normalizer": "p_norm", "p": 0.25},
+    {"similarity": "sigmoid"},
+    {"similarity": "sigmoid", "normalizer": "none"},
+    {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
+    {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
+    {"similarity": "elu"},
+    {"similarity": "elu", "normalizer": "none"},
+    {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},
+    {"similarity": "linear", "normalizer": "none"},
+    {"similarity": "linear", "normalizer": "max_abs_sum"},
+    {"similarity": "linear", "kernel": "elu"},
+    {"similarity": "linear", "kernel": "elu", "normalizer": "none"},
+    {"similarity": "linear", "kernel": "elu", "normalizer": "max_abs_sum"},
+    {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
+    {"similarity": "linear", "kernel": "mlp", "normalizer": "none"},
+    {"similarity": "linear", "kernel": "mlp", "normalizer": "max_abs_sum"},
+]
+MASKS = [{}, {"window": 5}, {"prefix": 4}]
+BIASES = ["none", "k", "kv", "v"]
+SPECS = [
+    AttentionSpec(**operation, **mask, bias=bias)
+    for operation, mask, bias in itertools.product(OPERATIONS, MASKS, BIASES)
+    if not (operation.get("similarity") == "linear" and bias == "v")
+]
+
+
+@pytest.fixture
+def long_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the forms of long sequences at any length, with blocks and chunks that short ones fill."""
+    monkeypatch.setattr(fast, "DENSE_LENGTH", {"cpu": 0})
+    monkeypatch.setattr(fast, "BLOCK", 8)
+    monkeypatch.setattr(fast, "CHUNK", 4)
+
+
+@pytest.fixture
+def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take FlexAttention on the CPU: un-compiled it is dense, but its identities and gradients are the same."""
+    monkeypatch.setattr(fast, "_flex_serves", lambda q, spec: spec.similarity != "linear")
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
+
+
+def draw(
+    spec: AttentionSpec, length: int, position: str = "none", dtype: torch.dtype = torch.float64, dim: int = DIM
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, k, v and the keyword arguments that the spec needs, every tensor of them with a gradient."""
+    generator = torch.Generator().manual_seed(length)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    inputs = [leaf(2, HEADS, length, dim) for _ in range(3)]
+    extras: dict[str, Any] = {}
+    if spec.has_key_bias:
+        extras["key_bias"] = leaf(HEADS, dim)
+    if spec.bias in ("kv", "v"):
+        extras["value_bias"] = leaf(HEADS, dim)
+    if position != "none":
+        extras["distance_bias"] = leaf(1 if position == "shared" else HEADS, length + 2)
+    if spec.kernel == "mlp":
+        first, second = leaf(dim, dim), leaf(dim, dim)
+        inputs += [first, second]
+        extras["mlp"] = lambda x: torch.tanh(x @ first) @ second
+    return inputs, extras
+
+
+def assert_same_as_dense(spec: AttentionSpec, inputs: list[Tensor], extras: dict[str, Any], atol: float) -> None:
+    """Values and the gradient of every input, for one random direction of the output."""
+    leaves = inputs + [x for x in extras.values() if isinstance(x, Tensor)]
+    out = {"fast": fast.attend(*inputs[:3], spec, **extras), "dense": attend(*inputs[:3], spec, **extras)[0]}
+    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(out["dense"])
+    gradients = {name: torch.autograd.grad(x, leaves, direction, allow_unused=True) for name, x in out.items()}
+    torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
+    for got, expected in zip(gradients["fast"], gradients["dense"], strict=True):
+        zero = torch.zeros(())  # an input that one form does not touch has no gradient, or zeros
+        torch.testing.assert_close(
+            zero.to(direction) if got is None else got.sum() if expected is None else got,
+            zero.to(direction) if expected is None else expected,
+            rtol=atol,
+            atol=atol,
+        )
+
+
+def name(spec: AttentionSpec) -> str:
+    default = AttentionSpec()
+    changed = [f"{k}={v}" for k, v in vars(spec).items() if v != getattr(default, k)]
+    return " ".join(changed) or "softmax"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_one_dense_block_equals_the_reference(spec):
+    for length, position in ((1, "none"), (17, "none"), (17, "heads")):
+        inputs, extras = draw(spec, length, position)
+        assert_same_as_dense(spec, inputs, extras, 1e-10)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_blocks_and_chunks_equal_the_reference(spec, long_forms):
+    for length, position in ((1, "none"), (29, "none"), (29, "shared"), (21, "heads")):
+        inputs, extras = draw(spec, length, position)
+        assert_same_as_dense(spec, inputs, extras, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.similarity != "linear"], ids=name)
+def test_flex_attention_over_the_logarithm_equals_the_reference(spec, flex_forms):
+    for length, position in ((13, "none"), (13, "heads")):
+        inputs, extras = draw(spec, length, position)
+        assert_same_as_dense(spec, inputs, extras, 1e-10)
+
+
+@given(
+    operation=st.sampled_from(OPERATIONS),
+    length=st.integers(1, 40),
+    window=st.none() | st.integers(1, 50),
+    prefix=st.integers(1, 50),
+    bias=st.sampled_from(["none", "kv"]),
+    position=st.sampled_from(["none", "shared", "heads"]),
+    block=st.integers(1, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_length_window_prefix_and_block_equals_the_reference(
+    operation, length, window, prefix, bias, position, block
+):
+    spec = AttentionSpec(**operation, bias=bias, window=window, prefix=1 if window else prefix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "DENSE_LENGTH", {})
+        patch.setattr(fast, "BLOCK", block)
+        patch.setattr(fast, "CHUNK", block)
+        inputs, extras = draw(spec, length, position)
+        assert_same_as_dense(spec, inputs, extras, 1e-9)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_float32_agrees_to_its_precision(operation, long_forms):
+    spec = AttentionSpec(**operation, bias="kv")
+    inputs, extras = draw(spec, 33, dtype=torch.float32)
+    assert_same_as_dense(spec, inputs, extras, 2e-4 if spec.p > 1 else 5e-5)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_bfloat16_stays_near_float32(operation, form, request):
+    if form == "long":
+        request.getfixturevalue("long_forms")
+    spec = AttentionSpec(**operation)
+    (q, k, v, *_), extras = draw(spec, 33, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        half = [x.bfloat16() for x in (q, k, v)]
+        out = fast.attend(*half, spec, **extras)
+    expected = attend(*(x.float() for x in half), spec, **extras)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def test_minus_infinity_in_the_position_term_gives_zero_rows_in_every_form(long_forms):
+    g = torch.full((1, 20), -math.inf, dtype=torch.float64)
+    for spec in (AttentionSpec(), AttentionSpec(normalizer="p_norm", p=0.5), AttentionSpec(similarity="sigmoid")):
+        (q, k, v), _ = draw(spec, 20)
+        out = fast.attend(q, k, v, spec, distance_bias=g)
+        assert (out == 0).all()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_softmax_of_large_logits_neither_overflows_nor_differs(long_forms):
+    for spec in (AttentionSpec(), AttentionSpec(window=7), AttentionSpec(normalizer="p_norm", p=2.0)):
+        (q, k, v), extras = draw(spec, 20)
+        with torch.no_grad():
+            q *= 300
+        assert fast.attend(q, k, v, spec).isfinite().all()
+        torch.testing.assert_close(fast.attend(q, k, v, spec), attend(q, k, v, spec)[0], rtol=0, atol=1e-10)
+
+
+def test_refusals_are_those_of_the_reference():
+    (q, k, v), _ = draw(AttentionSpec(), 5)
+    with pytest.raises(ValueError, match="needs the argument key_bias"):
+        fast.attend(q, k, v, AttentionSpec(bias="k"))
+    with pytest.raises(ValueError, match="k and v must have the shape of q"):
+        fast.log_mass(q, k[:, :, 1:], AttentionSpec())
+    with pytest.raises(ValueError, match="needs the argument key_bias"):
+        fast.log_mass(q, k, AttentionSpec(bias="kv"))
+
+
+def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
+    """The sum of |f(s_ij)| over what row i sees, from f itself, and its logarithm."""
+    logits = features(q, spec, extras.get("mlp")) @ features(k, spec, extras.get("mlp")).mT * q.shape[-1] ** -0.5
+    positions = torch.arange(q.shape[2])
+    if "distance_bias" in extras:
+        logits = logits + extras["distance_bias"][:, (positions[:, None] - positions).clamp(min=0)]
+    f = {"exp": torch.exp, "sigmoid": torch.sigmoid, "linear": lambda s: s,
+         "elu": lambda s: torch.where(s > 0, s + 1, s.exp())}[spec.similarity]  # fmt: skip
+    mass = f(logits).abs().masked_fill(~visible(positions, positions, spec), 0).sum(-1)
+    if "key_bias" in extras:
+        star = features(extras["key_bias"], spec, extras.get("mlp"))
+        mass = mass + f((features(q, spec, extras.get("mlp")) * star[:, None]).sum(-1) * q.shape[-1] ** -0.5).abs()
+    return mass.log()
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.bias in ("none", "k") and s.normalizer != "p_norm"], ids=name)
+def test_log_mass_is_the_logarithm_of_the_row_sum_of_absolute_similarities(spec):
+    for length, position in ((1, "none"), (70, "none"), (70, "heads")):
+        (q, k, *_), extras = draw(spec, length, position)
+        got = fast.log_mass(q, k, spec, **extras)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_the_chosen_column_of_softmax_follows_from_log_mass(k):
+    spec = AttentionSpec(bias="kv")
+    (q, keys, v), extras = draw(spec, 40)
+    _, weights = attend(q, keys, v, spec, **extras)
+    logits = (q * keys[:, :, k : k + 1]).sum(-1) * DIM**-0.5
+    mass = fast.log_mass(q, keys, spec, key_bias=extras["key_bias"])
+    torch.testing.assert_close(torch.exp(logits - mass)[..., k:], weights[:, :, k:, 1 + k], rtol=0, atol=1e-12)
+
+
+def test_log_mass_is_float32_or_better_and_knows_no_mass():
+    (q, k, _), _ = draw(AttentionSpec(), 9, dtype=torch.bfloat16)
+    mass = fast.log_mass(q, k, AttentionSpec())
+    assert mass.dtype == torch.float32
+    torch.testing.assert_close(mass, dense_mass(q.float(), k.float(), AttentionSpec()), rtol=0, atol=1e-5)
+    spec = AttentionSpec(similarity="linear", normalizer="none")
+    assert (fast.log_mass(0 * q, k, spec) == -math.inf).all()
+
+
+def test_a_kernel_whose_log_sum_exp_is_in_base_2_is_not_trusted(monkeypatch):
+    (q, k, _), _ = draw(AttentionSpec(), 30)
+    kernel = fast._fused_lse
+    monkeypatch.setattr(fast, "_fused_lse", lambda *inputs, **kw: kernel(*inputs, **kw) / math.log(2))
+    fast._fused_lse_trusted.cache_clear()
+    with pytest.warns(UserWarning, match="using blocks of queries instead"):
+        mass = fast.log_mass(q, k, AttentionSpec())
+    torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
+    fast._fused_lse_trusted.cache_clear()
+
+
+def test_a_missing_kernel_falls_back_to_blocks_without_noise(monkeypatch):
+    def missing(*inputs: Any, **kw: Any) -> Tensor:
+        raise RuntimeError("not on this device")
+
+    (q, k, _), _ = draw(AttentionSpec(), 30)
+    monkeypatch.setattr(fast, "_fused_lse", missing)
+    fast._fused_lse_trusted.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mass = fast.log_mass(q, k, AttentionSpec())
+    torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
+    fast._fused_lse_trusted.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_with_a_log_sum_exp_in_base_2_is_not_trusted(monkeypatch):
+    device = torch.device("cpu")
+    assert fast._flex_trusted.__wrapped__(device, torch.float32, 16)
+    run = fast.flex_attention
+
+    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, flex_attention.AuxOutput]:
+        out, aux = run(*inputs, **kw)
+        return out, aux._replace(lse=aux.lse / math.log(2))
+
+    monkeypatch.setattr(fast, "flex_attention", base_2)
+    with pytest.warns(UserWarning, match="FlexAttention .* other row sums"):
+        assert not fast._flex_trusted.__wrapped__(device, torch.float32, 16)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation, forward or backward, makes (views of its inputs aside)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+LONG = [
+    ("softmax", {}, "none"),
+    ("key and value bias", {"bias": "kv"}, "none"),
+    ("prefix", {"prefix": 1000}, "none"),
+    ("window", {"window": 100}, "none"),
+    ("position term", {}, "heads"),
+    ("p-norm", {"normalizer": "p_norm", "p": 0.5}, "none"),
+    ("sigmoid", {"similarity": "sigmoid", "normalizer": "none"}, "none"),
+    ("identity", {"similarity": "linear", "normalizer": "none"}, "none"),
+    ("elu kernel", {"similarity": "linear", "kernel": "elu"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("spec", "position"), [(AttentionSpec(**s), p) for _, s, p in LONG], ids=[n for n, *_ in LONG])
+def test_no_tensor_of_a_training_step_grows_with_the_square_of_the_length(spec, position):
+    length, dim = 4096, 16
+    inputs, extras = draw(spec, length, position, torch.float32, dim)
+    with Largest() as largest:
+        fast.attend(*inputs, spec, **extras).sum().backward()
+    batch_heads = 2 * HEADS
+    assert largest.elements <= batch_heads * (length + 1) * max(fast.BLOCK, 2 * dim)
+    with Largest() as largest:
+        fast.log_mass(*inputs[:2], spec, **{k: x for k, x in extras.items() if k != "value_bias"})
+    assert largest.elements <= batch_heads * (length + 1) * max(fast.BLOCK, 2 * dim)
+
+
+def test_what_the_backward_pass_keeps_grows_linearly_with_the_length():
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
+
+    def kept(length: int) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        inputs, _ = draw(spec, length, dtype=torch.float32)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = fast.attend(*inputs, spec)
+        assert out.requires_grad
+        return sum(storages.values())
+
+    assert kept(2048) <= 2.2 * kept(1024)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [{}, {"similarity": "sigmoid", "normalizer": "none"}, {"bias": "kv"}, {"window": 9},
+     {"similarity": "linear", "kernel": "elu"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_it_compiles_as_one_graph(operation, form, request):
+    if form == "long":
+        request.getfixturevalue("long_forms")
+    spec = AttentionSpec(**operation)
+    inputs, extras = draw(spec, 17)
+    torch.compiler.reset()
+    compiled = torch.compile(fast.attend, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*inputs, spec, **extras), attend(*inputs, spec, **extras)[0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.bias in ("none", "kv")], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_equals_the_reference(spec, dtype):
+    length, dim = 333, 64
+    for position in ("none", "heads"):
+        inputs, extras = draw(spec, length, position, dtype, dim)
+        leaves = [x.detach().cuda().requires_grad_() for x in inputs[:3]]
+        if spec.kernel == "mlp":
+            weights = [x.detach().cuda() for x in inputs[3:]]
+            extras["mlp"] = lambda x: torch.tanh(x @ weights[0]) @ weights[1]  # noqa: B023
+        extras = {k: x.detach().cuda() if isinstance(x, Tensor) else x for k, x in extras.items()}
+        out = fast.attend(*leaves, spec, **extras)
+        wide = [x.detach().float().requires_grad_() for x in leaves]
+        widened = {k: x.float() if isinstance(x, Tensor) else lambda y: extras["mlp"](y.to(dtype)).float()  # noqa: B023
+                   for k, x in extras.items()}  # fmt: skip
+        expected = attend(*wide, spec, **widened)[0]
+        tolerance = 5e-3 if dtype == torch.float32 else 0.06
+        torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+        pairs = zip(
+            torch.autograd.grad(out.float().sum(), leaves),
+            torch.autograd.grad(expected.sum(), wide),
+            strict=True,
+        )
+        for got, want in pairs:
+            torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+        mass_extras = {k: x for k, x in extras.items() if k != "value_bias"}
+        mass = fast.log_mass(*leaves[:2], spec, **mass_extras).cpu()
+        cpu = {k: x.cpu().float() if isinstance(x, Tensor) else None for k, x in mass_extras.items()}
+        if spec.kernel != "mlp":
+            expected = dense_mass(*(x.detach().cpu().float() for x in leaves[:2]), spec, **cpu)
+            torch.testing.assert_close(mass, expected, rtol=5e-3, atol=5e-3)

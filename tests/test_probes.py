@@ -1,0 +1,90 @@
+"""The three kinds of probes of Section 3.3, for both kinds of tokenizer."""
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from sinkutils.corpora import Corpus
+from sinkutils.probes import KINDS, bos_id, probe
+
+WORDS = {"<eos>": 0, "<bos>": 1, "<fix>": 2} | {f"w{i}": 3 + i for i in range(40)}
+TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
+
+
+def raw(bos: bool = True) -> Tokenizer:
+    vocabulary = dict(WORDS) if bos else {("none" if w == "<bos>" else w): i for w, i in WORDS.items()}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<eos>", "<bos>", "<fix>"] if bos else ["<eos>", "<fix>"])
+    return tokenizer
+
+
+def wrapped(**names: str) -> tf.PreTrainedTokenizerFast:
+    names = names or {"bos_token": "<bos>"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw(), eos_token="<eos>", pad_token="<fix>", **names)
+
+
+@pytest.mark.parametrize("make", [raw, wrapped])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bos", [False, True])
+def test_probes_have_the_shape_asked_for_and_bos_only_when_asked(make, kind: str, bos: bool) -> None:
+    ids = probe(kind, make(), 5, 12, bos=bos, texts=TEXTS)
+    assert ids.shape == (5, 12)
+    assert ids.dtype == torch.int64
+    assert ((ids[:, 0] == 1) == bos).all()
+    assert (ids[:, int(bos) :] >= 3).all()  # no other special token
+    assert torch.equal(ids, probe(kind, make(), 5, 12, bos=bos, texts=TEXTS))
+    assert not torch.equal(ids, probe(kind, make(), 5, 12, seed=1, bos=bos, texts=TEXTS))
+
+
+def test_a_repeated_probe_is_one_token_a_sequence() -> None:
+    ids = probe("repeat", raw(), 50, 9)
+    assert (ids == ids[:, :1]).all()
+    assert len(ids[:, 0].unique()) > 10
+
+
+def test_random_probes_draw_from_the_whole_vocabulary_without_special_tokens() -> None:
+    ids = probe("random", wrapped(), 100, 64)
+    assert ids.unique().tolist() == list(range(3, 43))
+
+
+def test_natural_probes_are_the_first_tokens_of_documents() -> None:
+    ids = probe("natural", raw(), 8, 20, texts=TEXTS)
+    starts = [raw().encode(text).ids[:20] for text in TEXTS if len(text.split()) >= 20]
+    rows = ids.tolist()
+    assert all(row in starts for row in rows)
+    assert len({tuple(row) for row in rows}) == 8  # no document twice
+
+
+def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus: Corpus) -> None:
+    ids = probe("natural", corpus.tokenizer, 3, 16, corpus=corpus)
+    starts = [document[:16].tolist() for document in corpus.documents("probe")]
+    assert all(row in starts for row in ids.tolist())
+    again = Tokenizer.from_str(corpus.tokenizer.to_str())
+    again.encode_special_tokens = True
+    assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)  # tokenised again, the same
+
+
+def test_a_long_text_is_cut_before_it_is_tokenised_without_changing_its_first_tokens() -> None:
+    long = " ".join(f"w{i % 40}" for i in range(5000))
+    assert probe("natural", raw(), 1, 8, texts=[long]).tolist() == [list(range(3, 11))]
+
+
+def test_too_few_documents_say_how_many_there_are() -> None:
+    with pytest.raises(ValueError, match=r"has 11 documents of at least 29 tokens \(of 30\), n=12"):
+        probe("natural", raw(), 12, 29, texts=TEXTS)
+
+
+def test_bad_requests_are_clear() -> None:
+    with pytest.raises(ValueError, match="natural, random, repeat"):
+        probe("words", raw())
+    with pytest.raises(ValueError, match="this one has none"):
+        probe("random", raw(bos=False), bos=True)
+    with pytest.raises(ValueError, match="length at least 2"):
+        probe("random", raw(), length=1, bos=True)
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        probe("random", raw(), n=0)
+    assert bos_id(wrapped(bos_token="w5")) == 8

@@ -1,0 +1,122 @@
+"""Records: written whole or not at all, and every damaged byte is noticed and named."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from sinkutils.records import (
+    CorruptRecord,
+    config_dict,
+    config_hash,
+    find_record,
+    read_record,
+    read_tensors,
+    record_folder,
+    write_record,
+    write_tensors,
+)
+
+FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
+
+
+@pytest.fixture
+def folder(tiny, corpus, tmp_path):
+    target = record_folder("test", "tiny", 0, tmp_path)
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {"sink_1": 1.5}}
+    write_record(target, tiny, metrics, {"device": "cpu"}, {"w": torch.ones(3)}, corpus.tokenizer)
+    return target
+
+
+def test_a_record_reads_back_as_written(folder, tiny):
+    record = read_record(folder)
+    assert record.config == config_dict(tiny) and record.metrics["final"] == {"sink_1": 1.5}
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    assert record.weights == folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "flip first", "flip middle", "flip last", "empty", "delete"])
+def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
+    path = folder / file
+    blob = bytearray(path.read_bytes())
+    if damage.startswith("flip"):
+        blob[{"first": 0, "middle": len(blob) // 2, "last": -1}[damage.split()[1]]] ^= 1
+    path.write_bytes({"truncate": blob[:-3], "empty": b""}.get(damage, bytes(blob)))
+    if damage == "delete":
+        path.unlink()
+    with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):
+        read_record(folder)
+    with pytest.warns(UserWarning, match="counts as missing"):
+        assert find_record(folder, tiny) is None
+
+
+def test_a_record_of_another_config_is_stale(folder, tiny):
+    assert find_record(folder, tiny) is not None
+    assert find_record(folder, dataclasses.replace(tiny, seed=1)) is None
+
+
+def test_a_full_disk_leaves_the_old_record_and_no_rubbish(folder, tiny, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_record(folder, tiny, {"status": "done"}, {})
+    assert read_record(folder).metrics["final"] == {"sink_1": 1.5}
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+
+
+def test_a_new_record_replaces_an_old_one_whole(folder, tiny):
+    write_record(folder, tiny, {"status": "failed", "reason": "x"}, {})
+    record = read_record(folder)
+    assert record.status == "failed" and record.weights is None
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+
+
+def test_the_hash_depends_on_every_field_and_on_nothing_else(tiny):
+    assert config_hash(tiny) == config_hash(dataclasses.replace(tiny))
+    others = [
+        dataclasses.replace(tiny, seed=1),
+        dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, adam_eps=1e-7)),
+        dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, share=0.5)),
+    ]
+    assert len({config_hash(config) for config in [tiny, *others]}) == 4
+
+
+def test_the_hash_is_the_digest_of_config_json(folder, tiny):
+    import hashlib
+
+    assert hashlib.sha256((folder / "config.json").read_bytes()).hexdigest() == config_hash(tiny)
+    assert json.loads((folder / "config.json").read_text())["experiment"] == "tiny"
+
+
+def test_tensors_and_their_json_come_back_exactly(tmp_path):
+    tensors = {"a": torch.randn(3, 4), "b": torch.tensor(7, dtype=torch.int64), "c": torch.randn(2).bfloat16()}
+    write_tensors(tmp_path / "x.safetensors", tensors, {"step": 3, "curve": [0.1 + 0.2]})
+    back, extra = read_tensors(tmp_path / "x.safetensors")
+    assert extra == {"step": 3, "curve": [0.1 + 0.2]}
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_every_flipped_byte_of_a_checkpoint_is_noticed(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"a": torch.ones(2)}, {"step": 1})
+    blob = path.read_bytes()
+    for index in range(len(blob)):
+        damaged = bytearray(blob)
+        damaged[index] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptRecord, match=r"x\.safetensors"):
+            read_tensors(path)
+
+
+def test_a_copied_record_is_still_whole(folder, tmp_path):
+    copy = tmp_path / "elsewhere" / "0"
+    shutil.copytree(folder, copy)
+    assert read_record(copy).metrics == read_record(folder).metrics

@@ -1,0 +1,118 @@
+"""Records as tables, and the paper's numbers beside ours."""
+
+import dataclasses
+
+import pytest
+
+from sinkutils.experiments import config, paper_rows
+from sinkutils.records import record_folder, write_record
+from sinkutils.tables import COLUMNS, paper_beside_ours, plain, records
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Four good runs, a failed one, a stale one and a corrupt one at the smoke preset."""
+
+    def record(name, seed, final, status="done", reason=None, **changes):
+        run = dataclasses.replace(config(name, "smoke", seed), **changes)
+        metrics = {"status": status, "reason": reason, "curve": [], "final": {"step": 60, **final}}
+        write_record(record_folder("smoke", name, seed, tmp_path), run, metrics, {"wall_seconds": 1.5})
+
+    record("fixed_1", 0, {"sink_1": 20.0, "valid_loss": 3.0, "train_loss": 2.9})
+    record("fixed_1", 1, {"sink_1": 30.0, "valid_loss": 3.2, "train_loss": 3.1})
+    record("k_bias", 0, {"sink_1": 0.0, "sink_star": 50.0, "valid_loss": 3.1, "train_loss": 3.0})
+    record("sigmoid", 0, {"sink_1": 0.125, "valid_loss": 3.1, "train_loss": 3.0})
+    record("elu_normalised", 0, {"valid_loss": None}, "failed", "the loss was not finite by step 20")
+    record("kv_bias", 0, {"sink_1": 99.0, "valid_loss": 9.0}, preset="laptop")
+    record("v_bias", 0, {"sink_1": 99.0, "valid_loss": 9.0})
+    (record_folder("smoke", "v_bias", 0, tmp_path) / "metrics.json").write_text("{}")
+    (tmp_path / "smoke" / "sigmoid" / "1.partial").mkdir()
+    return tmp_path
+
+
+def read(runs):
+    with pytest.warns(UserWarning, match=r"v_bias/0: metrics\.json is truncated or changed"):
+        return records("smoke", runs).set_index(["experiment", "seed"])
+
+
+def test_every_record_is_a_row_and_says_whether_it_counts(runs):
+    table = read(runs)
+    assert table["status"].to_dict() == {
+        ("elu_normalised", 0): "failed",
+        ("fixed_1", 0): "done",
+        ("fixed_1", 1): "done",
+        ("k_bias", 0): "done",
+        ("kv_bias", 0): "stale",
+        ("sigmoid", 0): "done",
+        ("v_bias", 0): "corrupt",
+    }
+    assert table.loc[("elu_normalised", 0), "reason"] == "the loss was not finite by step 20"
+    assert table.loc[("k_bias", 0), ["sink_star", "steps", "item", "section"]].tolist() == [50.0, 60, "Table 4", "7"]
+
+
+def test_a_record_of_no_known_experiment_is_stale(runs):
+    (runs / "smoke" / "k_bias").rename(runs / "smoke" / "old_name")
+    table = read(runs)
+    assert table.loc[("old_name", 0), "status"] == "stale"
+    assert "unknown experiment" in table.loc[("old_name", 0), "reason"]
+
+
+def test_no_records_give_an_empty_table_with_its_columns(tmp_path):
+    table = records("laptop", tmp_path)
+    assert (len(table), list(table)) == (0, list(COLUMNS))
+    beside = paper_beside_ours("Table 4", "laptop", tmp_path)
+    assert set(beside["ours"]) == {"not run"}
+    assert beside["sink_star_paper"].tolist()[1:4] == [74.12, 72.76, 73.34]
+
+
+@pytest.mark.filterwarnings("ignore:record smoke/v_bias")
+def test_the_papers_rows_stand_in_its_order_with_the_mean_and_range_of_ours(runs):
+    table = paper_beside_ours("Table 4", "smoke", runs)
+    assert table["row"].tolist() == ["none", "sink token", "KV biases", "K biases", "V biases"]
+    assert table["experiment"].tolist()[0] == "fixed_1"  # the base of this preset
+    none, k_bias = table.iloc[0], table.iloc[3]
+    assert (none["seeds"], none["sink_1"], none["sink_1_low"], none["sink_1_high"]) == (2, 25.0, 20.0, 30.0)
+    assert (none["sink_1_paper"], none["valid_loss_paper"]) == (18.18, 3.73)
+    assert (k_bias["sink_star"], k_bias["sink_star_paper"]) == (50.0, 73.34)
+    # A stale or a corrupt record is no result.
+    assert table["ours"].tolist() == ["done", "not run", "not run", "done", "not run"]
+    assert table["sink_1"].isna().tolist() == [False, True, True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:record smoke/v_bias")
+def test_text_tells_failed_from_not_run_and_from_lost(runs):
+    text = plain(paper_beside_ours("Table 15", "smoke", runs))
+    assert text.loc["elu + 1, sum"].tolist() == ["elu_normalised", "failed", "failed", "failed", "failed", ""]
+    assert text.loc["sigmoid, 1"].tolist()[:5] == ["sigmoid", "0.44", "0.12", "3.70", "3.10"]
+    assert text.loc["exp, sum", "Sink_1 %, ours"] == "25.00 (20.00 to 30.00)"
+    assert text.loc["mlp kernel, 1", "Sink_1 %, ours"] == "-"
+    lost = plain(paper_beside_ours("Table 13", "smoke", runs))
+    assert lost.loc["8", "Sink_* %, paper"] == ""
+    assert "lost in the text" in lost.loc["8", "note"]
+    assert text.equals(plain(paper_beside_ours("Table 15", "smoke", runs)))
+
+
+def test_windows_too_short_to_show_a_sink_are_marked(tmp_path):
+    table = paper_beside_ours("Figure 6 right", "laptop", tmp_path).set_index("row")
+    assert "no sink can be measured" in table.loc["w = 128", "note"]
+    assert "no sink can be measured" not in table.loc["w = 256", "note"]
+
+
+@pytest.mark.parametrize("item", dict.fromkeys(row.item for row in paper_rows()))
+def test_every_item_of_the_paper_has_its_table(item, tmp_path):
+    table = paper_beside_ours(item, "paper-1b" if item == "Figure 8 right" else "laptop", tmp_path)
+    assert len(table) == len(plain(table)) == len(paper_rows(item))
+    assert {"sink_1", "sink_1_paper", "valid_loss", "valid_loss_paper"} <= set(table)
+
+
+def test_rows_of_another_scale_say_so(tmp_path):
+    assert set(paper_beside_ours("Figure 8 right", "laptop", tmp_path)["note"].str.contains("not of this preset")) == {
+        True
+    }
+
+
+def test_unknown_items_and_presets_are_refused_with_what_there_is(tmp_path):
+    with pytest.raises(ValueError, match=r"item must be one of .*Table 4"):
+        paper_beside_ours("Table 99", "laptop", tmp_path)
+    with pytest.raises(ValueError, match="preset must be one of smoke"):
+        records("lap", tmp_path)

@@ -1,0 +1,185 @@
+"""The registry of Table 8, loading of local and recorded models, and the surgery of Table 7."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+
+from sinkutils import zoo
+from sinkutils.capture import measure
+from sinkutils.model import LMConfig, TransformerLM
+from sinkutils.records import write_record
+from sinkutils.training import RunConfig
+from sinkutils.zoo import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
+
+
+def tiny_gpt2() -> nn.Module:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer(WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "hub_reachable", lambda: False)
+
+
+def test_the_registry_holds_the_32_models_of_table_8() -> None:
+    paper = [model for model in MODELS if model.in_paper]
+    assert len(paper) == 32
+    assert len({model.hub_id for model in MODELS}) == len(MODELS) == len({model.name for model in MODELS})
+    families = {family: sum(m.family == family for m in paper) for family in {m.family for m in paper}}
+    assert families == {"LLaMA2": 4, "LLaMA3": 4, "GPT2": 4, "Mistral": 2, "Pythia": 10, "OPT": 6, "Jamba": 2}
+    assert sum(model.chat for model in paper) == 6
+
+
+def test_the_registry_agrees_with_the_table_of_the_papers_values() -> None:
+    path = Path(__file__).parent.parent / "data" / "paper" / "open_lms.csv"
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["item"] == "Table 8"]
+    printed = {row["hub_id"]: float(row["sink_1"]) if row["sink_1"] else None for row in rows}
+    assert printed == {model.hub_id: model.sink_1 for model in MODELS if model.in_paper}
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert zoo.find("gpt2-xl") is zoo.find("openai-community/gpt2-XL") is not None
+    assert zoo.find("no such model") is None
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
+def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | torch.dtype | None) -> None:
+    model = tiny_gpt2()
+    model.save_pretrained(tmp_path)
+    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), bos_token="w1").save_pretrained(tmp_path)
+    loaded, tokenizer = load_lm(tmp_path, "cpu", dtype)
+    expected = {None: torch.float32, "bfloat16": torch.bfloat16}.get(dtype, dtype)
+    assert loaded.dtype == expected
+    assert not loaded.training
+    assert tokenizer("w3 w4")["input_ids"] is not None
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight.to(expected))
+
+
+def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "RUNS", tmp_path)
+    config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
+    model = TransformerLM(config.model)
+    folder = tmp_path / "tiny" / "fixed_1" / "0"
+    metrics = {"status": "done", "curve": [], "final": {}}
+    write_record(folder, config, metrics, {}, dict(model.state_dict()), tiny_tokenizer())
+    for name in ("tiny/fixed_1/0", folder):
+        loaded, tokenizer = load_lm(name)
+        assert loaded.config == config.model
+        ids = torch.arange(12)[None]
+        assert torch.equal(loaded(ids), model(ids))
+        assert tokenizer.get_vocab_size() == 20
+    bad = folder / "model.safetensors"
+    bad.write_bytes(bad.read_bytes()[:-1])
+    with pytest.raises(ModelUnavailable, match="truncated or changed"):
+        load_lm(folder)
+    write_record(folder, config, metrics, {})
+    with pytest.raises(ModelUnavailable, match="without weights"):
+        load_lm(folder)
+    with pytest.raises(ModelUnavailable, match="no recorded run"):
+        load_lm("tiny/fixed_1/7")
+
+
+def test_an_absent_model_without_a_network_is_one_clear_line(offline: None) -> None:
+    with pytest.raises(ModelUnavailable, match="local cache and the hub cannot be reached") as caught:
+        load_lm("Pythia-14M")
+    assert "EleutherAI/pythia-14m" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_no_model_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such thing"}))
+    with pytest.raises(ModelUnavailable, match="could not be loaded") as caught:
+        load_lm(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "not on the hub"), ("RevisionNotFoundError", "revision")],
+)
+def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = type(error, (OSError,), {})("the library's long text")
+
+    def refuse(*args, **kwargs):
+        raise OSError("many\nlines") from cause
+
+    monkeypatch.setattr(zoo, "hub_reachable", lambda: True)
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(ModelUnavailable, match=says):
+        load_lm("owner/model")
+
+
+def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(*args, **kwargs):
+        asked.append(kwargs["trust_remote_code"])
+        raise OSError("stop here")
+
+    monkeypatch.setattr(zoo, "hub_reachable", lambda: True)
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", note)
+    for trust in (False, True):
+        with pytest.raises(ModelUnavailable):
+            load_lm("owner/model", trust_remote_code=trust)
+    assert asked == [False, True]
+    with pytest.raises(ModelUnavailable):
+        load_lm("owner/model")
+    assert asked[-1] is False
+
+
+def opt() -> nn.Module:
+    return tf.OPTForCausalLM(tf.OPTConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                          ffn_dim=16, max_position_embeddings=32, word_embed_proj_dim=16))  # fmt: skip
+
+
+def own() -> nn.Module:
+    return TransformerLM(LMConfig(vocab_size=20, context_length=32, hidden_size=16, num_heads=2, num_layers=2,
+                                  position="learnable", sink_token=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, opt, own])
+def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make) -> None:
+    model, ids, t = make().eval(), torch.full((2, 16), 7), 5
+    table, offset = zoo.position_table(model)
+    before = table.clone()
+    with swap_positions(model, t):
+        assert torch.equal(table[offset], before[offset + t - 1])
+        assert torch.equal(table[offset + t - 1], before[offset])
+        swapped = measure(model, ids).embedding_norms
+    with replace_position(model, t):
+        assert torch.equal(table[offset], before[offset + t - 1])
+        assert torch.equal(table[offset + t - 1], before[offset + t - 1])
+        replaced = measure(model, ids).embedding_norms
+    assert torch.equal(table, before)
+    plain = measure(model, ids).embedding_norms
+    # With one token repeated, the embeddings' norms tell the positions apart: t counts real tokens, from 1.
+    torch.testing.assert_close(swapped[[0, t - 1]], plain[[t - 1, 0]])
+    torch.testing.assert_close(replaced[[0, t - 1]], plain[[t - 1, t - 1]])
+    others = [i for i in range(16) if i not in (0, t - 1)]
+    torch.testing.assert_close(swapped[others], plain[others])
+    with pytest.raises(ZeroDivisionError), swap_positions(model, t):
+        1 / 0  # noqa: B018
+    assert torch.equal(table, before)
+
+
+def test_surgery_needs_learned_positions_and_a_later_position() -> None:
+    with (
+        pytest.raises(ValueError, match="no learned position embeddings"),
+        swap_positions(TransformerLM(LMConfig()), 5),
+    ):
+        pass
+    for t in (0, 1, 33):
+        with pytest.raises(ValueError, match=r"2\.\.32"), replace_position(tiny_gpt2(), t):
+            pass
