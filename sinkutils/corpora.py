@@ -28,7 +28,7 @@ SMALL = 1000
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_CHARACTERS = 2_000_000
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
-FORMAT = 1  # raised when the files or the way they are made change
+FORMAT = 2  # raised when the files or the way they are made change
 
 
 class Corpus:

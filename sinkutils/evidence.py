@@ -5,17 +5,16 @@ The thresholds come from the paper's words and numbers, not from ours. Percentag
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sinkutils.experiments import config, experiment, resolve
 from sinkutils.records import Record, read_record, record_folder
 
-MEASUREMENTS = Path(__file__).resolve().parent.parent / "data" / "measurements"
 REPRODUCED, PARTLY, NOT_REPRODUCED = "reproduced", "partly", "not reproduced"
 NOT_VISIBLE, NOT_RUN = "not visible", "not run"
 VERDICTS = (REPRODUCED, PARTLY, NOT_REPRODUCED, NOT_VISIBLE, NOT_RUN)
@@ -41,12 +40,12 @@ class Check:
     holds: bool | None
     facts: tuple[tuple[str, str], ...] = ()  # (what, figure) pairs
     core: bool = True  # without any core check that holds, a claim is not reproduced
-    missing: str = ""
+    missing: tuple[str, ...] = ()
 
 
 def judge(checks: Sequence[Check]) -> tuple[str, str]:
     """The verdict of a claim and why: all checks hold; none of the core ones; or some."""
-    absent = list(dict.fromkeys(check.missing for check in checks if check.holds is None))
+    absent = dict.fromkeys(name for check in checks if check.holds is None for name in check.missing)
     lacking = f"not run: {', '.join(absent)}" if absent else ""
     seen = [check for check in checks if check.holds is not None]
     if not any(check.core for check in seen):
@@ -55,7 +54,7 @@ def judge(checks: Sequence[Check]) -> tuple[str, str]:
     why = "; ".join(filter(None, (f"does not hold: {', '.join(failed)}" if failed else "", lacking)))
     if not any(check.holds for check in seen if check.core):
         return NOT_REPRODUCED, why
-    return (PARTLY, why) if why else (REPRODUCED, f"all {len(seen)} checks hold")
+    return (PARTLY, why) if why else (REPRODUCED, f"holds in all of {len(seen)}" if len(seen) > 1 else "holds")
 
 
 def as_text(facts: Iterable[tuple[str, str]]) -> str:
@@ -88,6 +87,11 @@ def _largest_ratio(report: dict[str, Any], name: str) -> float | None:
 
 def _sinks(report: dict[str, Any]) -> dict[int, float]:
     return {int(k): by_eps[str(EPSILON)] for k, by_eps in report.get("sink", {}).items() if str(EPSILON) in by_eps}
+
+
+def _largest_sink(metrics: dict[str, Any], positions: range) -> float | None:
+    sinks = _sinks(_report(metrics))
+    return max((sinks[k] for k in positions if k in sinks), default=None)
 
 
 def _depths(report: dict[str, Any]) -> float | None:
@@ -129,7 +133,9 @@ QUANTITIES: dict[str, tuple[str, int, Callable[[dict[str, Any]], float | None]]]
     "sink_3": ("Sink_3 %", 1, lambda m: m["final"].get("sink_3")),
     "sink_star": ("Sink_* %", 1, lambda m: m["final"].get("sink_star")),
     "valid_loss": ("valid loss", 2, lambda m: m["final"].get("valid_loss")),
-    "largest_sink": ("largest Sink_k %", 1, lambda m: max(_sinks(_report(m)).values(), default=None)),
+    "largest_sink": ("largest Sink_k %", 1, lambda m: _largest_sink(m, range(1, 11))),
+    "inside": ("largest of Sink_2 to Sink_5 %", 1, lambda m: _largest_sink(m, range(2, 6))),
+    "beyond": ("largest of Sink_6 to Sink_10 %", 1, lambda m: _largest_sink(m, range(6, 11))),
     "early": ("Sink_1 % at a tenth of the steps", 1, _early),
     "peak": ("largest Sink_1 % on the way", 1, lambda m: max((p["sink_1"] for p in m["curve"]), default=None)),
     "onset": ("first step with a sink", 0, _onset),
@@ -212,7 +218,7 @@ class Results:
             return Check(says, False, facts, core)
         lacking = [self._lacking(*pair) for pair, value in zip(wanted, values, strict=True) if value is None]
         if lacking:
-            return Check(says, None, facts, core, ", ".join(dict.fromkeys(lacking)))
+            return Check(says, None, facts, core, tuple(lacking))
         return Check(says, bool(test(*values)), facts, core)
 
     def _lacking(self, name: str, key: str) -> str:
@@ -242,7 +248,7 @@ class Results:
     def more(self, *names: str, key: str = "sink_1", core: bool = True) -> list[Check]:
         """Each has more than the next, by more than the range over the seeds of either."""
         checks = []
-        for larger, smaller in zip(names, names[1:], strict=False):
+        for larger, smaller in pairwise(names):
             noise = max(self.spread(larger, key), self.spread(smaller, key))
             says = f"{QUANTITIES[key][0]}: {self.label(larger)} above {self.label(smaller)}"
             says += f" by more than the seeds' {noise:.1f}" if noise else ""
@@ -285,7 +291,7 @@ class Results:
         return [
             Check(f"{self.label(n)} fails to train", self.failed(n) if self.all_records(n) else None,
                   (("training", f"{self.label(n)} {'failed' if self.failed(n) else 'done'}"),)
-                  if self.all_records(n) else (), missing="" if self.all_records(n) else self.label(n))
+                  if self.all_records(n) else (), missing=() if self.all_records(n) else (self.label(n),))
             for n in names
         ]  # fmt: skip
 
@@ -300,7 +306,7 @@ class Results:
         """
         seeds, label = len(self.values("base", "sink_1")), self.label("base")
         if 0 < seeds < SEEDS:
-            return [Check(f"Sink_1 near {label}'s", None, (), core, f"{SEEDS} seeds of {label} (there are {seeds})")]
+            return [Check(f"Sink_1 near {label}'s", None, (), core, (f"{SEEDS} seeds of {label} (there are {seeds})",))]
         usual = experiment("default").paper["sink_1"]
         printed = [experiment(n).paper["sink_1"] for n in names if "sink_1" in experiment(n).paper]
         allowed = max([2 * self.spread("base"), SPREAD, *(abs(value - usual) for value in printed)])
@@ -324,42 +330,3 @@ class Results:
     def weights(self, name: str) -> Record | None:
         """The first record of an experiment that kept its weights."""
         return next((record for record in self.all_records(name) if record.weights), None)
-
-
-def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
-    """Reports of open LMs on one kind of input by name, from data/measurements/*.json.
-
-    Each file is what `python -m sinkutils measure MODEL --probe natural random repeat --json` prints; one of a domain
-    of the Pile is called MODEL@DOMAIN.json. Raises ValueError for a file that is something else.
-    """
-    from sinkutils.zoo import find
-
-    found = {}
-    for path in sorted(MEASUREMENTS.glob("*.json")):
-        if path.stem.partition("@")[2] != domain:
-            continue
-        try:
-            report = json.loads(path.read_text()).get(kind)
-            if report:
-                measured_sink(report)
-                model = report["name"].rsplit(", ", 1)[0]
-                known = find(model)
-                found[known.name if known else model] = report
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path.name} in data/measurements is not what `python -m sinkutils measure MODEL --json` prints, with "
-                "target 1 and eps 0.3: delete or remake it"
-            ) from error
-    return found
-
-
-def measured_domains(model: str) -> dict[str, dict[str, Any]]:
-    """A model's reports on natural text by domain of the Pile."""
-    domains = sorted({path.stem.partition("@")[2] for path in MEASUREMENTS.glob("*@*.json")})
-    found = {domain: measurements("natural", domain).get(model) for domain in domains}
-    return {domain: report for domain, report in found.items() if report}
-
-
-def measured_sink(report: dict[str, Any]) -> float:
-    """Sink_1 in percent of a measured report."""
-    return report["sink"]["1"][str(EPSILON)]

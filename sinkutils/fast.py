@@ -283,8 +283,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: T
                 s = s + torch.where(j >= star, g, 0)
             return power * log_similarity(s, spec)
 
-        mask = block_mask(q.shape[2], star, spec.window, spec.prefix, q.device)
-        out, aux = _flex_kernel(flex_attention, q.device)(
+        mask = block_mask(q.shape[2], star, spec, q.device)
+        out, aux = _flex_kernel(flex_attention, spec, q.device)(
             q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True)
         )
         return out, aux.lse[..., None]
@@ -300,28 +300,30 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: T
     return out * torch.exp(lse - log_z).to(out.dtype)
 
 
-def _flex_kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """FlexAttention's functions are meant to be compiled; un-compiled they are dense, which tests make use of."""
-    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function)
+def _flex_kernel(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
+    """FlexAttention's functions are meant to be compiled; un-compiled, as on a CPU, they are dense."""
+    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function, spec)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+def _compiled(function: Callable[..., Any], spec: AttentionSpec) -> Callable[..., Any]:
+    """Each variant has compiled code of its own: in common they would pass PyTorch's limit of recompilations."""
+    return torch.compile(function, fullgraph=True, isolate_recompiles=True)
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(length: int, star: int, window: int | None, prefix: int, device: torch.device) -> BlockMask:
+def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.device) -> BlockMask:
     """`attention.visible` for FlexAttention, with k* before the keys."""
+    window, shown = spec.window, star + (spec.prefix if spec.prefix > 1 else 0)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i - j + star
         near = distance >= 0
         if window is not None:
             near = near & (distance < window)
-        return near | (j < star + (prefix if prefix > 1 else 0))
+        return near | (j < shown)
 
-    make = _flex_kernel(create_block_mask, device)
+    make = _flex_kernel(create_block_mask, spec, device)
     return make(seen, None, None, length, star + length, device=device)
 
 

@@ -58,7 +58,7 @@ def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = 
     sinks.grid(False)
     sinks.yaxis.label.set_color(colors[1])
     handles = [*losses.get_legend_handles_labels()[0], *sinks.get_legend_handles_labels()[0]]
-    losses.legend(handles, [handle.get_label() for handle in handles], loc="center right")
+    losses.legend(handles=handles, loc="center right")
     return figure
 
 

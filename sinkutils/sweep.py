@@ -36,7 +36,7 @@ class Future(Protocol):
 class Engine(Protocol):
     """Where runs go."""
 
-    def submit(self, function: Any, *arguments: Any) -> Future: ...
+    def submit(self, function: Any, /, *arguments: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""The parts of README.md that come from records and benchmarks: `python -m sinkutils.readme` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from sinkutils.claims import claims
+from sinkutils.tables import records
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks" / "results"
+
+
+def claims_part() -> str:
+    """The ledger at the laptop preset, a claim a row."""
+    ledger = claims("laptop")
+    counts = ledger["verdict"].value_counts().sort_index()
+    head = f"Of {len(ledger)} claims at `laptop`: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "."
+    rows = [
+        [row["source"], row["claim"], row["paper"], row["ours"], f"**{row['verdict']}**"]
+        for _, row in ledger.iterrows()
+    ]
+    return head + "\n\n" + markdown(["source", "claim", "paper", "ours", "verdict"], rows)
+
+
+def records_part() -> str:
+    """The headline records at the laptop preset: mean and range over seeds."""
+    frame = records("laptop")
+    done = frame[frame["status"].isin(["done", "failed"])]
+    rows = []
+    for name, group in done.groupby("experiment", sort=False):
+        sinks = [_range(group[column]) for column in ("sink_1", "sink_star", "valid_loss")]
+        rows.append([str(name), str(group["item"].iloc[0]), str(len(group)), *sinks])
+    return markdown(["experiment", "paper's item", "seeds", "Sink_1 %", "Sink_* %", "valid loss"], rows)
+
+
+def training_part() -> str:
+    """Training speed beside the peer, from the last benchmark."""
+    path = BENCHMARKS / "training.json"
+    if not path.exists():
+        return "(not measured yet)"
+    data = json.loads(path.read_text())
+    rows = [
+        [
+            f"d {row['d']}, L {row['layers']}, C {row['context']}",
+            row["who"],
+            f"{row['tokens_per_second']:,}",
+            f"{row['times_llama']:.2f}",
+            f"{100 * row['share_of_matmul_peak']:.0f} %",
+        ]
+        for row in data["rows"]
+    ]
+    return markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"claims": claims_part, "records": records_part, "training": training_part}
+
+
+def render(text: str) -> str:
+    """README's text with every generated part made anew."""
+    for name, make in PARTS.items():
+        pattern = re.compile(f"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise ValueError(f"README.md has no part between '<!-- begin {name} -->' and '<!-- end {name} -->'")
+        made = make() + "\n"
+        text = pattern.sub(lambda match, made=made: match[1] + made + match[2], text)  # type: ignore[misc]
+    return text
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells)
+
+
+def _range(column) -> str:
+    values = column.dropna()
+    if values.empty:
+        return ""
+    mean = f"{values.mean():.2f}"
+    return mean if len(values) == 1 else f"{mean} ({values.min():.2f} to {values.max():.2f})"
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text()))
