@@ -229,6 +229,10 @@ class Results:
         except ValueError:
             return f"{name} (not of this preset)"
 
+    def varied(self, *names: str) -> tuple[str, ...]:
+        """Those that are another run than the base here, such as 4 heads where the base has 8."""
+        return tuple(name for name in names if self.label(name) != self.label("base"))
+
     def present(self, *names: str, key: str = "sink_1", core: bool = True) -> list[Check]:
         """Each has a sink."""
         heading = QUANTITIES[key][0]
@@ -249,6 +253,10 @@ class Results:
         """Each has more than the next, by more than the range over the seeds of either."""
         checks = []
         for larger, smaller in pairwise(names):
+            if self.label(larger) == self.label(smaller):
+                missing = (f"{larger} apart from {smaller} (one run at this preset)",)
+                checks.append(Check("", None, core=core, missing=missing))
+                continue
             noise = max(self.spread(larger, key), self.spread(smaller, key))
             says = f"{QUANTITIES[key][0]}: {self.label(larger)} above {self.label(smaller)}"
             says += f" by more than the seeds' {noise:.1f}" if noise else ""

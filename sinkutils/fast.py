@@ -33,6 +33,13 @@ from sinkutils.attention import attend as dense_attend
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
 CHUNK = 64  # tokens a chunk of linear attention
+# One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
+FLEX_COMPILE: dict[str, Any] = {
+    "fullgraph": True,
+    "dynamic": False,
+    "isolate_recompiles": True,
+    "recompile_limit": 64,
+}
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 
 
@@ -59,9 +66,7 @@ def attend(
         v = _prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
     q, k = features(q, spec, mlp), features(k, spec, mlp)
     short = length <= DENSE_LENGTH.get(q.device.type, BLOCK)
-    # In half precision the CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512.
-    slow_kernel = short and not q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    if _plain(spec, distance_bias, length) and _is_softmax(spec) and not slow_kernel:
+    if _plain(spec, distance_bias, length) and _is_softmax(spec) and not (short and _slow_kernel(q)):
         out = _softmax(q, k, v, spec, star)
     elif _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
         out = _linear(q, k, v, spec, star)
@@ -137,6 +142,11 @@ def _is_linear(spec: AttentionSpec) -> bool:
     return spec.similarity == "linear" and spec.normalizer != "p_norm"
 
 
+def _slow_kernel(q: Tensor) -> bool:
+    """In half precision a CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512."""
+    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def _plain(spec: AttentionSpec, distance_bias: Tensor | None, length: int) -> bool:
     """Whether neither a position term nor a window (shorter than the sequence) tells the visible keys apart."""
     return distance_bias is None and (spec.window is None or spec.window >= length)
@@ -209,9 +219,9 @@ def _block(
 ) -> Tensor:
     """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
     k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
+    if _is_softmax(spec) and not _slow_kernel(q):
+        return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
     logits = _logits(q, k, spec, distance_bias, start, length)
-    if _is_softmax(spec) and distance_bias is None:
-        return logits.softmax(dim=-1) @ v
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()
@@ -237,23 +247,29 @@ def _seen_keys(x: Tensor, q: Tensor, spec: AttentionSpec, start: int, length: in
 
 def _logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int) -> Tensor:
     """s_ij (B, H, R, S) of a block's queries and the keys of `_seen_keys`; f of a hidden one is zero."""
-    batch, heads, size, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
+    bias, hidden = _bias(q, k, spec, distance_bias, start, length)
+    bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
+    logits = logits.unflatten(0, (batch, heads))
+    return logits.masked_fill(hidden, 0) if spec.similarity == "linear" else logits
+
+
+def _bias(
+    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """What is added to a block's logits, (1 or H, R, S): g, and -inf (f linear: 0) at the keys `hidden` (R, S)."""
+    size = q.shape[2]
     low, high = _bounds(size, spec, start, length)
     star = k.shape[2] - (high - low)
-    positions = torch.arange(low, max(high, start + size), device=q.device)
-    rows, columns = positions[start - low :][:size], positions[: high - low]
-    hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # (R, S); every query sees k*
+    rows, columns = (torch.arange(*bounds, device=q.device) for bounds in ((start, start + size), (low, high)))
+    hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # every query sees k*
     bias = q.new_zeros(1, size, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
         line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
         bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
-    if spec.similarity != "linear":
-        bias = bias.masked_fill(hidden, -torch.inf)
-    bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
-    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
-    logits = logits.unflatten(0, (batch, heads))
-    return logits.masked_fill(hidden, 0) if spec.similarity == "linear" else logits
+    return bias if spec.similarity == "linear" else bias.masked_fill(hidden, -torch.inf), hidden
 
 
 def _flex_serves(q: Tensor, spec: AttentionSpec) -> bool:
@@ -308,7 +324,7 @@ def _flex_kernel(function: Callable[..., Any], spec: AttentionSpec, device: torc
 @functools.cache
 def _compiled(function: Callable[..., Any], spec: AttentionSpec) -> Callable[..., Any]:
     """Each variant has compiled code of its own: in common they would pass PyTorch's limit of recompilations."""
-    return torch.compile(function, fullgraph=True, isolate_recompiles=True)
+    return torch.compile(function, **FLEX_COMPILE)
 
 
 @functools.lru_cache(maxsize=16)

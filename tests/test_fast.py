@@ -66,7 +66,7 @@ def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def traced(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, isolate_recompiles=True, backend="eager")
+        return torch.compile(function, **fast.FLEX_COMPILE, backend="eager")
 
     monkeypatch.setattr(fast, "_flex_kernel", traced)
     monkeypatch.setattr(fast, "_flex_serves", lambda q, spec: True)
@@ -127,23 +127,31 @@ def name(spec: AttentionSpec) -> str:
 
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_one_dense_block_equals_the_reference(spec):
-    for length, position in ((1, "none"), (17, "none"), (17, "heads")):
+    for length, position in ((17, "none"), (17, "heads")):
         inputs, extras = draw(spec, length, position)
         assert_same_as_dense(spec, inputs, extras, 1e-10)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name)
 def test_blocks_and_chunks_equal_the_reference(spec, long_forms):
-    for length, position in ((1, "none"), (29, "none"), (29, "shared"), (21, "heads")):
+    for length, position in ((1, "none"), (29, "none"), (21, "heads")):
         inputs, extras = draw(spec, length, position)
         assert_same_as_dense(spec, inputs, extras, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("position", "changes"),
-    [("none", {}), ("heads", {"bias": "kv", "window": 5}), ("shared", {"bias": "v", "prefix": 4})],
-)
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.get("similarity") != "linear"], ids=str)
+FLEX = [
+    (operation, position, changes)
+    for operation, (position, changes) in zip(
+        [o for o in OPERATIONS if o.get("similarity") != "linear"],
+        itertools.cycle(
+            [("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}), ("shared", {"bias": "v"})]
+        ),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("operation", "position", "changes"), FLEX, ids=str)
 def test_flex_attention_over_the_logarithm_equals_the_reference(operation, position, changes, flex_forms):
     spec = AttentionSpec(**operation, **changes)
     inputs, extras = draw(spec, 13, position)
@@ -159,7 +167,7 @@ def test_flex_attention_over_the_logarithm_equals_the_reference(operation, posit
     position=st.sampled_from(["none", "shared", "heads"]),
     block=st.integers(1, 12),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_length_window_prefix_and_block_equals_the_reference(
     operation, length, window, prefix, bias, position, block
 ):

@@ -1,0 +1,172 @@
+"""One training step (forward and backward) of each attention operation beside softmax of the same shape.
+
+Prints time and peak memory as ratios to softmax, which runs anew beside every operation, so that a busy machine slows
+both. Peak memory is what the step holds beyond q, k, v: from the allocator on CUDA; on a CPU the sum of live tensors,
+which knows nothing of a kernel's own workspace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sinkutils import fast
+from sinkutils.attention import AttentionSpec
+from sinkutils.positions import distance_table
+
+# name -> (spec, position term)
+OPERATIONS: dict[str, tuple[AttentionSpec, str | None]] = {
+    "softmax": (AttentionSpec(), None),
+    "kv_bias": (AttentionSpec(bias="kv"), None),
+    "v_bias": (AttentionSpec(bias="v"), None),
+    "window": (AttentionSpec(window=64), None),
+    "prefix": (AttentionSpec(prefix=16), None),
+    "alibi": (AttentionSpec(), "alibi"),
+    "relative": (AttentionSpec(), "relative"),
+    "p_norm": (AttentionSpec(normalizer="p_norm", p=0.5), None),
+    "sigmoid": (AttentionSpec(similarity="sigmoid", normalizer="none"), None),
+    "sigmoid_sum": (AttentionSpec(similarity="sigmoid"), None),
+    "sigmoid_p_norm": (AttentionSpec(similarity="sigmoid", normalizer="p_norm", p=2.0), None),
+    "elu": (AttentionSpec(similarity="elu", normalizer="none"), None),
+    "elu_sum": (AttentionSpec(similarity="elu"), None),
+    "kernel_identity": (AttentionSpec(similarity="linear", normalizer="max_abs_sum"), None),
+    "kernel_elu": (AttentionSpec(similarity="linear", kernel="elu"), None),
+    "kernel_mlp": (AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"), None),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of the storages that operations make and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> Callable[[], None]:
+    """A step of `fast.attend` on random (B, H, T, D) inputs that all want gradients."""
+    spec, position = OPERATIONS[name]
+    _, heads, length, head_dim = shape
+
+    def leaf(*size: int) -> Tensor:
+        return torch.randn(size, device=device, dtype=dtype, requires_grad=True)
+
+    q, k, v = leaf(*shape), leaf(*shape), leaf(*shape)
+    extras: dict[str, Any] = {}
+    if spec.has_key_bias:
+        extras["key_bias"] = leaf(heads, head_dim)
+    if spec.bias in ("kv", "v"):
+        extras["value_bias"] = leaf(heads, head_dim)
+    if spec.kernel == "mlp":
+        first, second = leaf(head_dim, head_dim), leaf(head_dim, head_dim)
+        extras["mlp"] = lambda x: torch.relu(x @ first) @ second
+    if position is not None:
+        extras["distance_bias"] = distance_table(position, length, heads).to(device, dtype)
+    leaves = [x for x in (q, k, v, *extras.values()) if isinstance(x, Tensor)]
+
+    def step() -> None:
+        fast.attend(q, k, v, spec, **extras).sum().backward()
+        for x in leaves:
+            x.grad = None
+
+    return step
+
+
+def seconds(step: Callable[[], None], device: str) -> float:
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(step: Callable[[], None], device: str) -> int:
+    """What one step holds at its peak beyond what lived before it."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveTensors() as live:
+        step()
+    return live.peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
+    parser.add_argument("--batch", type=int, default=None, help="default: 8 on CUDA, 1 on the CPU")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048, help="C")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each; the fastest counts")
+    parser.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cuda = options.device == "cuda"
+    dtype = options.dtype or ("bfloat16" if cuda else "float32")
+    shape = (options.batch or (8 if cuda else 1), options.heads, options.length, options.head_dim)
+    print(f"(B, H, T, D) = {shape}, {dtype}, {options.device}")
+    print(f"{'operation':<16} {'ms':>9} {'times softmax':>14} {'MB':>8} {'times softmax':>14}")
+    softmax = training_step("softmax", shape, DTYPES[dtype], options.device)
+    rows = []
+    for name in options.only:
+        step = training_step(name, shape, DTYPES[dtype], options.device)
+        took = {step: float("inf"), softmax: float("inf")}
+        for warm_up in took:
+            warm_up()
+        memory = {each: peak_bytes(each, options.device) for each in took}
+        for _ in range(options.rounds):
+            for each in took:
+                took[each] = min(took[each], seconds(each, options.device))
+        row = {
+            "operation": name,
+            "milliseconds": round(1e3 * took[step], 3),
+            "times_softmax": round(took[step] / took[softmax], 2),
+            "megabytes": round(memory[step] / 2**20, 2),
+            "memory_times_softmax": round(memory[step] / memory[softmax], 2),
+        }
+        rows.append(row)
+        print(f"{name:<16} {row['milliseconds']:>9} {row['times_softmax']:>14} {row['megabytes']:>8} "
+              f"{row['memory_times_softmax']:>14}", flush=True)  # fmt: skip
+    if options.json:
+        table = {"shape": shape, "dtype": dtype, "device": options.device, "rows": rows}
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
