@@ -27,7 +27,7 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)

@@ -62,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--seed", type=int, default=0)
     measuring.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     measuring.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    measuring.add_argument(
+        "--save", action="store_true", help="keep it in data/measurements, for notebook 01 and claims"
+    )
 
     ledger = add("claims", "print the ledger: every claim of the paper and its verdict")
     scale(ledger)
@@ -74,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     notebooks.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
     notebooks.add_argument("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
+    notebooks.add_argument("--in-place", action="store_true", help="rewrite the committed outputs instead")
     return top
 
 
@@ -165,11 +169,15 @@ def sweep_command(options: argparse.Namespace) -> int:
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
     from sinkutils.capture import measure
+    from sinkutils.model import TransformerLM
+    from sinkutils.open_lms import save_measurement
     from sinkutils.probes import probe
     from sinkutils.zoo import load_lm
 
     model, tokenizer = load_lm(options.model, device=options.device, dtype=options.dtype,
                                trust_remote_code=options.trust_remote_code)  # fmt: skip
+    if options.save and isinstance(model, TransformerLM):
+        raise ValueError("--save is for open language models: a recorded run holds its own measurements")
     results = {}
     for kind in options.probe:
         ids = probe(kind, tokenizer, options.n, options.length, options.seed, bos=options.bos, corpus=options.corpus)
@@ -179,6 +187,9 @@ def measure_command(options: argparse.Namespace) -> int:
         print(json.dumps({kind: report.to_dict() for kind, report in results.items()}, indent=1))
     else:
         print("\n\n".join(str(report) for report in results.values()))
+    if options.save:
+        path = save_measurement(options.model, results, options.corpus)
+        print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
     return 0
 
 
@@ -192,8 +203,11 @@ def claims_command(options: argparse.Namespace) -> int:
 
 def run_command(options: argparse.Namespace) -> int:
     """Execute the notebooks."""
-    from sinkutils.notebooks import run_notebooks
+    from sinkutils.notebooks import refresh_notebooks, run_notebooks
 
+    if options.in_place:
+        refresh_notebooks(options.only)
+        return 0
     parameters = {"preset": options.preset, "seed": options.seed, "recompute": options.recompute}
     failed = run_notebooks(parameters, options.output, options.only)
     return 1 if failed else 0

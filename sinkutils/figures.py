@@ -100,15 +100,14 @@ def paper_and_ours(table: pd.DataFrame, value: str = "sink_1", ylabel: str = SIN
 
 
 def _bars(axis: Axes, rows: np.ndarray, values: np.ndarray, spread: np.ndarray | None, color: Any) -> None:
-    axis.bar(
-        rows, np.nan_to_num(values), yerr=None if spread is None else np.nan_to_num(spread), color=color, width=0.6
-    )
-    top = np.nanmax(values) if np.isfinite(values).any() else 1.0
-    axis.set_ylim(0, max(1.15 * top, 1.0))
-    for row, value in zip(rows, values, strict=True):
+    reach = np.nan_to_num(values) + (0 if spread is None else np.nan_to_num(spread[1]))
+    error = None if spread is None or not np.nan_to_num(spread).any() else np.nan_to_num(spread)
+    axis.bar(rows, np.nan_to_num(values), yerr=error, color=color, width=0.6, capsize=3)
+    axis.set_ylim(0, max(1.15 * reach.max(), 1.0))
+    for row, value, top in zip(rows, values, reach, strict=True):
         text = "no run" if np.isnan(value) else f"{value:.1f}"
-        axis.annotate(text, (row, 0 if np.isnan(value) else value), ha="center", va="bottom", fontsize="x-small",
-                      xytext=(0, 2), textcoords="offset points")  # fmt: skip
+        axis.annotate(text, (row, top), ha="center", va="bottom", fontsize="x-small", xytext=(0, 2),
+                      textcoords="offset points")  # fmt: skip
 
 
 def attention_map(weights: Any, title: str = "", columns: Sequence[str] | None = None) -> Figure:
@@ -167,4 +166,132 @@ def norm_ratios(ratios: Mapping[str, Sequence[float]], title: str = "") -> Figur
     )
     axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def qk_maps(kept: Mapping[str, Any], title: str = "") -> Figure:
+    """A_ij, cos(q_i, k_j) and their norm product, a head a row, mean over the sequences (Figs. 2 bottom, 15 to 18).
+
+    kept: `sinks.Kept` of each head by its label.
+    """
+    panels = (("map", r"$A_{i,j}$", "rocket"), ("cosine", r"$\cos(q_i, k_j)$", "vlag"),
+              ("norm_product", r"$\|q_i\| \cdot \|k_j\|$", "mako"))  # fmt: skip
+    figure, axes = plt.subplots(len(kept), 3, figsize=(9.6, 2.6 * len(kept) + 0.5), squeeze=False)
+    for row, (label, head) in enumerate(kept.items()):
+        for axis, (name, symbol, cmap) in zip(axes[row], panels, strict=True):
+            values = np.asarray(getattr(head, name), dtype=float).mean(axis=0)
+            values[np.triu_indices(len(values), 1)] = np.nan  # hidden by the causal mask
+            limits = {"map": (0, 1), "cosine": (-1, 1), "norm_product": (0, np.nanmax(values))}[name]
+            scale = mpl.colors.PowerNorm(0.5, *limits) if name == "map" else mpl.colors.Normalize(*limits)
+            image = axis.imshow(values, cmap=cmap, norm=scale, interpolation="nearest")
+            figure.colorbar(image, ax=axis, label=symbol, shrink=0.9)
+            axis.set(xlabel="key $j$" if row == len(kept) - 1 else "")
+            axis.grid(False)
+        axes[row, 0].set_ylabel(f"{label}\nquery $i$")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "") -> Figure:
+    """`alpha_heatmap` of several models side by side, one colour scale; alpha: (layers, heads)."""
+    arrays = {name: np.asarray(alpha, dtype=float) for name, alpha in alphas.items()}
+    widths = [max(2.4, 0.12 * values.shape[1]) for values in arrays.values()]
+    height = max(2.6, *(0.12 * len(values) for values in arrays.values()), 0)
+    figure, axes = plt.subplots(1, len(arrays), figsize=(sum(widths) + 1.2, height), squeeze=False, width_ratios=widths)
+    for axis, (name, values) in zip(axes[0], arrays.items(), strict=True):
+        image = axis.imshow(values, cmap="rocket", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+                            extent=(0.5, values.shape[1] + 0.5, len(values) + 0.5, 0.5))  # fmt: skip
+        axis.set(title=name, xlabel="head $h$")
+        for numbered in (axis.xaxis, axis.yaxis):
+            numbered.set_major_locator(mpl.ticker.MaxNLocator(integer=True, min_n_ticks=1))
+        axis.grid(False)
+    axes[0, 0].set_ylabel("block $l$")
+    figure.colorbar(image, ax=axes[0], label=r"$\alpha_1^{l,h}$")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def sink_by_length(table: pd.DataFrame, title: str = "") -> Figure:
+    """Sink_1 against T, a line an eps (Fig. 3), from `properties.by_length`."""
+    figure, axis = plt.subplots()
+    colors = sns.color_palette("flare", table.shape[1] - 1)
+    for color, (eps, values) in zip(colors, table.drop(columns="uniform").items(), strict=True):
+        # Where uniform attention alone exceeds eps, every head would count.
+        saturated = table["uniform"] > eps
+        axis.plot(table.index, values, marker="o", color=color, label=rf"$\epsilon = {eps:g}$")
+        axis.plot(table.index[saturated], values[saturated], "o", markerfacecolor="white", color=color)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(table.index, [str(length) for length in table.index])
+    axis.set(xlabel="sequence length $T$", ylabel=SINK_LABEL.split(",")[0], title=title, ylim=(0, None))
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def sink_by_domain(table: pd.DataFrame, title: str = "") -> Figure:
+    """Sink_1 by domain, a panel an eps and a colour a model (Fig. 9), from `properties.by_domain`."""
+    panels = table["eps"].unique()
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.6, 3.4), sharey=True, squeeze=False)
+    for axis, eps in zip(axes[0], panels, strict=True):
+        last = eps == panels[-1]
+        sns.lineplot(table[table["eps"] == eps], x="domain", y="sink_1", hue="model", style="model", markers=True,
+                     ax=axis, legend=last, palette="colorblind", errorbar=None)  # fmt: skip
+        axis.set(title=rf"$\epsilon = {eps:g}$", xlabel="", ylabel=SINK_LABEL.split(",")[0], ylim=(0, None))
+        axis.tick_params(axis="x", rotation=40)
+        if last:
+            sns.move_legend(axis, "center left", bbox_to_anchor=(1.0, 0.5), title=None)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def by_size(table: pd.DataFrame, values: Mapping[str, str], title: str = "") -> Figure:
+    """Quantities of models against their size, a panel each and a colour a family (Figs. 4 left, 10).
+
+    values: the label of each column to show. Filled marks are measured, empty ones the paper's printed values.
+    """
+    figure, axes = plt.subplots(1, len(values), figsize=(4.4 * len(values) + 1.6, 3.6), squeeze=False)
+    families = list(dict.fromkeys(table["family"]))
+    for axis, (column, label) in zip(axes[0], values.items(), strict=True):
+        for index, family in enumerate(families):
+            color, mark = sns.color_palette("colorblind")[index % 10], "os^Dv<>p"[index % 8]
+            for source, face in (("paper", "white"), ("measured", color)):
+                rows = table[(table["family"] == family) & (table["source"] == source)].dropna(subset=column)
+                rows = rows.sort_values("parameters")
+                axis.plot(rows["parameters"], rows[column], mark, linestyle="-" if source == "measured" else "",
+                          color=color, markerfacecolor=face,
+                          label=f"{family} ({source})" if len(rows) else None)  # fmt: skip
+        axis.set(xscale="log", xlabel="parameters", ylabel=label, ylim=(0, None))
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def repeated_attention(seen: Mapping[str, Any], title: str = "") -> Figure:
+    """Attention to the first of t equal tokens (Propositions 1-4), and the biases g behind two of them.
+
+    seen: `propositions.RepeatedTokens` by position embedding. Left, the largest A_t,1 over layers and heads; right,
+    the exponent by distance of those with a bias, less its value at distance 0.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4))
+    colors = dict(zip(seen, sns.color_palette("colorblind"), strict=False))
+    for name, one in seen.items():
+        first = np.asarray(one.weights[..., 0]).max(axis=(0, 1))
+        axes[0].plot(range(1, len(first) + 1), first, color=colors[name], label=name)
+        if name in ("relative", "alibi"):
+            bias = np.asarray(one.logits[0, 0] - one.logits[0, 0, 0])
+            axes[1].plot(range(len(bias)), bias, color=colors[name], label=name)
+    if "rotary" in seen:
+        bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
+        axes[0].plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
+    axes[0].set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$",
+                ylim=(1e-4, 1.5))  # fmt: skip
+    axes[1].set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
+    axes[1].set_yscale("symlog", linthresh=1)
+    for axis in axes:
+        axis.legend(fontsize="small")
+    if title:
+        figure.suptitle(title)
     return figure

@@ -52,6 +52,32 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
     return failed
 
 
+def refresh_notebooks(only: Sequence[str] | None = None) -> None:
+    """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs.
+
+    What differs on every run is left out: progress bars, warnings, widgets, times. Raises nbclient's CellExecutionError
+    for a cell that fails.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    for path in tqdm(find_notebooks(only), unit="notebook"):
+        book = nbformat.read(path, as_version=4)
+        NotebookClient(
+            book, timeout=CELL_SECONDS, record_timing=False, resources={"metadata": {"path": NOTEBOOKS}}
+        ).execute()
+        book.metadata.pop("widgets", None)
+        for cell in book.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if not _differs_always(output)]
+        nbformat.write(book, path)
+
+
+def _differs_always(output: Any) -> bool:
+    widget = "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+    return widget or output.get("name") == "stderr"
+
+
 def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 1500) -> Record:
     """Train the quickstart's model, the laptop's with any first token and a bias of Table 4, in about a minute.
 

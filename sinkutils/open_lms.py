@@ -1,6 +1,6 @@
 """The paper's claims about open language models, judged on measurements of them in data/measurements.
 
-Each file there is what `python -m sinkutils measure MODEL --probe natural random repeat --json` prints; one of a
+Each file there is written by `python -m sinkutils measure MODEL --probe natural random repeat --save`; one of a
 domain of the Pile is called MODEL@DOMAIN.json. Where a model of ours can stand beside them, it does.
 """
 
@@ -25,11 +25,13 @@ from sinkutils.evidence import (
     ratio_by_block,
 )
 from sinkutils.experiments import config
+from sinkutils.sinks import Report
 from sinkutils.trials import own_sink
 
 MEASUREMENTS = Path(__file__).resolve().parent.parent / "data" / "measurements"
 CHAT = 9.2  # points: the paper's own pairs differ by up to 9.15 (Mistral-7B, Table 1 right)
 SMALL_PARAMETERS = 125e6
+LENGTH = 64  # T of the paper's numbers (Section 3.2)
 
 
 def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
@@ -49,7 +51,7 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
                 found[known.name if known else model] = report
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path.name} in data/measurements is not what `python -m sinkutils measure MODEL --json` prints, with "
+                f"{path.name} in data/measurements is not what `python -m sinkutils measure MODEL --save` writes, with "
                 "target 1 and eps 0.3: delete or remake it"
             ) from error
     return found
@@ -67,10 +69,26 @@ def measured_sink(report: dict[str, Any]) -> float:
     return report["sink"]["1"][str(EPSILON)]
 
 
-def measure_command(model: str) -> str:
-    """How a missing measurement is made."""
-    name = model.rsplit("/", 1)[-1]
-    return f"python -m sinkutils measure {model} --probe natural random repeat --json > data/measurements/{name}.json"
+def measure_command(model: str, domain: str = "") -> str:
+    """How a missing measurement is made; with a domain of the Pile, that of Fig. 9."""
+    inputs = f"--corpus 'pile:{domain}'" if domain else "--probe natural random repeat"
+    return f"python -m sinkutils measure {model} {inputs} --save"
+
+
+def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docstrings") -> Path:
+    """Write the reports of `measure --save`, by kind of input, where `measurements` finds them.
+
+    Raises ValueError unless they were made as the paper's were: T = 64, no BOS, target 1 and eps 0.3.
+    """
+    for kind, report in reports.items():
+        if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
+            raise ValueError(f"only measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}, are kept "
+                             f"in data/measurements: --save cannot go with the options given ({kind} input)")  # fmt: skip
+    domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
+    path = MEASUREMENTS / f"{model.rstrip('/').rsplit('/', 1)[-1]}{'@' * bool(domain)}{domain}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({kind: report.to_dict() for kind, report in reports.items()}, indent=1) + "\n")
+    return path
 
 
 def _sinks(kind: str = "natural", keep: Callable[[str], bool] | None = None) -> dict[str, float]:
@@ -218,5 +236,4 @@ def domains() -> list[Check]:
             facts = tuple((f"Sink_1 % of {model}", f"{domain} {sink:.1f}") for domain, sink in sinks.items())
             spread = max(sinks.values()) - min(sinks.values())
             checks.append(Check(f"{model}: domains within {SPREAD:g} points", spread <= SPREAD, facts))
-    command = "python -m sinkutils measure gpt2 --corpus pile:<domain> --json > data/measurements/gpt2@<domain>.json"
-    return checks or [Check("", None, missing=(command,))]
+    return checks or [Check("", None, missing=(measure_command("gpt2", "<domain>"),))]

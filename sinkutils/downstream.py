@@ -1,0 +1,161 @@
+"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install 'sinkutils[downstream]'.
+
+python -m sinkutils.downstream MODEL    writes data/measurements/<task>/<name>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinkutils.model import TransformerLM
+from sinkutils.open_lms import MEASUREMENTS
+from sinkutils.probes import encode
+from sinkutils.zoo import find, load_lm
+
+TASK = "hellaswag"
+METRICS = ("acc", "acc_norm")
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    task: str = TASK,
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
+    include_path: str | Path | None = None,
+) -> dict[str, Any]:
+    """Zero-shot accuracy and length-normalised accuracy in percent, with standard errors, of a causal LM.
+
+    model: of transformers, or our own `TransformerLM`. limit: only so many questions (the paper: all).
+    include_path: a folder with tasks of one's own, as lm-eval describes them.
+
+    Raises ImportError where lm-eval is not installed, ValueError for a task that it does not know or one that
+    reports neither metric.
+    """
+    try:
+        from lm_eval import __version__ as version
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
+    tasks = TaskManager(include_path=None if include_path is None else str(include_path))
+    if task not in tasks.all_tasks:
+        raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
+    scorer = _own_scorer()(model, tokenizer) if isinstance(model, TransformerLM) else _hf_scorer(
+        model, tokenizer, batch_size)  # fmt: skip
+    output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks, bootstrap_iters=0)
+    found = output["results"][task]
+    scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
+    for metric in METRICS:
+        if f"{metric},none" in found:
+            scores[metric] = round(100 * found[f"{metric},none"], 3)
+            scores[f"{metric}_stderr"] = round(100 * float(found[f"{metric}_stderr,none"]), 3)
+    if not set(METRICS) & set(scores):
+        raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
+    return scores
+
+
+def save_scores(name: str, scores: dict[str, Any]) -> Path:
+    """Keep a model's scores where `saved_scores` finds them."""
+    path = MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
+    return path
+
+
+def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
+    """The kept scores on a task by model, under the registry's name where it has one.
+
+    Raises ValueError for a file that `save_scores` did not write.
+    """
+    found = {}
+    for path in sorted((MEASUREMENTS / task).glob("*.json")):
+        try:
+            scores = json.loads(path.read_text())
+            known = find(scores["model"])
+            found[known.name if known else scores["model"]] = scores
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name} in data/measurements/{task} is not what `python -m sinkutils.downstream` "
+                             "writes: delete or remake it") from error  # fmt: skip
+    return found
+
+
+def _hf_scorer(model: Any, tokenizer: Any, batch_size: int) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+@lru_cache
+def _own_scorer() -> type:
+    """lm-eval's interface to our own models: log-likelihoods of continuations. A class made on first use, because
+    its base is in the optional package.
+    """
+    from lm_eval.api.model import TemplateLM
+
+    class OwnScorer(TemplateLM):
+        def __init__(self, model: TransformerLM, tokenizer: Any) -> None:
+            super().__init__()
+            self.model, self.tokenizer = model.eval(), tokenizer
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(self.tokenizer.token_to_id("<eos>"))
+
+        def tok_encode(self, string: str, **_: Any) -> list[int]:
+            return encode(self.tokenizer, string)
+
+        @torch.no_grad()
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            device, answers = self.model.embed.weight.device, []
+            for _texts, context, continuation in requests:
+                ids = torch.tensor([*context, *continuation], device=device)[-(self.model.config.context_length + 1) :]
+                scored = min(len(continuation), len(ids) - 1)  # a long continuation loses its beginning
+                log_p = self.model(ids[None, :-1])[0, -scored:].float().log_softmax(dim=-1)
+                wanted = ids[-scored:]
+                greedy = bool((log_p.argmax(dim=-1) == wanted).all())
+                answers.append((float(log_p.gather(1, wanted[:, None]).sum()), greedy))
+            return answers
+
+        def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+            raise NotImplementedError("only multiple-choice tasks are scored here")
+
+        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+            raise NotImplementedError("only multiple-choice tasks are scored here")
+
+    return OwnScorer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m sinkutils.downstream", description="Score a model with lm-eval.")
+    parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
+    parser.add_argument("--task", default=TASK)
+    parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    options = parser.parse_args(arguments)
+    try:
+        model, tokenizer = load_lm(options.model, options.device, options.dtype)
+        scores = evaluate(model, tokenizer, options.task, limit=options.limit, batch_size=options.batch_size)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"sinkutils: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(scores, indent=1))
+    if options.limit is None:
+        save_scores(options.model, scores)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
