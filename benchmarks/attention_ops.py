@@ -1,6 +1,6 @@
 """One training step (forward and backward) of each attention operation beside softmax of the same shape.
 
-Prints time and peak memory as ratios to softmax, which runs anew beside every operation, so that a busy machine slows
+Prints time and peak memory as ratios to softmax, which runs anew beside every operation, so that what slows one slows
 both. Peak memory is what the step holds beyond q, k, v: from the allocator on CUDA; on a CPU the sum of live tensors,
 which knows nothing of a kernel's own workspace.
 """
@@ -104,11 +104,13 @@ def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtyp
 
 
 def seconds(step: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
+    """Wall time on CUDA; on a CPU the time of this one thread, which other processes do not stretch."""
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    start = clock()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_bytes(step: Callable[[], None], device: str) -> int:

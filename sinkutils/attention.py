@@ -15,17 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# f of Section 7.4: logits -> non-negative similarity, except `linear`, which may be negative.
-SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": torch.exp,
-    "sigmoid": torch.sigmoid,
-    "elu": lambda s: F.elu(s) + 1,
-    "linear": lambda s: s,
+
+class Similarity(NamedTuple):
+    """f of Section 7.4, elementwise, and log |f| without overflow, which the fast forms and the sink metric read."""
+
+    value: Callable[[Tensor], Tensor]
+    log: Callable[[Tensor], Tensor]
+
+
+SIMILARITIES = {
+    "exp": Similarity(torch.exp, lambda s: s),
+    "sigmoid": Similarity(torch.sigmoid, lambda s: -F.softplus(-s)),
+    "elu": Similarity(lambda s: F.elu(s) + 1, lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0)))),
+    "linear": Similarity(lambda s: s, lambda s: s.abs().log()),  # the one that can be negative
 }
 KERNELS = ("identity", "elu", "mlp")
 NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm")
@@ -175,7 +183,7 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         peak = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
     # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
-    sim = SIMILARITIES[spec.similarity](logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
+    sim = SIMILARITIES[spec.similarity].value(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
     return spec.scale * divide(sim, normalizer(sim, spec))
 
 
@@ -207,7 +215,7 @@ def proxy_scores(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     """
     if spec.similarity == "exp":
         return normalise(logits, seen, AttentionSpec())
-    sim = SIMILARITIES[spec.similarity](logits).masked_fill(~seen, 0).abs()
+    sim = SIMILARITIES[spec.similarity].value(logits).masked_fill(~seen, 0).abs()
     return divide(sim, sim.sum(-1, keepdim=True))
 
 

@@ -119,19 +119,8 @@ def log_mass(
         for start in range(0, length, BLOCK):
             rows = q[:, :, start : start + BLOCK]
             logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
-            blocks.append(log_similarity(logits, spec).logsumexp(dim=-1))
+            blocks.append(SIMILARITIES[spec.similarity].log(logits).logsumexp(dim=-1))
         return torch.cat(blocks, dim=-1)
-
-
-def log_similarity(logits: Tensor, spec: AttentionSpec) -> Tensor:
-    """log |f(s)| of Section 7.4, elementwise, without overflow or underflow."""
-    if spec.similarity == "exp":
-        return logits
-    if spec.similarity == "sigmoid":
-        return -F.softplus(-logits)
-    if spec.similarity == "elu":
-        return torch.where(logits < 0, logits, torch.log1p(logits.clamp(min=0)))
-    return logits.abs().log()
 
 
 def _is_softmax(spec: AttentionSpec) -> bool:
@@ -226,7 +215,7 @@ def _block(
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
-    sim = SIMILARITIES[spec.similarity](logits)
+    sim = SIMILARITIES[spec.similarity].value(logits)
     return divide(sim @ v, normalizer(sim, spec))
 
 
@@ -297,7 +286,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: T
                 head = torch.zeros_like(h) if len(distance_bias) == 1 else h
                 g = distance_bias[head, (i - j + star).clamp(0, q.shape[2] - 1)]  # hidden keys are read as well
                 s = s + torch.where(j >= star, g, 0)
-            return power * log_similarity(s, spec)
+            return power * SIMILARITIES[spec.similarity].log(s)
 
         mask = block_mask(q.shape[2], star, spec, q.device)
         out, aux = _flex_kernel(flex_attention, spec, q.device)(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils import fast
-from sinkutils.attention import AttentionSpec, features, visible
+from sinkutils.attention import SIMILARITIES, AttentionSpec, features, visible
 from sinkutils.model import TransformerLM
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
@@ -379,7 +379,7 @@ def chosen_shares(
 
 def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
     """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
-    return torch.exp(fast.log_similarity(logits, spec) - mass.masked_fill(mass == -torch.inf, 0))
+    return torch.exp(SIMILARITIES[spec.similarity].log(logits) - mass.masked_fill(mass == -torch.inf, 0))
 
 
 def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkutils.attention import AttentionSpec, attend, divide, normalise, proxy_scores, visible
+from sinkutils.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, proxy_scores, visible
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 5, 3
 
@@ -62,18 +62,18 @@ def test_default_is_the_causal_softmax_of_equation_4():
     assert (weights.triu(1) == 0).all()
 
 
-SIMILARITIES = {"exp": math.exp, "sigmoid": sigmoid, "elu": elu_plus_one, "linear": float}
+BY_HAND = {"exp": math.exp, "sigmoid": sigmoid, "elu": elu_plus_one, "linear": float}
 NORMALIZERS = {"sum": sum, "none": lambda row: 1.0, "max_abs_sum": lambda row: max(abs(sum(row)), 1.0)}
 
 
 @pytest.mark.parametrize(
     ("similarity", "normalizer"),
-    [(f, z) for f in SIMILARITIES for z in NORMALIZERS if (f, z) != ("linear", "sum")],  # that one is refused
+    [(f, z) for f in BY_HAND for z in NORMALIZERS if (f, z) != ("linear", "sum")],  # that one is refused
 )
 def test_similarities_and_normalisers_are_those_of_section_7_4(similarity, normalizer):
     q, k, v = draw()
     out, _ = attend(q, k, v, AttentionSpec(similarity=similarity, normalizer=normalizer))
-    same(out, by_hand(q, k, v, SIMILARITIES[similarity], NORMALIZERS[normalizer]))
+    same(out, by_hand(q, k, v, BY_HAND[similarity], NORMALIZERS[normalizer]))
 
 
 @pytest.mark.parametrize("alpha", [0.05, 2.0])
@@ -305,3 +305,11 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_the_logarithm_of_a_similarity_is_that_of_its_value(similarity):
+    logits = torch.linspace(-4, 4, 40, dtype=torch.float64)
+    function = SIMILARITIES[similarity]
+    torch.testing.assert_close(function.log(logits), function.value(logits).abs().log(), rtol=0, atol=1e-12)
+    assert similarity in BY_HAND

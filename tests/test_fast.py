@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import fast
-from sinkutils.attention import AttentionSpec, attend, features, visible
+from sinkutils.attention import SIMILARITIES, AttentionSpec, attend, features, visible
 
 HEADS, DIM = 2, 6
 
@@ -27,12 +27,10 @@ OPERATIONS = [
     {"normalizer": "max_abs_sum"},
     {"normalizer": "p_norm", "p": 2.0},
     {"normalizer": "p_norm", "p": 0.25},
-    {"similarity": "sigmoid"},
-    {"similarity": "sigmoid", "normalizer": "none"},
+    # Every similarity that cannot be negative, so that a new one is tested by being there.
+    *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")),
     {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
-    {"similarity": "elu"},
-    {"similarity": "elu", "normalizer": "none"},
     {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},
     {"similarity": "linear", "normalizer": "none"},
     {"similarity": "linear", "normalizer": "max_abs_sum"},
@@ -236,8 +234,7 @@ def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tens
     positions = torch.arange(q.shape[2])
     if "distance_bias" in extras:
         logits = logits + extras["distance_bias"][:, (positions[:, None] - positions).clamp(min=0)]
-    f = {"exp": torch.exp, "sigmoid": torch.sigmoid, "linear": lambda s: s,
-         "elu": lambda s: torch.where(s > 0, s + 1, s.exp())}[spec.similarity]  # fmt: skip
+    f = SIMILARITIES[spec.similarity].value
     mass = f(logits).abs().masked_fill(~visible(positions, positions, spec), 0).sum(-1)
     if "key_bias" in extras:
         star = features(extras["key_bias"], spec, extras.get("mlp"))
