@@ -41,8 +41,10 @@ def llama_step(hidden_size: int, layers: int, context: int, batch: int) -> Calla
     return _step(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
-def our_step(hidden_size: int, layers: int, context: int, batch: int, precision: str) -> Callable[[], None]:
-    """One training step of TransformerLM, eager, in float32 or under bf16 autocast."""
+def our_step(
+    hidden_size: int, layers: int, context: int, batch: int, precision: str, compiled: bool = False
+) -> Callable[[], None]:
+    """One training step of TransformerLM, in float32 or under bf16 autocast, eager or compiled."""
     model = TransformerLM(
         LMConfig(
             vocab_size=VOCAB,
@@ -55,9 +57,11 @@ def our_step(hidden_size: int, layers: int, context: int, batch: int, precision:
     )
     chunks = torch.randint(0, VOCAB, (batch, context + 1))
 
+    forward = torch.compile(next_token_loss) if compiled else next_token_loss
+
     def loss() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return next_token_loss(model, chunks)
+            return forward(model, chunks)
 
     return _step(model, loss)
 
@@ -94,6 +98,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps a round")
+    parser.add_argument("--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,6 +110,8 @@ def main() -> None:
         shape = (size, layers, context, batch)
         peers = {"llama fp32": llama_step(*shape), "ours fp32": our_step(*shape, "fp32"),
                  "ours bf16": our_step(*shape, "bf16")}  # fmt: skip
+        if options.compile:
+            peers["ours compiled bf16"] = our_step(*shape, "bf16", compiled=True)
         best = dict.fromkeys(peers, float("inf"))
         for step in peers.values():
             seconds(step, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,9 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", widgets: bool | None 
     first = look(model, ids, 0)
     block, head = divmod(int(first.alpha[0, 0].argmax()), first.alpha.shape[-1])
     if not widgets:
-        return draw(first, block, head, f"{name}: sequence 1")
+        figure = draw(first, block, head, f"{name}: sequence 1")
+        plt.close(figure)  # or a notebook would show it twice
+        return figure
     return _box(lambda sample: look(model, ids, sample), len(ids), block, head, first.alpha.shape[-2:], name)
 
 
@@ -45,8 +48,9 @@ def draw(report: Report, block: int, head: int, title: str = "") -> Figure:
     """The picture of one view. block: 0-based among the attention layers; head: 0-based. Labels count from 1."""
     figure, (of_head, of_model, of_norms) = plt.subplots(1, 3, figsize=(11.5, 3.5))
     layer = report.layers[block]
+    edges = (0.5, report.length + 0.5, report.length + 0.5, 0.5)
     image = of_head.imshow(report.kept[layer, head].map[0].numpy(), cmap="rocket", interpolation="nearest",
-                           norm=colors.PowerNorm(0.5, vmin=0, vmax=1))  # fmt: skip
+                           norm=colors.PowerNorm(0.5, vmin=0, vmax=1), extent=edges)  # fmt: skip
     figure.colorbar(image, ax=of_head, label=r"$A_{i,k}$", shrink=0.9)
     alpha = report.alpha[0, 0].numpy()
     of_head.set(xlabel="key $k$", ylabel="query $i$",
@@ -82,7 +86,7 @@ def _box(look_at: Callable[[int], Report], samples: int, block: int, head: int, 
 
     chosen = {"text": slider("sequence", samples, 0), "block": slider("layer", shape[0], block),
               "head": slider("head", shape[1], head)}  # fmt: skip
-    picture = ipywidgets.Output()
+    picture = ipywidgets.Image(format="png")
     seen: dict[int, Report] = {}
 
     def redraw(_: Any = None) -> None:
@@ -92,8 +96,9 @@ def _box(look_at: Callable[[int], Report], samples: int, block: int, head: int, 
             seen[sample] = look_at(sample)
         title = f"{name}: sequence {sample + 1}"
         figure = draw(seen[sample], chosen["block"].value - 1, chosen["head"].value - 1, title)
-        picture.outputs = ()
-        picture.append_display_data(figure)
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+        picture.value = png.getvalue()
         plt.close(figure)
 
     for control in chosen.values():

@@ -32,6 +32,7 @@ from sinkutils.attention import attend as dense_attend
 
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
+SOFTMAX_LENGTH = 128  # from here the library's softmax beats its parts; below, records were made with the parts
 CHUNK = 64  # tokens a chunk of linear attention
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
 FLEX_COMPILE: dict[str, Any] = {
@@ -211,6 +212,8 @@ def _block(
     if _is_softmax(spec) and not _slow_kernel(q):
         return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
     logits = _logits(q, k, spec, distance_bias, start, length)
+    if _is_softmax(spec) and distance_bias is None and length >= SOFTMAX_LENGTH:
+        return logits.softmax(dim=-1) @ v
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()

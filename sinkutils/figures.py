@@ -169,25 +169,36 @@ def norm_ratios(ratios: Mapping[str, Sequence[float]], title: str = "") -> Figur
     return figure
 
 
-def qk_maps(kept: Mapping[str, Any], title: str = "") -> Figure:
-    """A_ij, cos(q_i, k_j) and their norm product, a head a row, mean over the sequences (Figs. 2 bottom, 15 to 18).
+QK_PANELS = {
+    "map": (r"$A_{i,j}$", "rocket"),
+    "cosine": (r"$\cos(q_i, k_j)$", "vlag"),
+    "norm_product": (r"$\|q_i\| \cdot \|k_j\|$", "mako"),
+}
 
-    kept: `sinks.Kept` of each head by its label.
+
+def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tuple(QK_PANELS)) -> Figure:
+    """A_ij, cos(q_i, k_j) and their norm product, a head a column, mean over the sequences (Figs. 2 bottom, 15 to 18).
+
+    kept: `sinks.Kept` of each head by its label. panels: which of QK_PANELS are shown, a row each.
     """
-    panels = (("map", r"$A_{i,j}$", "rocket"), ("cosine", r"$\cos(q_i, k_j)$", "vlag"),
-              ("norm_product", r"$\|q_i\| \cdot \|k_j\|$", "mako"))  # fmt: skip
-    figure, axes = plt.subplots(len(kept), 3, figsize=(9.6, 2.6 * len(kept) + 0.5), squeeze=False)
-    for row, (label, head) in enumerate(kept.items()):
-        for axis, (name, symbol, cmap) in zip(axes[row], panels, strict=True):
-            values = np.asarray(getattr(head, name), dtype=float).mean(axis=0)
-            values[np.triu_indices(len(values), 1)] = np.nan  # hidden by the causal mask
-            limits = {"map": (0, 1), "cosine": (-1, 1), "norm_product": (0, np.nanmax(values))}[name]
-            scale = mpl.colors.PowerNorm(0.5, *limits) if name == "map" else mpl.colors.Normalize(*limits)
-            image = axis.imshow(values, cmap=cmap, norm=scale, interpolation="nearest")
-            figure.colorbar(image, ax=axis, label=symbol, shrink=0.9)
-            axis.set(xlabel="key $j$" if row == len(kept) - 1 else "")
+    size = (2.3 * len(kept) + 0.9, 2.1 * len(panels) + 0.6)
+    figure, axes = plt.subplots(len(panels), len(kept), figsize=size, squeeze=False, sharex=True, sharey=True)
+    for row, name in zip(axes, panels, strict=True):
+        symbol, cmap = QK_PANELS[name]
+        maps = np.stack([np.asarray(getattr(head, name), dtype=float).mean(axis=0) for head in kept.values()])
+        maps[:, *np.triu_indices(maps.shape[-1], 1)] = np.nan  # hidden by the causal mask
+        limits = {"map": (0, 1), "cosine": (-1, 1), "norm_product": (0, np.nanmax(maps))}[name]
+        scale = mpl.colors.PowerNorm(0.5, *limits) if name == "map" else mpl.colors.Normalize(*limits)
+        edges = (0.5, maps.shape[-1] + 0.5, maps.shape[-1] + 0.5, 0.5)  # positions count from 1
+        for axis, values in zip(row, maps, strict=True):
+            image = axis.imshow(values, cmap=cmap, norm=scale, interpolation="nearest", extent=edges)
             axis.grid(False)
-        axes[row, 0].set_ylabel(f"{label}\nquery $i$")
+        row[0].set_ylabel("query $i$")
+        figure.colorbar(image, ax=row, label=symbol, shrink=0.9)
+    for axis, label in zip(axes[0], kept, strict=True):
+        axis.set_title(label, fontsize="small")
+    for axis in axes[-1]:
+        axis.set_xlabel("key $j$")
     if title:
         figure.suptitle(title)
     return figure
@@ -262,7 +273,9 @@ def by_size(table: pd.DataFrame, values: Mapping[str, str], title: str = "") -> 
                 axis.plot(rows["parameters"], rows[column], mark, linestyle="-" if source == "measured" else "",
                           color=color, markerfacecolor=face,
                           label=f"{family} ({source})" if len(rows) else None)  # fmt: skip
-        axis.set(xscale="log", xlabel="parameters", ylabel=label, ylim=(0, None))
+        axis.set(xscale="log", xlabel="parameters", ylabel=label, ylim=(0, 105))
+        axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+        axis.set_xlim(1e4, 2e11)
     axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     if title:
         figure.suptitle(title)
@@ -287,7 +300,7 @@ def repeated_attention(seen: Mapping[str, Any], title: str = "") -> Figure:
         bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
         axes[0].plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
     axes[0].set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$",
-                ylim=(1e-4, 1.5))  # fmt: skip
+                ylim=(1e-3, 1.5))  # fmt: skip
     axes[1].set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
     axes[1].set_yscale("symlog", linthresh=1)
     for axis in axes:

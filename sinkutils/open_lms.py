@@ -82,8 +82,10 @@ def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docs
     """
     for kind, report in reports.items():
         if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
-            raise ValueError(f"only measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}, are kept "
-                             f"in data/measurements: --save cannot go with the options given ({kind} input)")  # fmt: skip
+            raise ValueError(
+                f"--save keeps measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}: the options "
+                f"given make others ({kind} input); leave them out, or --save"
+            )
     domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
     path = MEASUREMENTS / f"{model.rstrip('/').rsplit('/', 1)[-1]}{'@' * bool(domain)}{domain}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from sinkutils import open_lms
 from sinkutils.capture import measure
-from sinkutils.corpora import load_corpus
+from sinkutils.corpora import Corpus, load_corpus
+from sinkutils.downstream import METRICS, saved_scores
 from sinkutils.embedded import DOMAINS, domain
 from sinkutils.experiments import PAPER, config, resolve
 from sinkutils.model import TransformerLM
@@ -29,7 +30,7 @@ from sinkutils.records import RUNS, find_record, record_folder
 from sinkutils.sinks import Report
 from sinkutils.tokenization import special_ids
 from sinkutils.training import train
-from sinkutils.zoo import MODELS, ModelUnavailable, find, load_lm, replace_position, swap_positions
+from sinkutils.zoo import MODELS, ModelUnavailable, find, load_lm, position_table, replace_position, swap_positions
 
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
 FALLBACK = "laptop"  # whose records stand in at presets that keep no weights
@@ -46,6 +47,7 @@ class Subject:
     model: nn.Module
     tokenizer: Any
     fixed_position: int | None = None  # where training put x_fix (Table 10 right)
+    corpus: str | Corpus = "docstrings"  # of natural text
 
     @property
     def context(self) -> int:
@@ -82,7 +84,7 @@ class Subject:
         first = first or self.firsts[0]
         if first not in self.firsts:
             raise ValueError(f"first must be one of {', '.join(self.firsts)} for {self.name}, got {first!r}")
-        ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, texts=texts)
+        ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, corpus=self.corpus, texts=texts)
         if first != X_FIX:
             return ids
         fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
@@ -232,6 +234,15 @@ def by_revision(
 # --- Appendix B --------------------------------------------------------------------------------------------------
 
 
+def has_positions(one: Subject) -> bool:
+    """Whether the model has learned position embeddings, which Table 7 edits."""
+    try:
+        position_table(one.model)
+    except ValueError:
+        return False
+    return True
+
+
 def edited_positions(
     one: Subject, first: str | None = None, n: int = 100, length: int = 64, seed: int = 0
 ) -> pd.DataFrame:
@@ -244,7 +255,7 @@ def edited_positions(
     ids = one.inputs("repeat", n, length, seed, first=first)
     untouched = one.measure(ids, norms=False).sink(1, EPSILON)
     rows: list[dict[str, Any]] = [
-        {"operation": "none", "t": None, "paper_1": float(paper["none", ""]["sink_1"]), "sink_1": untouched}
+        {"operation": "none", "t": 1, "paper_1": float(paper["none", ""]["sink_1"]), "sink_1": untouched}
     ]
     for operation, edit in (("replace", replace_position), ("swap", swap_positions)):
         for column, t in TABLE_7:
@@ -254,7 +265,7 @@ def edited_positions(
             rows.append({"operation": operation, "t": t, "paper_1": float(printed["sink_1"]),
                          "sink_1": report.sink(1, EPSILON), "paper_t": float(printed["sink_t"]),
                          "sink_t": report.sink(t, EPSILON)})  # fmt: skip
-    return pd.DataFrame(rows).astype({"t": "Int64"})
+    return pd.DataFrame(rows)
 
 
 def open_models(item: str) -> pd.DataFrame:
@@ -274,18 +285,26 @@ def open_models(item: str) -> pd.DataFrame:
     return frame[["model", "hub_id", "input", "paper", "measured"]]
 
 
-def model_sizes() -> pd.DataFrame:
-    """Sink_1 on natural text against size (Fig. 4 left): the paper's printed values and what was measured.
+def model_sizes(ones: Iterable[Subject] = (), n: int = 100, length: int = 64, seed: int = 0) -> pd.DataFrame:
+    """Sink_1 on natural text against size (Fig. 4 left): the paper's printed values, what was measured, and `ones`.
 
-    Columns model, family, parameters, sink_1 and source ("paper" or "measured"). The figure's other points are
-    not printed anywhere.
+    Columns model, family, parameters, sink_1, source ("paper" or "measured"), and acc and acc_norm of HellaSwag for
+    Fig. 10 where they were scored. The figures' other points are not printed anywhere.
     """
-    measured = open_lms.measurements("natural")
-    rows = []
+    measured, scores = open_lms.measurements("natural"), saved_scores()
+    rows = [
+        {"model": one.name, "family": "ours", "parameters": sum(p.numel() for p in one.model.parameters()),
+         "sink_1": one.measure(one.inputs("natural", n, length, seed), norms=False).sink(1, EPSILON),
+         "source": "measured"}
+        for one in ones
+    ]  # fmt: skip
     for one in MODELS:
-        values = {"paper": one.sink_1}
+        values = {} if one.sink_1 is None else {"paper": one.sink_1}
         if one.name in measured:
             values["measured"] = open_lms.measured_sink(measured[one.name])
         rows += [{"model": one.name, "family": one.family, "parameters": one.parameters, "sink_1": value,
-                  "source": source} for source, value in values.items() if value is not None]  # fmt: skip
-    return pd.DataFrame(rows)
+                  "source": source} for source, value in values.items()]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    for metric in METRICS:
+        frame[metric] = [scores.get(model, {}).get(metric, np.nan) for model in frame["model"]]
+    return frame
