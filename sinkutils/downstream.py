@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from sinkutils.model import TransformerLM
@@ -30,13 +31,12 @@ def evaluate(
     task: str = TASK,
     *,
     limit: int | None = None,
-    batch_size: int = 8,
     include_path: str | Path | None = None,
 ) -> dict[str, Any]:
     """Zero-shot accuracy and length-normalised accuracy in percent, with standard errors, of a causal LM.
 
     model: of transformers, or our own `TransformerLM`. limit: only so many questions (the paper: all).
-    include_path: a folder with tasks of one's own, as lm-eval describes them.
+    include_path: a folder with tasks of one's own in lm-eval's format, which are then the only ones known.
 
     Raises ImportError where lm-eval is not installed, ValueError for a task that it does not know or one that
     reports neither metric.
@@ -47,12 +47,12 @@ def evaluate(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
-    tasks = TaskManager(include_path=None if include_path is None else str(include_path))
+    own = {} if include_path is None else {"include_path": str(include_path), "include_defaults": False}
+    tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
         raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
-    scorer = _own_scorer()(model, tokenizer) if isinstance(model, TransformerLM) else _hf_scorer(
-        model, tokenizer, batch_size)  # fmt: skip
-    output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks, bootstrap_iters=0)
+    scorer = _scorer_class()(model, tokenizer)
+    output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks)
     found = output["results"][task]
     scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
     for metric in METRICS:
@@ -89,39 +89,38 @@ def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _hf_scorer(model: Any, tokenizer: Any, batch_size: int) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-
-
 @lru_cache
-def _own_scorer() -> type:
-    """lm-eval's interface to our own models: log-likelihoods of continuations. A class made on first use, because
-    its base is in the optional package.
+def _scorer_class() -> type:
+    """lm-eval's interface to a causal LM: log-likelihoods of continuations, one at a time. It serves our models and
+    those of transformers. A class made on first use, because its base is in the optional package.
     """
     from lm_eval.api.model import TemplateLM
 
-    class OwnScorer(TemplateLM):
-        def __init__(self, model: TransformerLM, tokenizer: Any) -> None:
+    class Scorer(TemplateLM):
+        def __init__(self, model: nn.Module, tokenizer: Any) -> None:
             super().__init__()
             self.model, self.tokenizer = model.eval(), tokenizer
+            shape: Any = model.config
+            own = isinstance(model, TransformerLM)
+            self.context_length: int = shape.context_length if own else shape.max_position_embeddings
 
         @property
         def eot_token_id(self) -> int:
-            return int(self.tokenizer.token_to_id("<eos>"))
+            own = isinstance(self.tokenizer, Tokenizer)
+            return int(self.tokenizer.token_to_id("<eos>") if own else self.tokenizer.eos_token_id)
 
         def tok_encode(self, string: str, **_: Any) -> list[int]:
             return encode(self.tokenizer, string)
 
         @torch.no_grad()
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            device, answers = self.model.embed.weight.device, []
+            device, answers = next(self.model.parameters()).device, []
             for _texts, context, continuation in requests:
-                ids = torch.tensor([*context, *continuation], device=device)[-(self.model.config.context_length + 1) :]
+                ids = torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
                 scored = min(len(continuation), len(ids) - 1)  # a long continuation loses its beginning
-                log_p = self.model(ids[None, :-1])[0, -scored:].float().log_softmax(dim=-1)
-                wanted = ids[-scored:]
+                output = self.model(ids[None, :-1])
+                logits: torch.Tensor = getattr(output, "logits", output)
+                log_p, wanted = logits[0, -scored:].float().log_softmax(dim=-1), ids[-scored:].to(logits.device)
                 greedy = bool((log_p.argmax(dim=-1) == wanted).all())
                 answers.append((float(log_p.gather(1, wanted[:, None]).sum()), greedy))
             return answers
@@ -132,7 +131,7 @@ def _own_scorer() -> type:
         def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
-    return OwnScorer
+    return Scorer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,13 +140,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
     parser.add_argument("--task", default=TASK)
     parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
-    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device")
     parser.add_argument("--dtype")
     options = parser.parse_args(arguments)
     try:
         model, tokenizer = load_lm(options.model, options.device, options.dtype)
-        scores = evaluate(model, tokenizer, options.task, limit=options.limit, batch_size=options.batch_size)
+        scores = evaluate(model, tokenizer, options.task, limit=options.limit)
     except (ValueError, OSError, ImportError) as error:
         print(f"sinkutils: {error}", file=sys.stderr)
         return 1

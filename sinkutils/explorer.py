@@ -49,7 +49,8 @@ def draw(report: Report, block: int, head: int, title: str = "") -> Figure:
     figure, (of_head, of_model, of_norms) = plt.subplots(1, 3, figsize=(11.5, 3.5))
     layer = report.layers[block]
     edges = (0.5, report.length + 0.5, report.length + 0.5, 0.5)
-    image = of_head.imshow(report.kept[layer, head].map[0].numpy(), cmap="rocket", interpolation="nearest",
+    weights = np.asarray(report.kept[layer, head].map)[0]
+    image = of_head.imshow(weights, cmap="rocket", interpolation="nearest",
                            norm=colors.PowerNorm(0.5, vmin=0, vmax=1), extent=edges)  # fmt: skip
     figure.colorbar(image, ax=of_head, label=r"$A_{i,k}$", shrink=0.9)
     alpha = report.alpha[0, 0].numpy()
