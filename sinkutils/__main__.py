@@ -1,4 +1,4 @@
-"""The command line: python -m sinkutils list | train | sweep | measure | claims | run."""
+"""The command line: python -m sinkutils list | train | sweep | cost | measure | claims | run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--preset", default="laptop", choices=list(PRESETS), help="scale of the study")
         command.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
 
+    other_text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
     listing = add("list", "show every experiment with the paper's value and whether it is recorded")
     listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7 or C")
     scale(listing)
@@ -35,7 +36,17 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--device", help="cpu, cuda, .. (default: cuda where there is one)")
     one.add_argument("--keep-weights", action="store_true", help="keep the trained weights in the record")
-    one.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
+    one.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="use torch.compile, which needs a C++ compiler (default: as the preset says, on a GPU)",
+    )
+    one.add_argument(
+        "--parallel",
+        choices=["ddp", "fsdp"],
+        help="how the processes of torchrun share the run (default: as the preset says)",
+    )
+    one.add_argument("--corpus", help=other_text)
     scale(one)
 
     many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
@@ -45,8 +56,15 @@ def parser() -> argparse.ArgumentParser:
     )
     many.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
     many.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
+    many.add_argument("--corpus", help=other_text)
     many.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
     scale(many)
+
+    price = add("cost", "estimate parameters, FLOPs, memory and hours of a run on named GPUs")
+    price.add_argument("--preset", default="paper", choices=list(PRESETS), help="scale of the study")
+    price.add_argument("--experiment", default="base", help="which run (default: the base of the preset)")
+    price.add_argument("--mfu", type=float, default=0.4, help="share of the GPU's peak that training reaches")
+    price.add_argument("--gpus", type=int, default=8, help="GPUs that share the run")
 
     measuring = add("measure", "measure the attention sink of a causal language model")
     measuring.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
@@ -124,14 +142,24 @@ def list_command(options: argparse.Namespace) -> int:
 
 def train_command(options: argparse.Namespace) -> int:
     """Train one experiment."""
+    import torch
+
+    from sinkutils.distributed import joined
     from sinkutils.experiments import config, experiment
     from sinkutils.training import train
 
     run = config(options.experiment, options.preset, options.seed)
-    keep = options.keep_weights or (
-        experiment(run.experiment).weights and run.seed == 0 and PRESETS[run.preset].keeps_weights
-    )
-    record = train(run, options.runs, device=options.device, keep_weights=keep, compile=options.compile)
+    scale = PRESETS[options.preset]
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    compile = options.compile
+    if compile is None:
+        compile = scale.compile and device.type == "cuda"
+    keep = options.keep_weights or (experiment(run.experiment).weights and run.seed == 0 and scale.keeps_weights)
+    with joined(options.parallel or scale.parallel, device) as group:
+        record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,
+                       group=group)  # fmt: skip
+    if not group.first:
+        return 0
     name = f"{record.config['preset']}/{record.config['experiment']}/{options.seed}"
     if record.status == "failed":
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
@@ -160,10 +188,19 @@ def sweep_command(options: argparse.Namespace) -> int:
         )
         return 0
     outcomes = sweep(options.preset, jobs=options.jobs, seeds=seeds, only=only, runs=options.runs,
-                     engine_name=options.engine)  # fmt: skip
+                     engine_name=options.engine, corpus=options.corpus)  # fmt: skip
     for outcome in outcomes:
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
     return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
+
+
+def cost_command(options: argparse.Namespace) -> int:
+    """Print what a run would take."""
+    from sinkutils.cost import cost
+    from sinkutils.experiments import config
+
+    print(cost(config(options.experiment, options.preset)).table(options.mfu, options.gpus))
+    return 0
 
 
 def measure_command(options: argparse.Namespace) -> int:
@@ -217,6 +254,7 @@ COMMANDS = {
     "list": list_command,
     "train": train_command,
     "sweep": sweep_command,
+    "cost": cost_command,
     "measure": measure_command,
     "claims": claims_command,
     "run": run_command,

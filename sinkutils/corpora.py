@@ -131,7 +131,8 @@ def load_corpus(
     headers and documentation files) are the text of the installed packages and need no network.
     vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
     `tokenizer`, the most that it may have.
-    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead.
+    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a
+    vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B tokens unless told otherwise.
     cache_dir: default $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache.
     max_tokens: stop before the document that would exceed it (default: no cap; 50M for hub data sets).
 
@@ -144,6 +145,8 @@ def load_corpus(
         )
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be positive or None, got {max_tokens}")
+    if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
+        tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     build: Callable[[Path], None]
     if name.startswith("packed:"):
         file = Path(name.removeprefix("packed:"))

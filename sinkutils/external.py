@@ -35,6 +35,10 @@ PILE_WEIGHTS = {
     "Enron Emails": 0.0030,
     "PhilPapers": 0.0027,
 }
+# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text (Section 5: 5B tokens).
+NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
+NEOX_PADDED = 50_432
+PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 

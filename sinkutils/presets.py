@@ -22,7 +22,8 @@ class Preset:
     base: str  # the experiment that the others change
     four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
-    compile: bool = False
+    compile: bool = False  # on a GPU
+    parallel: str = "ddp"  # or fsdp: how several processes share a run that torchrun started
     keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
 
 
@@ -119,6 +120,7 @@ PRESETS = {
             four_epochs=1.0,
             seconds=2_000_000,
             compile=True,
+            parallel="fsdp",
         ),
     )
 }

@@ -146,10 +146,10 @@ def strongest_heads(report: Report, count: int = 4) -> list[tuple[int, int]]:
 
 
 def extreme_heads(report: Report) -> list[tuple[int, int]]:
-    """The (layer, head) with the largest mean alpha_1 of all, and in the same layer the one with the smallest."""
+    """The (layer, head) with the largest and the one with the smallest mean alpha_1."""
     alpha = report.alpha[:, 0].mean(dim=0)
-    row, most = divmod(int(alpha.argmax()), alpha.shape[1])
-    return [(report.layers[row], most), (report.layers[row], int(alpha[row].argmin()))]
+    found = [divmod(int(index), alpha.shape[1]) for index in (alpha.argmax(), alpha.argmin())]
+    return [(report.layers[row], head) for row, head in found]
 
 
 def by_length(

@@ -49,10 +49,12 @@ class Outcome:
     detail: str = ""
 
 
-def run_one(preset_name: str, experiment: str, seed: int, runs: str, log: str) -> int:
+def run_one(preset_name: str, experiment: str, seed: int, runs: str, log: str, corpus: str | None) -> int:
     """Train one run in a process of its own, with its output in `log`; returns the exit status."""
     command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name,
                "--seed", str(seed), "--runs", runs]  # fmt: skip
+    if corpus:
+        command += ["--corpus", corpus]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -102,9 +104,13 @@ def sweep(
     only: tuple[str, ...] | None = None,
     runs: Path | str | None = None,
     engine_name: str = "local",
+    corpus: str | None = None,
     progress: bool = True,
 ) -> list[Outcome]:
-    """Train every missing run of a preset, or of the experiments in `only`; returns how each ended."""
+    """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
+
+    corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
+    """
     root = Path(runs or RUNS)
     logs = root.parent / "logs" / preset_name
     plan = [(name, seed) for name, seed in missing(preset_name, seeds, root) if only is None or name in only]
@@ -112,7 +118,7 @@ def sweep(
     waiting: dict[Future, tuple[str, int]] = {}
     for name, seed in plan:
         log = logs / f"{name}-{seed}.log"
-        future = pool.submit(run_one, preset_name, name, seed, str(root), str(log))
+        future = pool.submit(run_one, preset_name, name, seed, str(root), str(log), corpus)
         waiting[future] = (name, seed)
     outcomes: list[Outcome] = []
     steps = {(name, seed): config(name, preset_name, seed).train.steps for name, seed in plan}

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tqdm.auto import tqdm
 
 from sinkutils.capture import measure
 from sinkutils.corpora import Corpus, load_corpus
+from sinkutils.distributed import ALONE, Group
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.packing import Chunks, DataConfig, fix_position
 from sinkutils.probes import probe
@@ -145,11 +147,12 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1) -> 
 class Run:
     """The state of one run between two optimiser steps; `train` drives it."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
-        self.config, self.corpus, self.device = config, corpus, device
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, group: Group = ALONE) -> None:
+        self.config, self.corpus, self.device, self.group = config, corpus, device, group
         generator = torch.Generator().manual_seed(config.seed)
         self.model = TransformerLM(config.model, generator).to(device)
         train = config.train
+        self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=train.learning_rate,
@@ -176,15 +179,16 @@ class Run:
         return contextlib.nullcontext()
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the batch's loss, still on the device."""
+        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device."""
         config = self.config.train
-        batch = self.chunks.batch(self.step, config.batch_size, self.config.seed).to(self.device)
+        batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
         parts = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
-        for part in parts:
-            with self.autocast():
-                loss = forward(self.model, part, self.config.model.attention.prefix) / len(parts)
-            loss.backward()
+        for number, part in enumerate(parts, start=1):
+            with self.group.backward_of(self.trained, last=number == len(parts)):
+                with self.autocast():
+                    loss = forward(self.trained, part, self.config.model.attention.prefix) / len(parts)
+                loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         for group in self.optimizer.param_groups:
@@ -196,12 +200,16 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], Report | None]:
-        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite."""
+        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite.
+
+        In a group every process evaluates, because the weights may be cut over all of them.
+        """
         prefix = self.config.model.attention.prefix
         parts = self.valid.split(32)
         with self.autocast():
             losses = [float(next_token_loss(self.model, part, prefix)) * len(part) for part in parts]
-        point = {"step": self.step, "valid_loss": sum(losses) / len(self.valid)}
+        # Rank 0's, so that all take it for finite or none.
+        point = {"step": self.step, "valid_loss": self.group.once(lambda: sum(losses) / len(self.valid))}
         if not math.isfinite(point["valid_loss"]):
             return point, None
         report = measure(self.model, self.probe, targets=self.targets)
@@ -235,11 +243,12 @@ def train(
     runs: Path | str | None = None,
     *,
     device: str | torch.device | None = None,
-    corpus: Corpus | None = None,
+    corpus: Corpus | str | None = None,
     keep_weights: bool = False,
     compile: bool = False,
     checkpoint_seconds: float = 20.0,
     progress: bool = True,
+    group: Group = ALONE,
 ) -> Record:
     """Train one run to its end and write its record; a finished record is returned as it is.
 
@@ -247,37 +256,62 @@ def train(
     machine. A run that diverges is recorded with status "failed" and the reason. On CPU it uses one thread, so
     that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
     another process trains the same run.
+
+    corpus: the text, or where to load it from, in place of the config's own; the record's provenance names it.
+    group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
     """
     folder = record_folder(config.preset, config.experiment, config.seed, runs)
-    done = finished(folder, config, keep_weights)
+    done = group.once(finished, folder, config, keep_weights)
     if done is not None:
         return done
+    group.check_batch(config.train.batch_size, config.train.micro_batch)
+    progress = progress and group.first
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    corpus = corpus or load_corpus(config.data.corpus, config.model.vocab_size, progress=progress)
+    if not isinstance(corpus, Corpus):
+        corpus = group.in_turn(partial(open_corpus, config, corpus, progress))
+        group.agree("the corpus", corpus.fingerprint)
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"corpus {corpus.name!r} has {corpus.vocab_size} tokens, the model {config.model.vocab_size}: "
             "raise vocab_size or load the corpus with fewer"
         )
-    with run_lock(folder), one_thread(target):
-        done = finished(folder, config, keep_weights)  # by whoever held the lock before
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_thread(target))
+        group.once(stack.enter_context, run_lock(folder))
+        done = group.once(finished, folder, config, keep_weights)  # by whoever held the lock before
         if done is not None:
             return done
-        run = Run(config, corpus, target)
+        run = Run(config, corpus, target, group)
         checkpoint = partial_folder(folder) / "checkpoint.safetensors"
         load_checkpoint(run, checkpoint)
         reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
         provenance = {
+            "corpus": "path" if corpus.name.startswith("path:") else corpus.name,
             "corpus_sha256": corpus.fingerprint,
             "corpus_train_tokens": len(run.chunks.tokens),
             "device": device_name(target),
             "wall_seconds": round(run.seconds, 1),
             "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
             "compiled": compile,
+            "processes": group.size,
+            "parallel": group.parallel,
         }
-        weights = dict(run.model.state_dict()) if keep_weights else None
+        weights = dict(group.weights(run.model)) if keep_weights else None
         tokenizer = corpus.tokenizer if keep_weights else None
-        return write_record(folder, config, summary(run, report, reason), provenance, weights, tokenizer)
+        outcome = summary(run, report, reason)
+        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer)
+
+
+def open_corpus(config: RunConfig, name: str | None, progress: bool) -> Corpus:
+    """The corpus of a config, or the one of that name in its place; warns where the two are not the same."""
+    corpus = load_corpus(name or config.data.corpus, config.model.vocab_size, progress=progress)
+    if name and (corpus.name, corpus.vocab_size) != (config.data.corpus, config.model.vocab_size):
+        warnings.warn(
+            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
+            f"with {config.model.vocab_size}: the record names it in its provenance only",
+            stacklevel=3,
+        )
+    return corpus
 
 
 def finished(folder: Path, config: RunConfig, weights: bool) -> Record | None:
@@ -305,7 +339,7 @@ def _loop(
             bar.update()
             ending = run.step == config.train.steps
             if run.step % config.train.eval_every == 0 or ending:
-                losses = torch.stack(recent).tolist()
+                losses = run.group.mean(torch.stack(recent)).tolist()
                 recent.clear()
                 failure = divergence(losses, hopeless)
                 if not failure:
@@ -319,8 +353,8 @@ def _loop(
                 bar.set_postfix(
                     loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=int(rate)
                 )
-                # Only here is the state whole: no losses wait to be averaged.
-                if time.monotonic() - saved > checkpoint_seconds and not ending:
+                # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+                if not ending and run.group.once(lambda since=saved: time.monotonic() - since > checkpoint_seconds):
                     run.seconds = before + time.monotonic() - started
                     save_checkpoint(run, checkpoint)
                     saved = time.monotonic()
@@ -347,8 +381,8 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
-    tensors = {f"model.{name}": value for name, value in run.model.state_dict().items()}
-    for index, state in run.optimizer.state_dict()["state"].items():
+    tensors = {f"model.{name}": value for name, value in run.group.weights(run.model).items()}
+    for index, state in run.group.optimizer_state(run.model, run.optimizer).items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
     extra = {
         "config_sha256": config_hash(run.config),
@@ -357,32 +391,44 @@ def save_checkpoint(run: Run, path: Path) -> None:
         "seconds": run.seconds,
         "curve": run.curve,
     }
-    write_tensors(path, tensors, extra)
+    run.group.once(write_tensors, path, tensors, extra)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start from step 0."""
-    if not path.exists():
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] | None = None
+    if run.group.first:
+        tensors, extra = read_checkpoint(run, path)
+    extra = run.group.once(lambda: extra)
+    if extra is None:
         return
-    try:
-        tensors, extra = read_tensors(path)
-    except CorruptRecord as error:
-        warnings.warn(f"{error}; training starts again from step 0", stacklevel=3)
-        return
-    if (extra["config_sha256"], extra["corpus_sha256"]) != (config_hash(run.config), run.corpus.fingerprint):
-        warnings.warn(
-            f"{path.parent.name}/{path.name} is of another config or corpus; training starts again from step 0",
-            stacklevel=3,
-        )
-        return
-    run.model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer."):
             _, index, name = key.split(".")
             state.setdefault(int(index), {})[name] = value
-    run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": state})
+    run.group.load(run.model, run.optimizer, weights, state)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
+
+
+def read_checkpoint(run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The tensors and the rest of a checkpoint of this run; nothing and None where there is none that can be used."""
+    if not path.exists():
+        return {}, None
+    try:
+        tensors, extra = read_tensors(path)
+    except CorruptRecord as error:
+        warnings.warn(f"{error}; training starts again from step 0", stacklevel=4)
+        return {}, None
+    if (extra["config_sha256"], extra["corpus_sha256"]) != (config_hash(run.config), run.corpus.fingerprint):
+        warnings.warn(
+            f"{path.parent.name}/{path.name} is of another config or corpus; training starts again from step 0",
+            stacklevel=4,
+        )
+        return {}, None
+    return tensors, extra
 
 
 @contextlib.contextmanager

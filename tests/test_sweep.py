@@ -16,7 +16,7 @@ from sinkutils.training import train
 def quick(monkeypatch, corpus):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run_one(preset, experiment, seed, runs, log):
+    def run_one(preset, experiment, seed, runs, log, text):
         base = config(experiment, preset, seed)
         if experiment == "v_bias":
             raise RuntimeError("the machine went away")

@@ -1,0 +1,218 @@
+"""One run over the processes that torchrun started: DDP where one GPU holds the model, FSDP2 where it has to be cut.
+
+Every process follows the same steps: it takes its share of each batch, and gradients are averaged. Rank 0 alone
+reads and writes records and checkpoints, and the others hear from it what came out (`Group.once`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+PARALLEL = ("ddp", "fsdp")
+PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of one run. By default this one alone, for which each method is the plain thing."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes of this machine
+    parallel: str | None = None  # ddp or fsdp; None: one process
+    control: Any = None  # a gloo group for what is said between the processes, beside the tensors
+
+    @property
+    def first(self) -> bool:
+        """Whether this process reads, writes and prints."""
+        return self.rank == 0
+
+    def once(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What `function(*arguments)` returns, or raises, on rank 0, in every process; the others do not call it."""
+        if self.size == 1:
+            return function(*arguments)
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = function(*arguments)
+            except Exception as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def in_turn(self, function: Callable[[], T]) -> T:
+        """`function()` in every process, on each machine in one of them before the others: it fills a cache.
+
+        Where it fails in one of the first, all raise what that one raised.
+        """
+        if self.size == 1:
+            return function()
+        result: T | None = None
+        error: Exception | None = None
+        if self.local_rank == 0:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        for other in self._all(error):
+            if other is not None:
+                raise other
+        return function() if result is None else result
+
+    def agree(self, what: str, value: object) -> None:
+        """Raise RuntimeError unless `value` is the same in every process."""
+        if self.size == 1:
+            return
+        values = self._all(value)
+        if len(set(values)) > 1:
+            raise RuntimeError(f"the processes do not agree on {what}: {values}")
+
+    def _all(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of x over the processes."""
+        if self.size == 1:
+            return x
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / self.size
+
+    def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
+        """Raise ValueError unless each process gets as many whole micro-batches as the others."""
+        share = batch_size // self.size
+        if batch_size % self.size or share % min(micro_batch or share, share):
+            raise ValueError(
+                f"{self.size} processes cannot share batches of {batch_size} sequences in micro-batches of "
+                f"{micro_batch or share}: start as many as divide {batch_size // (micro_batch or 1)}"
+            )
+
+    def share(self, batch: Tensor) -> Tensor:
+        """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
+        return batch if self.size == 1 else batch.chunk(self.size)[self.rank]
+
+    def wrap(self, model: Any, precision: str) -> nn.Module:
+        """The module to call in training. To be called before the optimiser is made: FSDP replaces the parameters.
+
+        DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size` parts, block by
+        block; with precision bf16 the weights are gathered and used in bf16, gradients are added up in fp32.
+        """
+        if self.parallel == "ddp":
+            device = next(model.parameters()).device
+            return DistributedDataParallel(
+                model, [device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            )
+        if self.parallel == "fsdp":
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+            mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+            half = torch.bfloat16 if precision == "bf16" else None
+            # Inputs are not cast: the position tables among them need their precision.
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            register_fsdp_forward_method(model, "hidden")  # what `measure` calls
+        return model
+
+    @contextlib.contextmanager
+    def backward_of(self, model: Any, last: bool) -> Iterator[None]:
+        """Around the passes of a micro-batch: gradients are averaged over the processes with the step's last."""
+        if self.parallel == "fsdp":
+            model.set_requires_gradient_sync(last)
+        with model.no_sync() if self.parallel == "ddp" and not last else contextlib.nullcontext():
+            yield
+
+    def weights(self, model: nn.Module) -> dict[str, Any]:
+        """The whole weights by name; of a model that is cut, on rank 0 alone. Every process has to call it."""
+        if self.parallel != "fsdp":
+            return model.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(model, options=options)
+
+    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
+        """The optimiser's whole state by the index of the parameter; as for `weights`."""
+        if self.parallel != "fsdp":
+            return optimizer.state_dict()["state"]
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        found: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=options)}
+        names = [name for name, _ in model.named_parameters()]
+        return {index: found["state"][name] for index, name in enumerate(names)} if self.first else {}
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        weights: dict[str, Tensor],
+        state: dict[int, dict[str, Tensor]],
+    ) -> None:
+        """Take up `weights` and `optimizer_state`, which rank 0 has and the others get from it."""
+        if self.size == 1:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            return
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, {**weights}, options=options)
+        named: dict[str, Any] = {}
+        if self.first:
+            names = [name for name, _ in model.named_parameters()]
+            groups = [{**group, "params": names} for group in optimizer.state_dict()["param_groups"]]
+            named = {"state": {names[i]: values for i, values in state.items()}, "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+ALONE = Group()
+
+
+@contextlib.contextmanager
+def joined(parallel: str, device: torch.device) -> Iterator[Group]:
+    """The group in which torchrun started this process, `ALONE` where it did not.
+
+    parallel: ddp or fsdp. Each process takes the GPU of its local rank. Raises ValueError for another `parallel`,
+    or for more processes on a machine than it has GPUs.
+    """
+    if parallel not in PARALLEL:
+        raise ValueError(f"parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}")
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"there are {torch.cuda.device_count()} GPUs here: torchrun --nproc-per-node must be at most that"
+            )
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    control = dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield Group(dist.get_rank(), size, local_rank, parallel, control)
+    finally:
+        dist.destroy_process_group()
