@@ -90,9 +90,7 @@ def parser() -> argparse.ArgumentParser:
     notebooks = add("run", "execute every notebook headlessly with papermill")
     notebooks.add_argument("--preset", default="laptop", choices=list(PRESETS), help="records that the notebooks read")
     notebooks.add_argument("--seed", type=int, default=0)
-    notebooks.add_argument(
-        "--recompute", default="never", choices=["never", "missing"], help="train missing records?"
-    )
+    notebooks.add_argument("--recompute", default="never", choices=["never", "missing"], help="train missing records?")
     notebooks.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
     notebooks.add_argument("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
     notebooks.add_argument("--in-place", action="store_true", help="rewrite the committed outputs instead")

@@ -44,15 +44,8 @@ RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
 SUMS = "SHA256SUMS"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
-    "attention",
-    "fast",
-    "positions",
-    "model",
-    "packing",
-    "corpora",
-    "probes",
-    "sinks",
-    "training",
+    *("attention", "fast", "positions", "model", "packing", "corpora", "embedded", "external", "tokenization"),
+    *("corpus_cache", "probes", "sinks", "capture", "training", "distributed"),
 )
 
 
