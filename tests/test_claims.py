@@ -389,7 +389,7 @@ def measured(folder, name, **sinks):
 
 
 def test_measured_open_models_are_judged_with_or_without_our_own(ledger, tmp_path):
-    assert "measure gpt2 --probe natural random repeat --json" in ledger.verdict("universal")
+    assert "measure gpt2 --probe natural random repeat --save" in ledger.verdict("universal")
     folder = tmp_path / "measurements"
     measured(folder, "gpt2", natural=70.0, random=60.0, repeat=50.0)
     measured(folder, "EleutherAI/pythia-14m", natural=10.0, random=8.0, repeat=0.0)
