@@ -1,13 +1,12 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
-import dataclasses
 import time
 
 import pytest
 
 from sinkutils import sweep as sweep_module
 from sinkutils.experiments import config
-from sinkutils.records import read_record, record_folder, run_lock
+from sinkutils.records import RunLocked, read_record, record_folder, run_lock
 from sinkutils.sweep import engine, estimate, sweep
 from sinkutils.training import train
 
@@ -17,13 +16,10 @@ def quick(monkeypatch, corpus):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
     def run_one(preset, experiment, seed, runs, log, text):
-        base = config(experiment, preset, seed)
         if experiment == "v_bias":
             raise RuntimeError("the machine went away")
-        from sinkutils.records import RunLocked
-
         try:
-            train(base, runs, corpus=corpus, progress=False)
+            train(config(experiment, preset, seed), runs, corpus=corpus, progress=False)
         except RunLocked:
             return 3
         return 0
@@ -31,19 +27,10 @@ def quick(monkeypatch, corpus):
     monkeypatch.setattr(sweep_module, "run_one", run_one)
 
 
-def shrink(monkeypatch):
-    from sinkutils import presets
-
-    smoke = presets.PRESETS["smoke"]
-    tiny = dataclasses.replace(smoke, train=dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1))
-    monkeypatch.setitem(presets.PRESETS, "smoke", tiny)
-
-
 ONLY = ("fixed_1", "k_bias", "sink_token")
 
 
-def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path, monkeypatch):
-    shrink(monkeypatch)
+def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path):
     runs = tmp_path / "runs"
     first = sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False)
     assert {(o.experiment, o.status) for o in first} == {(name, "done") for name in ONLY}
@@ -51,22 +38,19 @@ def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path, monke
     assert all(read_record(record_folder("smoke", name, 0, runs)).status == "done" for name in ONLY)
 
 
-def test_one_failing_run_does_not_stop_the_others(quick, tmp_path, monkeypatch):
-    shrink(monkeypatch)
+def test_one_failing_run_does_not_stop_the_others(quick, tmp_path):
     outcomes = sweep("smoke", seeds=(0,), only=("v_bias", "k_bias"), runs=tmp_path / "runs", progress=False)
     assert {o.experiment: o.status for o in outcomes} == {"v_bias": "crashed", "k_bias": "done"}
     assert "the machine went away" in next(o.detail for o in outcomes if o.experiment == "v_bias")
 
 
-def test_a_run_that_another_worker_holds_is_left_to_it(quick, tmp_path, monkeypatch):
-    shrink(monkeypatch)
+def test_a_run_that_another_worker_holds_is_left_to_it(quick, tmp_path):
     with run_lock(record_folder("smoke", "k_bias", 0, tmp_path / "runs")):
         (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=tmp_path / "runs", progress=False)
     assert outcome.status == "elsewhere"
 
 
-def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, tmp_path, monkeypatch):
-    shrink(monkeypatch)
+def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, tmp_path):
     runs = tmp_path / "runs"
     before = estimate("smoke", (0,), runs)
     by_name = {name: seconds for name, _, seconds in before}
