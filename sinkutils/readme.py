@@ -56,7 +56,38 @@ def training_part() -> str:
     return markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"claims": claims_part, "records": records_part, "training": training_part}
+def measure_part() -> str:
+    """What measuring costs beside a plain forward pass and the published procedure, from the last benchmark."""
+    path = BENCHMARKS / "measure.json"
+    if not path.exists():
+        return "(not measured yet)"
+    cells = json.loads(path.read_text())
+    rows = []
+    for cell in cells:
+        beside = next(
+            (
+                c
+                for c in cells
+                if c["way"] == "forward" and c["samples"] == cell["samples"] and c["length"] == cell["length"]
+            ),
+            None,
+        )
+        ratios = ["", ""]
+        if beside is not None:
+            ratios = [f"{cell[key] / beside[key]:.2f}" for key in ("seconds", "peak_gib")]
+        size = f"{cell['samples']} x {cell['length']}"
+        rows.append(
+            [size, cell["way"], f"{cell['seconds']:.1f} s", ratios[0], f"{cell['peak_gib']:.2f} GiB", ratios[1]]
+        )
+    return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "claims": claims_part,
+    "records": records_part,
+    "training": training_part,
+    "measure": measure_part,
+}
 
 
 def render(text: str) -> str:
