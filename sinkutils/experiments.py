@@ -96,8 +96,8 @@ class Experiment:
 
     @property
     def item(self) -> str:
-        """The first of `items`."""
-        return self.items[0]
+        """The first of `items`, or nothing for what the paper does not report."""
+        return self.items[0] if self.items else ""
 
     @property
     def paper(self) -> dict[str, float]:

@@ -250,7 +250,7 @@ def test_gradients_are_those_of_finite_differences(spec):
 
 
 REFUSED = {
-    "similarity must be one of exp, sigmoid, elu, linear": {"similarity": "relu"},
+    "similarity must be one of exp, sigmoid, elu": {"similarity": "relu"},
     "kernel must be one of identity, elu, mlp": {"kernel": "cosine"},
     "normalizer must be one of sum, none, max_abs_sum, p_norm": {"normalizer": "softmax"},
     "bias must be one of none, kv, k, v": {"bias": "q"},
