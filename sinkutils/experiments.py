@@ -83,7 +83,7 @@ class Experiment:
     overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
     headline: bool = False  # trained first, and at three seeds
-    weights: bool = False  # seed 0 keeps its weights at small presets, for notebook 01
+    weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
     note: str = ""
     presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
 
@@ -152,9 +152,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 6: loss function (Table 2, Figures 5 and 6)
     *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
       for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0)),
-    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5)
+    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
+                 weights=p == 5)
       for p in (2, 3, 4, 5, 10)),
-    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64))
+    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
+                 weights=share == 4)
       for share in (64, 32, 16, 8, 4, 2)),
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": OfContext(1 / 4, at_most_base=True)}),
@@ -165,7 +167,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ("alibi", "ALiBi"))),
     Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}),
     # Section 7.3: biases (Tables 4 and 5)
-    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True),
+    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
+               weights=True),
     Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
     Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
     Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
