@@ -116,7 +116,8 @@ class Capture:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        """Where the ids go; a model whose embedding is offloaded (accelerate) moves them itself."""
+        return torch.device("cpu") if self.embedding.is_meta else self.embedding.device
 
     def hook(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks for the blocks' inputs and outputs and, outside the interface, for attention weights."""

@@ -117,7 +117,8 @@ def load_lm(
 
     name_or_path: a name of the registry, a hub id, a local folder, or a recorded run that kept its weights
         ("laptop/fixed_1/0", or the folder of any record).
-    device: None is CUDA where there is one; "auto" spreads a model over devices (needs accelerate).
+    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate:
+        pip install 'sinkutils[devices]'.
     dtype: None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
     trust_remote_code: run code from the hub; off unless asked for.

@@ -302,6 +302,28 @@ def test_bos_is_read_off_the_ids_and_printed() -> None:
     assert "T = 24, n = 3" in str(report)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("away", [("blocks",), ("blocks", "embedding")], ids=str)
+def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, away: tuple, tmp_path) -> None:
+    """Every second block, and the embeddings, on the disk: `device_map` without a second device."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate, which places models by device_map, is missing")
+    model, ids = build(family), tokens()
+    whole = measure(model, ids, targets=TARGETS)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    blocks = next(name for name, module in model.named_modules() if module is interface.attention_layers(model)[0])
+    device_map = {name: "cpu" for name, module in model.named_modules() if not list(module.children())
+                  and next(module.parameters(), None) is not None and not name.startswith(blocks)}  # fmt: skip
+    device_map |= {f"{blocks}.{layer}": "disk" if layer % 2 else "cpu" for layer in range(2)}
+    if "embedding" in away:
+        device_map |= {name: "disk" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    spread = accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path)
+    report = measure(spread, ids, targets=TARGETS)
+    assert torch.equal(report.alpha, whole.alpha) and torch.equal(report.hidden_norms, whole.hidden_norms)
+    with torch.no_grad():
+        assert torch.equal(spread(ids, use_cache=False).logits, logits)
+
+
 def test_a_compiled_wrapper_is_looked_through() -> None:
     model, ids = build("gpt2"), tokens()
     assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)
