@@ -1,5 +1,7 @@
 # make run   sets up .venv and executes every notebook with papermill
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
+# make book  turns README and the notebooks, as they were committed, into HTML: book/index.html
+# make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
 
 PYTHON ?= python3
@@ -7,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PRESET ?= laptop
 JOBS ?= 2
+BOOK_VENV := .venv-book
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 
-.PHONY: run test sweep lint clean
+.PHONY: run test sweep lint book browser clean
 
 # The stamp is newer than pyproject.toml exactly when the pinned packages are installed.
 $(VENV)/.installed: pyproject.toml
@@ -32,5 +35,18 @@ test: lint
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)
 
+# Apart from .venv, whose packages are the training text.
+$(BOOK_VENV)/.installed: docs/requirements.txt
+	test -x $(BOOK_VENV)/bin/python || $(PYTHON) -m venv $(BOOK_VENV)
+	$(BOOK_VENV)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+book: $(BOOK_VENV)/.installed
+	rm -rf book
+	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . book
+
+browser: book $(VENV)/.installed
+	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/test_book.py tests/test_jupyterlab.py
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(BOOK_VENV) build book *.egg-info

@@ -1,4 +1,4 @@
-"""The command line: python -m sinkutils list | train | sweep | cost | measure | claims | run."""
+"""The command line: python -m sinkutils list | train | finetune | sweep | cost | measure | claims | run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sinkutils.presets import PRESETS
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
 
     other_text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
+    saving = "how often an unfinished run saves its state, at evaluations"
     listing = add("list", "show every experiment with the paper's value and whether it is recorded")
     listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7 or C")
     scale(listing)
@@ -47,7 +49,16 @@ def parser() -> argparse.ArgumentParser:
         help="how the processes of torchrun share the run (default: as the preset says)",
     )
     one.add_argument("--corpus", help=other_text)
+    one.add_argument("--checkpoint-seconds", type=float, default=20.0, help=saving)
     scale(one)
+
+    tune = add("finetune", "fine-tune a recorded model on instructions (Appendix D) and write its record")
+    tune.add_argument("finetuning", help="sft_softmax, sft_sigmoid, or either with _ultrachat behind it")
+    tune.add_argument("--seed", type=int, default=0)
+    tune.add_argument("--device", help="cpu, cuda, .. (default: cuda where there is one)")
+    tune.add_argument("--keep-weights", action="store_true", help="keep the fine-tuned weights in the record")
+    tune.add_argument("--corpus", help=other_text)
+    scale(tune)
 
     many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
     many.add_argument("--jobs", type=int, default=1, help="workers, one thread each")
@@ -57,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     many.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
     many.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
     many.add_argument("--corpus", help=other_text)
+    many.add_argument("--checkpoint-seconds", type=float, default=20.0, help=saving)
     many.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
     scale(many)
 
@@ -74,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--targets", type=int, nargs="+", default=[1], help="positions, counted from 1")
     measuring.add_argument("--eps", type=float, nargs="+", default=[0.3], help="thresholds")
     measuring.add_argument("--bos", action="store_true", help="put a BOS first (the paper: not)")
+    measuring.add_argument(
+        "--any-first", action="store_true", help="of a record trained with a fixed token: leave that token out"
+    )
     measuring.add_argument("--corpus", default="docstrings", help="where natural text comes from")
     measuring.add_argument("--device", help="cpu, cuda, ..")
     measuring.add_argument("--dtype", help="float32, bfloat16, float16")
@@ -143,7 +158,7 @@ def train_command(options: argparse.Namespace) -> int:
     import torch
 
     from sinkutils.distributed import joined
-    from sinkutils.experiments import config, experiment
+    from sinkutils.experiments import config, keeps_weights
     from sinkutils.training import train
 
     run = config(options.experiment, options.preset, options.seed)
@@ -152,10 +167,10 @@ def train_command(options: argparse.Namespace) -> int:
     compile = options.compile
     if compile is None:
         compile = scale.compile and device.type == "cuda"
-    keep = options.keep_weights or (experiment(run.experiment).weights and run.seed == 0 and scale.keeps_weights)
+    keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
         record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,
-                       group=group)  # fmt: skip
+                       checkpoint_seconds=options.checkpoint_seconds, group=group)  # fmt: skip
     if not group.first:
         return 0
     name = f"{record.config['preset']}/{record.config['experiment']}/{options.seed}"
@@ -166,6 +181,24 @@ def train_command(options: argparse.Namespace) -> int:
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
     print(f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, valid loss {final['valid_loss']:.3f}, "
           f"{record.provenance['wall_seconds']:.0f} s")  # fmt: skip
+    return 0
+
+
+def finetune_command(options: argparse.Namespace) -> int:
+    """Fine-tune one recorded model."""
+    from sinkutils.finetuning import finetune, finetune_config
+
+    run = finetune_config(options.finetuning, options.preset, options.seed)
+    record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
+                      keep_weights=options.keep_weights)  # fmt: skip
+    name = f"{run.preset}/{run.experiment}/{run.seed}"
+    if record.status == "failed":
+        print(f"{name}: fine-tuning failed ({record.metrics['reason']}); this is recorded as the result")
+        return 0
+    before, after = record.metrics["curve"][0], record.metrics["final"]
+    sinks = f"Sink_1 {before['sink_1']:.2f} to {after['sink_1']:.2f} %"
+    losses = f"valid loss {before['valid_loss']:.3f} to {after['valid_loss']:.3f}"
+    print(f"{name}: {sinks}, {losses}, {record.provenance['wall_seconds']:.0f} s")
     return 0
 
 
@@ -186,7 +219,8 @@ def sweep_command(options: argparse.Namespace) -> int:
         )
         return 0
     outcomes = sweep(options.preset, jobs=options.jobs, seeds=seeds, only=only, runs=options.runs,
-                     engine_name=options.engine, corpus=options.corpus)  # fmt: skip
+                     engine_name=options.engine, corpus=options.corpus,
+                     checkpoint_seconds=options.checkpoint_seconds)  # fmt: skip
     for outcome in outcomes:
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
     return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
@@ -203,21 +237,23 @@ def cost_command(options: argparse.Namespace) -> int:
 
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
-    from sinkutils.capture import measure
     from sinkutils.model import TransformerLM
     from sinkutils.open_lms import save_measurement
-    from sinkutils.probes import probe
-    from sinkutils.zoo import load_lm
+    from sinkutils.subjects import BOS, TEXT, X_FIX, subject
 
-    model, tokenizer = load_lm(options.model, device=options.device, dtype=options.dtype,
-                               trust_remote_code=options.trust_remote_code)  # fmt: skip
-    if options.save and isinstance(model, TransformerLM):
+    measured = subject(options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    measured = replace(measured, corpus=options.corpus)
+    if options.save and isinstance(measured.model, TransformerLM):
         raise ValueError("--save is for open language models: a recorded run holds its own measurements")
+    # A record whose training fixed a token is measured with that token, as it was trained, unless asked otherwise.
+    plain = X_FIX not in measured.firsts or options.any_first
+    first = BOS if options.bos else TEXT if plain else X_FIX
     results = {}
     for kind in options.probe:
-        ids = probe(kind, tokenizer, options.n, options.length, options.seed, bos=options.bos, corpus=options.corpus)
-        results[kind] = measure(model, ids, options.targets, options.eps, bos=options.bos,
-                                name=f"{options.model}, {kind} input")  # fmt: skip
+        ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
+        report = measured.measure(ids, targets=options.targets, epsilons=options.eps, bos=options.bos)
+        report.name = f"{options.model}, {kind} input" + (", x_fix first" if first == X_FIX else "")
+        results[kind] = report
     if options.json:
         print(json.dumps({kind: report.to_dict() for kind, report in results.items()}, indent=1))
     else:
@@ -251,6 +287,7 @@ def run_command(options: argparse.Namespace) -> int:
 COMMANDS = {
     "list": list_command,
     "train": train_command,
+    "finetune": finetune_command,
     "sweep": sweep_command,
     "cost": cost_command,
     "measure": measure_command,

@@ -12,7 +12,6 @@ A variant is a value of `AttentionSpec`. This module is the reference that `fast
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sinkutils.checks import choice, flag, is_count, real, require
 
 
 class Similarity(NamedTuple):
@@ -62,37 +63,35 @@ class AttentionSpec:
     prefix: int = 1  # p: every query also sees the first p keys (Section 6)
 
     def __post_init__(self) -> None:
-        _choice("similarity", self.similarity, tuple(SIMILARITIES))
-        _choice("kernel", self.kernel, KERNELS)
-        _choice("normalizer", self.normalizer, NORMALIZERS)
-        _choice("bias", self.bias, BIASES)
-        _choice("fixed_value", self.fixed_value, FIXED_VALUES)
-        _require(0 < self.p < math.inf, f"p must be positive and finite, got {self.p}")
-        _require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
-        _require(0 < self.scale < math.inf, f"scale must be positive and finite, got {self.scale}")
+        choice("similarity", self.similarity, tuple(SIMILARITIES))
+        choice("kernel", self.kernel, KERNELS)
+        choice("normalizer", self.normalizer, NORMALIZERS)
+        choice("bias", self.bias, BIASES)
+        choice("fixed_value", self.fixed_value, FIXED_VALUES)
+        flag("bias_shared", self.bias_shared)
+        real("p", self.p, "positive and finite")
+        require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
+        real("scale", self.scale, "positive and finite")
         for name in ("window", "bias_dims"):
             value = getattr(self, name)
-            _require(value is None or _is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
-        _require(_is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
-        _require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
+            require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
+        require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
+        require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
         if self.kernel != "identity":
-            _require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
+            require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
         if self.signed:
-            _require(
+            require(
                 self.normalizer in ("none", "max_abs_sum"),
                 f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero: "
                 "normalizer must be 'none' or 'max_abs_sum'",
             )
         if self.similarity == "linear":
-            _require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
+            require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
         if self.bias_shared or self.bias_dims is not None:
-            _require(self.has_key_bias, "bias_shared and bias_dims describe a key bias: bias must be 'k' or 'kv'")
+            require(self.has_key_bias, "bias_shared and bias_dims describe a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
-            _require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
-        _require(
-            0 <= self.fixed_value_norm < math.inf,
-            f"fixed_value_norm must be finite and not negative, got {self.fixed_value_norm}",
-        )
+            require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
+        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
 
     @property
     def has_key_bias(self) -> bool:
@@ -229,35 +228,22 @@ def check_inputs(
     value_bias: Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
-    _require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    _require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
+    require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
+    require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
              f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
-    _require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
+    require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
     _, heads, length, head_dim = q.shape
     for name, bias, needed, allowed in (
         ("key_bias", key_bias, spec.has_key_bias, spec.has_key_bias),
         ("value_bias", value_bias, spec.bias in ("kv", "v") or spec.fixed_value != "zero", spec.bias != "none"),
     ):
-        _require(bias is not None or not needed, f"bias={spec.bias!r} needs the argument {name}")
-        _require(bias is None or allowed, f"bias={spec.bias!r} has no place for {name}: leave it out or change bias")
-        _require(bias is None or bias.shape == (heads, head_dim),
+        require(bias is not None or not needed, f"bias={spec.bias!r} needs the argument {name}")
+        require(bias is None or allowed, f"bias={spec.bias!r} has no place for {name}: leave it out or change bias")
+        require(bias is None or bias.shape == (heads, head_dim),
                  f"{name} must have shape (H, D) = {(heads, head_dim)}, "
                  f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
     if distance_bias is not None:
-        _require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),
+        require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),
                  f"distance_bias must have shape (1 or {heads}, T), got {tuple(distance_bias.shape)}")  # fmt: skip
-        _require(distance_bias.shape[1] >= length,
+        require(distance_bias.shape[1] >= length,
                  f"distance_bias covers {distance_bias.shape[1]} distances, the sequence has {length}")  # fmt: skip
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import instance, integer, require
 from sinkutils.model import TransformerLM
 from sinkutils.sinks import NotFinite, Report, Request, Tally, check_epsilons, check_targets, run_own
 
@@ -52,12 +53,12 @@ def measure(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a TransformerLM or a transformers model, got {type(model).__name__}")
     rows, skipped = sequences(ids, attention_mask, targets)
-    epsilons = check_epsilons(epsilons)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if any(what not in KEPT for what in keep):
-        raise ValueError(f"keep must be among {', '.join(KEPT)}; got {tuple(keep)}")
-    request = Request(tuple(int(k) for k in targets), norms, mass, tuple((a, b) for a, b in heads), tuple(keep))
+    targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
+    if batch_size is not None:
+        integer("batch_size", batch_size, least=1)
+    if not isinstance(keep, Sequence) or any(what not in KEPT for what in keep):
+        raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
+    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     lengths = torch.tensor([len(row) for row in rows])
     tally = Tally(int(lengths.max()), norms)
@@ -111,6 +112,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
+    instance("attention_mask", mask, Tensor)
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
     real = mask.bool().to(ids.device)
@@ -125,6 +127,27 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     if not kept:
         raise ValueError(f"no row of ids has {longest} tokens, which target {longest} needs, once padding is cut off")
     return kept, len(rows) - len(kept)
+
+
+def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The (layer, head) pairs. Raises ValueError unless they are pairs that count from 0, of our own model its own.
+
+    Of other models only a forward pass tells which layers have attention.
+    """
+    require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
+    for pair in heads:
+        good = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
+        require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
+    chosen = tuple((layer, head) for layer, head in heads)
+    if isinstance(model, TransformerLM):
+        config = model.config
+        wrong = [(layer, head) for layer, head in chosen if layer >= config.num_layers or head >= config.num_heads]
+        if wrong:
+            raise ValueError(
+                f"heads names (layer, head) pairs that the model does not have: {wrong}; it has {config.num_layers} "
+                f"layers of {config.num_heads} heads, counted from 0"
+            )
+    return chosen
 
 
 @contextmanager

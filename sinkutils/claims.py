@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sinkutils import open_lms, trials
+from sinkutils import downstream, open_lms, trials
 from sinkutils.evidence import (
+    ALIKE,
+    COMPARABLE,
     EMERGED,
     EPSILON,
     GROWTH,
@@ -27,6 +29,7 @@ from sinkutils.evidence import (
     NOT_VISIBLE,
     QUANTITIES,
     SMALL_VALUE,
+    SPIKE,
     Check,
     Results,
     as_text,
@@ -183,6 +186,7 @@ FFNS = tuple(f"ffn_{name}" for name in ("relu", "gelu", "swish", "reglu", "geglu
 HEADS = ("heads_4", "heads_2", "heads_1", "heads_add")
 DEPENDENT = ("base", "sigmoid_normalised", "elu_kernel_normalised")  # weights not negative, sum to one
 INDEPENDENT = ("sigmoid", "elu", "linear", "mlp_normalised", "mlp")
+FINE_TUNED = ("sft_softmax", "sft_sigmoid")
 SIGMOIDS = ("sigmoid", "sigmoid_weight_decay_0", "sigmoid_weight_decay_0.5", "sigmoid_weight_decay_1",
             "sigmoid_lr_x2.5", "sigmoid_lr_quarter")  # fmt: skip
 
@@ -272,6 +276,23 @@ def _value_norms(r: Results) -> list[Check]:
     return checks
 
 
+def _fine_tuning(r: Results) -> list[Check]:
+    """Both train to the end with a falling loss and without spikes of the gradient, and both are alike in the two."""
+    softmax, sigmoid = FINE_TUNED
+    checks = r.trains(*FINE_TUNED)
+    for name in FINE_TUNED:
+        checks.append(r.check(f"{name}: the training loss falls", [(name, "fall")], lambda x: x > 0))
+        checks.append(r.check(f"{name}: no gradient norm over {SPIKE:g} times the median", [(name, "spike")],
+                              lambda x: x <= SPIKE))  # fmt: skip
+    for key, what in (("fall", "the falls of the loss"), ("gradient", "the median gradient norms")):
+        checks.append(r.check(f"{what} within a factor of {ALIKE:g}", [(sigmoid, key), (softmax, key)],
+                              lambda a, b: b / ALIKE <= a <= b * ALIKE))  # fmt: skip
+    near = r.check(f"training loss at the end within {COMPARABLE:.0%} of each other's",
+                   [(sigmoid, "end_loss"), (softmax, "end_loss")],
+                   lambda a, b: abs(a - b) <= COMPARABLE * b, core=False)  # fmt: skip
+    return [*checks, near]
+
+
 CLAIMS = (
     # Section 3 and Appendix B
     Claim("universal", "Abstract; Section 3.2, Table 8",
@@ -304,8 +325,7 @@ CLAIMS = (
           lambda r: open_lms.larger_pythia(), paper="a figure"),
     Claim("hellaswag", "Appendix B.3, Figure 10",
           "Within a family sink and HellaSwag accuracy rise with size; across families they do not go together.", (),
-          lambda r: [Check("", None, missing=("HellaSwag scores of Table 8 (the extra `downstream`)",))],
-          paper="a figure"),
+          lambda r: downstream.sink_and_scores(), paper="a figure"),
     Claim("norms_everywhere", "Appendix B.3, Figures 11-14",
           "A large first hidden state with a small key and value is found in all open models looked at.", (),
           lambda r: open_lms.norms_everywhere(), paper="figures"),
@@ -440,8 +460,7 @@ CLAIMS = (
     Claim("value_bias_activations", "Section 7.3, Figure 7 middle", "With V biases massive activations stay.",
           ("base", "v_bias"), lambda r: r.massive("v_bias"), _massive, "a figure", ("hidden",)),
     Claim("sink_token_activations", "Section 7.3, Figure 7 middle", "A sink token has massive activations itself.",
-          (), lambda r: [Check("", None, missing=("the norms of x*, which records do not hold (x_1 onwards)",))],
-          paper="a figure"),
+          ("base", "sink_token"), trials.massive_sink_token, _massive, "a figure", ()),
     Claim("value_norm", "Section 7.3, Table 5",
           "The larger the norm of a fixed v*, the more of the sink goes back to the first token.",
           ("k_bias_first_1", "k_bias_first_20", "k_bias_uniform_1", "k_bias_uniform_20"), _value_norms, BASE,
@@ -515,7 +534,6 @@ CLAIMS = (
           ("base", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
           lambda r: r.massive("sigmoid_p2", "sigmoid_p3", "sigmoid_p4"), _massive, "a figure", ("hidden",)),
     Claim("fine_tuning", "Appendix D, Figure 30",
-          "Fine-tuned, softmax and un-normalised sigmoid models behave alike, both stably.", (),
-          lambda r: [Check("", None, missing=("fine-tuning, which notebook 07 runs and no record holds",))],
-          paper="a figure"),
+          "Fine-tuned, softmax and un-normalised sigmoid models behave alike, both stably.", FINE_TUNED, _fine_tuning,
+          BASE, "a figure", ("end_loss", "gradient")),
 )  # fmt: skip

@@ -15,6 +15,8 @@ from tqdm.auto import tqdm
 
 DOMAINS = ("prose", "python", "c-headers", "licences", "data")
 
+# The start of a class or function, with its indentation.
+HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
 MAX_CHARACTERS = 20_000  # of a document of a domain, which is there to be probed
 PRUNED = {"__pycache__", "site-packages", "dist-packages", "node_modules", "sinkutils"}
@@ -115,6 +117,33 @@ def docstrings_of(source: str) -> list[str]:
     """
     texts = [inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source)]
     return [text for text in texts if text]
+
+
+def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
+    """The classes, functions and methods of a Python source that have a docstring: (kind, name, docstring), in order.
+
+    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does not stand right after
+    a header whose last line alone ends with a colon is left out.
+    """
+    headers = list(HEADER.finditer(source))
+    index, outer = -1, None
+    for match in _docstring_matches(source):
+        while index + 1 < len(headers) and headers[index + 1].start() < match.start():
+            index += 1
+            outer = outer if headers[index][1] else headers[index]
+        text = inspect.cleandoc(match.group()[3:-3])
+        if index < 0 or not text:
+            continue
+        between = source[headers[index].start() : match.start()].rstrip(" \t\nrRuU")
+        if [line.rstrip()[-1:] for line in between.splitlines()].count(":") != 1 or not between.endswith(":"):
+            continue
+        indent, kind, name = headers[index].groups()
+        if kind == "class":
+            yield "class", name, text
+        elif indent and outer is not None and outer[2] == "class":
+            yield "method", f"{outer[3]}.{name}", text
+        else:
+            yield "function", name, text
 
 
 def code_only(source: str) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from sinkutils.experiments import config, experiment, resolve
+from sinkutils.experiments import experiment, resolve
+from sinkutils.finetuning import history, planned
 from sinkutils.records import Record, read_record, record_folder
 
 REPRODUCED, PARTLY, NOT_REPRODUCED = "reproduced", "partly", "not reproduced"
@@ -29,6 +31,8 @@ SEEDS = 3  # seeds of the base that a "no effect" claim needs
 COMPARABLE = 0.05  # share of the loss; losses called comparable differ by up to 4.8 % (3.91 and 3.73, Table 6)
 MASSIVE = 3.0  # ||h_1|| over the others' mean in some block. The paper draws the ratio without a threshold (Figs.
 UNMASSIVE = 2.0  # 7, 8): 1 is no difference, so three times counts as massive, below twice as not, between as neither
+SPIKE = 10.0  # "no issues of training stability" (Appendix D): no gradient norm ten times the median of its run
+ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a factor of two
 SMALL_VALUE = 0.5  # ||v_1|| over the others' mean: "much smaller" (Fig. 2)
 
 
@@ -122,6 +126,33 @@ def _gap(metrics: dict[str, Any]) -> float | None:
     return final["valid_loss"] - final["train_loss"] if {"valid_loss", "train_loss"} <= set(final) else None
 
 
+def _tenths(metrics: dict[str, Any]) -> tuple[float, float] | None:
+    """The mean training loss of the first and of the last tenth of a fine-tuning's steps."""
+    losses = [step["train_loss"] for step in history(metrics)]
+    count = max(1, len(losses) // 10)
+    return (sum(losses[:count]) / count, sum(losses[-count:]) / count) if losses else None
+
+
+def _fall(metrics: dict[str, Any]) -> float | None:
+    ends = _tenths(metrics)
+    return ends[0] - ends[1] if ends else None
+
+
+def _end_loss(metrics: dict[str, Any]) -> float | None:
+    ends = _tenths(metrics)
+    return ends[1] if ends else None
+
+
+def _median_gradient(metrics: dict[str, Any]) -> float | None:
+    norms = [step["gradient_norm"] for step in history(metrics)]
+    return median(norms) if norms else None
+
+
+def _spike(metrics: dict[str, Any]) -> float | None:
+    norms = [step["gradient_norm"] for step in history(metrics)]
+    return max(norms) / median(norms) if norms else None
+
+
 def _report(metrics: dict[str, Any]) -> dict[str, Any]:
     return metrics["final"].get("report", {})
 
@@ -140,6 +171,10 @@ QUANTITIES: dict[str, tuple[str, int, Callable[[dict[str, Any]], float | None]]]
     "peak": ("largest Sink_1 % on the way", 1, lambda m: max((p["sink_1"] for p in m["curve"]), default=None)),
     "onset": ("first step with a sink", 0, _onset),
     "gap": ("valid minus train loss", 2, _gap),
+    "fall": ("fall of the training loss", 2, _fall),
+    "end_loss": ("training loss at the end", 2, _end_loss),
+    "gradient": ("median gradient norm", 2, _median_gradient),
+    "spike": ("largest over median gradient norm", 1, _spike),
     "hidden": ("norm ratio of h_1", 2, lambda m: _largest_ratio(_report(m), "hidden_norms")),
     "before_norm": ("norm ratio of h_1 before LN", 2, lambda m: _largest_ratio(_report(m), "before_norm_norms")),
     "key": ("norm ratio of k_1", 2, lambda m: after_massive(_report(m), "key_norms")),
@@ -225,7 +260,7 @@ class Results:
         if self.all_records(name):
             return f"{QUANTITIES[key][0]} of {self.label(name)} is not in its record"
         try:
-            return config(name, self.preset).experiment
+            return planned(name, self.preset).experiment
         except ValueError:
             return f"{name} (not of this preset)"
 

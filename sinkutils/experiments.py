@@ -261,6 +261,11 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     return dataclasses.replace(_build(resolve(name, preset), preset), seed=seed)
 
 
+def keeps_weights(run: RunConfig) -> bool:
+    """Whether the record of a run keeps its weights, for the notebooks: seed 0 of some experiments at small presets."""
+    return experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
+
+
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)

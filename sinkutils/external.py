@@ -78,6 +78,47 @@ def pile_domain(name: str) -> Iterator[str]:
     return (row["text"] for row in _stream(PILE, None) if row["meta"]["pile_set_name"] == name)
 
 
+def conversations(dataset: str, split: str = "train") -> Iterator[list[dict[str, str]]]:
+    """The conversations of a hub data set of chats, streamed: lists of messages, each with a role and its content.
+
+    Raises ConnectionError where the hub cannot be reached, ValueError for an unknown split or where there are none.
+    """
+    for number, row in enumerate(_stream(dataset, None, split), start=1):
+        yield messages_of(row, f"data set {dataset!r}, row {number}")
+
+
+def local_conversations(file: Path) -> Iterator[list[dict[str, str]]]:
+    """The conversations of a .jsonl file, a line each, of the same shape as `conversations`.
+
+    Raises FileNotFoundError where there is no such file, ValueError for a line that is not what it should be.
+    """
+    if not file.is_file() or file.suffix.lower() != ".jsonl":
+        raise FileNotFoundError(f"instructions path:{file}: there is no such .jsonl file")
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
+                yield messages_of(row, f"{file}, line {number}")
+
+
+def messages_of(row: Any, where: str) -> list[dict[str, str]]:
+    """The messages of a row, as ultrachat has them. Raises ValueError, saying where, for any other shape."""
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict)
+        and message.get("role") in ("system", "user", "assistant")
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise ValueError(
+            f'{where}: expected "messages", a list of {{"role": system, user or assistant, "content": text}}'
+        )
+    return messages
+
+
 def local(path: Path) -> Iterator[str]:
     """Local documents in the order of their names: a .txt or .md file is one, a line of a .jsonl file is one.
 
@@ -141,15 +182,15 @@ def _pieces(text: str) -> Iterator[str]:
         yield piece.strip()
 
 
-def _stream(dataset: str, config: str | None) -> Iterable[dict[str, Any]]:
-    """The rows of the train split. Whatever the client raises for a missing network becomes one clear line."""
+def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[dict[str, Any]]:
+    """The rows of a split. Whatever the client raises for a missing network becomes one clear line."""
     try:
         import datasets
     except ImportError as error:
         raise ImportError("hub corpora need the package datasets: pip install datasets") from error
     asked = f"{dataset}/{config}" if config else dataset
     try:
-        yield from datasets.load_dataset(dataset, config, split="train", streaming=True)
+        yield from datasets.load_dataset(dataset, config, split=split, streaming=True)
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:

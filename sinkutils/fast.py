@@ -361,6 +361,8 @@ def _fused_lse_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) 
 def _fused_lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """The log-sum-exp (B, H, T) that PyTorch's fused kernels keep for their backward pass."""
     if q.device.type == "cpu":
+        # Called by its private name the op takes the last dimension for contiguous, and is wrong where it is not.
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, causal)[1]
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, causal)[1][..., : q.shape[2]]

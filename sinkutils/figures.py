@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 SINK_LABEL = r"$\mathrm{Sink}_1^{\epsilon}$ (%), $\epsilon = 0.3$"
 STAR_LABEL = r"$\mathrm{Sink}_*^{\epsilon}$ (%)"
+SYMBOLS = {"sink_star": STAR_LABEL.split(" (")[0], "sink_1": SINK_LABEL.split(" (")[0]}
 PAPER_COLOR = "#666666"
 
 
@@ -63,10 +64,15 @@ def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = 
 
 
 def curves(runs: Mapping[str, Sequence[Mapping[str, float]]], keys: Sequence[str], labels: Sequence[str]) -> Figure:
-    """Several runs' curves, a panel for each of `keys` (Fig. 4 right); runs are told apart by colour and dashes."""
-    frame = pd.concat(
-        [pd.DataFrame(curve)[["step", *keys]].assign(run=name) for name, curve in runs.items()], ignore_index=True
-    )
+    """Several runs' curves, a panel for each of `keys` (Fig. 4 right); runs are told apart by colour and dashes.
+
+    A run without a key, such as sink_star without a key bias, has no line in its panel.
+    """
+    frames = [
+        pd.DataFrame(curve).reindex(columns=["step", *keys]).astype(float).assign(run=name)
+        for name, curve in runs.items()
+    ]
+    frame = pd.concat(frames, ignore_index=True)
     figure, axes = plt.subplots(1, len(keys), figsize=(4.6 * len(keys), 3.6), squeeze=False)
     for index, (axis, key, label) in enumerate(zip(axes[0], keys, labels, strict=True)):
         last = index == len(keys) - 1
@@ -78,36 +84,58 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]], keys: Sequence[str
     return figure
 
 
-def paper_and_ours(table: pd.DataFrame, value: str = "sink_1", ylabel: str = SINK_LABEL, title: str = "") -> Figure:
+def paper_and_ours(
+    table: pd.DataFrame, value: str | Sequence[str] = "sink_1", ylabel: str = SINK_LABEL, title: str = ""
+) -> Figure:
     """Two panels, one scale each: what the paper reports and what our records say, row by row.
 
-    `table` is `tables.paper_beside_ours`; bars of ours carry the range over seeds where there are several.
+    `table` is `tables.paper_beside_ours`; bars of ours carry the range over seeds where there are several. value: one
+    column, or several as bars side by side, such as ("sink_star", "sink_1").
     """
-    figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.4), sharex=True)
-    rows = np.arange(len(table))
-    ours = table[value].to_numpy(dtype=float)
-    spread = np.abs(np.stack([ours - table[f"{value}_low"], table[f"{value}_high"] - ours]).astype(float))
-    _bars(axes[0], rows, table[f"{value}_paper"].to_numpy(dtype=float), None, PAPER_COLOR)
-    _bars(axes[1], rows, ours, spread, sns.color_palette("colorblind")[0])
+    values = (value,) if isinstance(value, str) else tuple(value)
+    width, colors = 0.6 if len(values) == 1 else 0.8 / len(values), sns.color_palette("colorblind")
+    figure, axes = plt.subplots(1, 2, figsize=(9.0 if len(values) == 1 else 10.2, 3.4), sharex=True)
+    for index, name in enumerate(values):
+        rows = np.arange(len(table)) + width * (index - (len(values) - 1) / 2)
+        ours = table[name].to_numpy(dtype=float)
+        spread = np.abs(np.stack([ours - table[f"{name}_low"], table[f"{name}_high"] - ours]).astype(float))
+        color = PAPER_COLOR if len(values) == 1 else colors[index]
+        _bars(axes[0], rows, table[f"{name}_paper"].to_numpy(dtype=float), None, color, table["paper"], width)
+        _bars(axes[1], rows, ours, spread, colors[index], table["ours"], width, SYMBOLS.get(name, name))
     for axis, name in zip(axes, ("paper (60M)", "ours"), strict=True):
-        axis.set(title=name, xticks=rows)
+        axis.set(title=name, xticks=range(len(table)))
         axis.set_xticklabels(table["row"], rotation=30, ha="right")
         axis.grid(False, axis="x")
     axes[0].set_ylabel(ylabel)
+    if len(values) > 1:
+        axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     if title:
         figure.suptitle(title)
     return figure
 
 
-def _bars(axis: Axes, rows: np.ndarray, values: np.ndarray, spread: np.ndarray | None, color: Any) -> None:
+NO_VALUE = {"failed": "failed", "not run": "no run"}  # else a value that is not printed, or that a model does not have
+
+
+def _bars(
+    axis: Axes,
+    rows: np.ndarray,
+    values: np.ndarray,
+    spread: np.ndarray | None,
+    color: Any,
+    states: Sequence[str],
+    width: float,
+    label: str = "",
+) -> None:
     reach = np.nan_to_num(values) + (0 if spread is None else np.nan_to_num(spread[1]))
     error = None if spread is None or not np.nan_to_num(spread).any() else np.nan_to_num(spread)
-    axis.bar(rows, np.nan_to_num(values), yerr=error, color=color, width=0.6, capsize=3)
-    axis.set_ylim(0, max(1.15 * reach.max(), 1.0))
-    for row, value, top in zip(rows, values, reach, strict=True):
-        text = "no run" if np.isnan(value) else f"{value:.1f}"
+    axis.bar(rows, np.nan_to_num(values), yerr=error, color=color, width=width, capsize=3, label=label)
+    axis.set_ylim(0, max(1.15 * reach.max(), 1.0, axis.get_ylim()[1]))
+    for row, value, top, state in zip(rows, values, reach, states, strict=True):
+        text = NO_VALUE.get(state, "–") if np.isnan(value) else f"{value:.1f}"
+        upright = 90 if len(text) > 4 and width < 0.5 else 0  # "failed", "no run" would run into the next bar's
         axis.annotate(text, (row, top), ha="center", va="bottom", fontsize="x-small", xytext=(0, 2),
-                      textcoords="offset points")  # fmt: skip
+                      textcoords="offset points", rotation=upright)  # fmt: skip
 
 
 def attention_map(weights: Any, title: str = "", columns: Sequence[str] | None = None) -> Figure:
@@ -154,17 +182,25 @@ def norms(reports: Mapping[str, Any], title: str = "") -> Figure:
     return figure
 
 
-def norm_ratios(ratios: Mapping[str, Sequence[float]], title: str = "") -> Figure:
-    """The norm of h of the first token over the mean of the others, by block (Figs. 7, 8, 29): massive activations."""
+def norm_ratios(ratios: Mapping[str, Sequence[float] | str], title: str = "") -> Figure:
+    """The norm of h of the first token over the mean of the others, by block (Figs. 7, 8, 29): massive activations.
+
+    A text in place of values, such as "failed" or "not run", stands in the legend.
+    """
     figure, axis = plt.subplots()
     for index, (name, values) in enumerate(ratios.items()):
-        axis.plot(range(1, len(values) + 1), values, marker="os^Dv<>p"[index % 8], label=name,
-                  color=sns.color_palette("colorblind")[index % 10])  # fmt: skip
+        color = sns.color_palette("colorblind")[index % 10]
+        if isinstance(values, str):
+            axis.plot([], [], " ", label=f"{name}: {values}")
+        else:
+            axis.plot(range(1, len(values) + 1), values, marker="os^Dv<>p"[index % 8], label=name, color=color)
     axis.axhline(1, color=PAPER_COLOR, linewidth=1, linestyle=":")
     axis.set(
         xlabel="block $l$", ylabel=r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$", title=title, ylim=(0, None)
     )
     axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    if all(isinstance(values, str) for values in ratios.values()):
+        axis.set_xticks([])
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -305,6 +341,48 @@ def repeated_attention(seen: Mapping[str, Any], title: str = "") -> Figure:
     axes[1].set_yscale("symlog", linthresh=1)
     for axis in axes:
         axis.legend(fontsize="small")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def operation_weights(rows: Mapping[str, tuple[Any, Any]], labels: tuple[str, str], title: str = "") -> Figure:
+    """One query's weights A_ij by key under several operations, a panel and a scale each (Section 7.4).
+
+    rows: by operation, the weights (T,) before and after a change. labels: what the legend calls the two.
+    """
+    columns = 4
+    lines = -(-len(rows) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(2.5 * columns, 1.9 * lines + 0.6), sharex=True, squeeze=False)
+    colors = PAPER_COLOR, sns.color_palette("colorblind")[1]
+    for axis, (name, pair) in zip(axes.flat, rows.items(), strict=False):
+        for shift, values, color, label in zip((-0.2, 0.2), pair, colors, labels, strict=True):
+            axis.bar(np.arange(1, len(values) + 1) + shift, np.asarray(values), 0.4, color=color, label=label)
+        sums = " and ".join(f"{float(sum(values)):.2f}".replace("-", "\N{MINUS SIGN}") for values in pair)
+        axis.set_title(f"{name}\nsums {sums}", fontsize="small")
+        axis.axhline(0, color=PAPER_COLOR, linewidth=0.8)
+        axis.grid(False, axis="x")
+    for axis in axes[-1]:
+        axis.set(xlabel="key $j$", xticks=range(1, 1 + max(len(pair[0]) for pair in rows.values())))
+    for axis in axes[:, 0]:
+        axis.set_ylabel("$A_{T,j}$")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def step_differences(runs: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
+    """Differences of two runs' weights by step on a log scale, a panel an optimiser (Eqs. 32-42)."""
+    figure, axes = plt.subplots(1, len(runs), figsize=(4.6 * len(runs), 3.6), sharey=True, squeeze=False)
+    for axis, (name, lines) in zip(axes[0], runs.items(), strict=True):
+        for index, (label, values) in enumerate(lines.items()):
+            axis.plot(range(1, len(values) + 1), np.maximum(values, 1e-17), marker="os^Dv<>p"[index % 8], label=label,
+                      markersize=4, color=sns.color_palette("colorblind")[index])  # fmt: skip
+        axis.set(yscale="log", xlabel="optimisation step $s$", title=name, ylim=(1e-18, 10))
+        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+        axis.legend(fontsize="small", loc="center right")
+    axes[0, 0].set_ylabel(r"$\max\,|\hat W_O^s - \alpha W_O^s|$")
     if title:
         figure.suptitle(title)
     return figure

@@ -134,7 +134,13 @@ class Capture:
         """One forward pass of ids (B, T), without the unembedding. Raises ValueError if a layer did not report."""
         self.calls.clear()
         legacy = {"output_attentions": True} if self.legacy else {}
-        self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
+        try:
+            self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
+        except IndexError as error:  # of an embedding: of the ids, or of learned positions
+            raise ValueError(
+                f"ids have {ids.shape[1]} positions, tokens {int(ids.min())}..{int(ids.max())}, and the model has no "
+                f"embedding for one of them: it has {len(self.embedding)} tokens; give fewer positions or other tokens"
+            ) from error
         wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
         if wrong:
             raise ValueError(

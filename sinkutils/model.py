@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sinkutils import fast
 from sinkutils.attention import AttentionSpec, attend
+from sinkutils.checks import choice, flag, instance, is_count, require
 from sinkutils.positions import (
     ADDED_TO_EMBEDDING,
     NUM_BUCKETS,
@@ -71,16 +72,16 @@ class LMConfig:
         )
         for name in sizes:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            require(is_count(value), f"{name} must be a positive integer, got {value!r}")
+        flag("sink_token", self.sink_token)
+        instance("attention", self.attention, AttentionSpec)
         for name, allowed in (
             ("position", POSITIONS),
             ("norm", NORMS),
             ("ffn", tuple(FFNS)),
             ("head_merge", HEAD_MERGES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+            choice(name, getattr(self, name), allowed)
         if self.hidden_size % self.num_heads:
             divisors = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
             raise ValueError(

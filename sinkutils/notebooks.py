@@ -10,7 +10,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from sinkutils.experiments import config
+from sinkutils.experiments import config, keeps_weights, paper_rows, resolve, unavailable
+from sinkutils.finetuning import finetune, finetune_config
 from sinkutils.records import Record, find_record, record_folder
 from sinkutils.training import train
 
@@ -64,8 +65,9 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
         NotebookClient(
-            book, timeout=CELL_SECONDS, record_timing=False, resources={"metadata": {"path": NOTEBOOKS}}
-        ).execute()
+            book, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True,
+            resources={"metadata": {"path": NOTEBOOKS}}
+        ).execute()  # fmt: skip
         book.metadata.pop("widgets", None)
         for cell in book.cells:
             if cell.cell_type == "code":
@@ -104,7 +106,42 @@ def record_or_train(
     found = find_record(record_folder(preset, run.experiment, seed), run)
     if found is not None or recompute == "never":
         return found
-    return train(run, device=device)
+    return train(run, device=device, keep_weights=keeps_weights(run))
+
+
+def records_of(
+    item: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> dict[str, Record | None]:
+    """`record_or_train` for the rows of an item of the paper, by row; prints what is not run, and the command for it.
+
+    Rows that the preset cannot hold are left out. Raises ValueError for an unknown item, preset or `recompute`.
+    """
+    held = [row for row in paper_rows(item) if row.experiment not in unavailable(preset)]
+    found = {row.row: record_or_train(row.experiment, preset, seed, recompute, device) for row in held}
+    missing = dict.fromkeys(resolve(row.experiment, preset) for row in held if found[row.row] is None)
+    if missing:
+        print(f"not run: {', '.join(missing)} (python -m sinkutils train NAME --preset {preset} --seed {seed})")
+    return found
+
+
+def finetuned_or_train(
+    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> Record | None:
+    """`record_or_train` for a fine-tuning: what it starts from is trained first where no record has its weights.
+
+    Prints the command where nothing may be trained.
+    """
+    if recompute not in ("never", "missing"):
+        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
+    run = finetune_config(name, preset, seed)
+    found = find_record(record_folder(preset, name, seed), run)
+    if found is None and recompute == "never":
+        print(f"not run: {name} (python -m sinkutils finetune {name} --preset {preset} --seed {seed})")
+        return None
+    if found is not None:
+        return found
+    train(config(run.start, preset, seed), device=device, keep_weights=True)
+    return finetune(run, device=device)
 
 
 def show(table: Any) -> None:

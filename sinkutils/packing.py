@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sinkutils.checks import flag, instance, is_count, real, require
 from sinkutils.corpora import Corpus
 
 
@@ -22,15 +23,48 @@ class DataConfig:
     bos: bool = False  # BOS before every document
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {self.share}")
-        if any(position < 1 for position in self.random_positions):
-            raise ValueError(f"random_positions count from 1, got {self.random_positions}")
-        if self.fixed_position is not None and self.fixed_position < 1:
-            raise ValueError(f"fixed_position counts from 1, got {self.fixed_position}")
+        instance("corpus", self.corpus, str)
+        real("share", self.share, "in (0, 1]", high=1.0, ends="high")
+        positions = self.random_positions
+        require(isinstance(positions, tuple) and all(map(is_count, positions)),
+                f"random_positions count from 1: a tuple of integers, got {positions!r}")  # fmt: skip
+        require(self.fixed_position is None or is_count(self.fixed_position),
+                f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}")  # fmt: skip
+        flag("bos", self.bos)
 
 
-class Chunks:
+class Batches:
+    """Rows that are drawn in an order that depends on seed and step only."""
+
+    tokens: np.ndarray  # all that the rows hold
+    length: int  # number of rows
+    _orders: dict[tuple[int, int], np.ndarray]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """Rows by index, (n, ..) int64."""
+        raise NotImplementedError
+
+    def batch(self, step: int, size: int, seed: int) -> Tensor:
+        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
+        positions = np.arange(step * size, (step + 1) * size)
+        epochs = positions // self.length
+        indices = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = self._permutation(seed, int(epoch))[positions[chosen] % self.length]
+        return self.take(indices)
+
+    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
+        if (seed, epoch) not in self._orders:
+            order = np.random.default_rng([seed, 1, epoch]).permutation(self.length)
+            self._orders = {(seed, epoch): order}  # one is kept
+        return self._orders[seed, epoch]
+
+
+class Chunks(Batches):
     """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
 
     Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a document and the
@@ -57,10 +91,7 @@ class Chunks:
         generator = np.random.default_rng([seed, 5])
         size = (self.length, len(data.random_positions))
         self.redrawn = generator.integers(corpus.first_text_id, corpus.vocab_size, size=size)
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return self.length
+        self._orders = {}
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
@@ -69,22 +100,6 @@ class Chunks:
         for column, position in enumerate(self.data.random_positions):
             ids[:, position - 1] = self.redrawn[indices, column]
         return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
-
-    def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The `size` chunks of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
-        positions = np.arange(step * size, (step + 1) * size)
-        epochs = positions // self.length
-        indices = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            indices[chosen] = self._permutation(seed, int(epoch))[positions[chosen] % self.length]
-        return self.take(indices)
-
-    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
-        if (seed, epoch) not in self._orders:
-            order = np.random.default_rng([seed, 1, epoch]).permutation(self.length)
-            self._orders = {(seed, epoch): order}  # one is kept
-        return self._orders[seed, epoch]
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sinkutils.checks import choice, flag, integer, require
 from sinkutils.corpora import Corpus, load_corpus
 
 KINDS = ("natural", "random", "repeat")
@@ -38,16 +39,19 @@ def probe(
 
     Raises ValueError for an unknown kind, a tokenizer without BOS where one is asked for, or too few documents.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if n < 1 or length < 1 + bos:
-        raise ValueError(f"n must be at least 1 and length at least {1 + bos}, got n={n}, length={length}")
+    choice("kind", kind, KINDS)
+    flag("bos", bos)
+    integer("n", n, least=1)
+    integer("length", length, least=1 + bos)
+    integer("seed", seed, least=0)
     needed = length - bos
     generator = np.random.default_rng([seed, KINDS.index(kind)])
     if kind == "natural":
         ids = _natural(tokenizer, n, needed, generator, corpus, texts)
     else:
-        drawn = generator.choice(text_ids(tokenizer), size=(n, needed if kind == "random" else 1))
+        vocabulary = text_ids(tokenizer)
+        require(len(vocabulary) > 0, "the tokenizer has special tokens only, none that could stand in a text")
+        drawn = generator.choice(vocabulary, size=(n, needed if kind == "random" else 1))
         ids = np.broadcast_to(drawn, (n, needed))
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
@@ -72,7 +76,10 @@ def _natural(
         where, texts = f"corpus {source.name!r}", source.texts("probe")
     else:
         where = "texts"
-    listed = list(texts)
+    several = isinstance(texts, Iterable) and not isinstance(texts, str)
+    listed = list(texts) if several else []
+    good = several and all(isinstance(text, str) for text in listed)
+    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
     return _stack(_long_enough(listed, needed, generator, lambda text: head(tokenizer, text, needed)),
                   n, needed, len(listed), where)  # fmt: skip
 

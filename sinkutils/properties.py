@@ -3,107 +3,31 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from torch import Tensor, nn
 
 from sinkutils import open_lms
-from sinkutils.capture import measure
-from sinkutils.corpora import Corpus, load_corpus
+from sinkutils.corpora import load_corpus
 from sinkutils.downstream import METRICS, saved_scores
 from sinkutils.embedded import DOMAINS, domain
 from sinkutils.experiments import PAPER, config, resolve
-from sinkutils.model import TransformerLM
-from sinkutils.packing import fix_position
 from sinkutils.presets import preset as find_preset
-from sinkutils.probes import KINDS, bos_id, head, probe
-from sinkutils.records import RUNS, find_record, record_folder
+from sinkutils.probes import KINDS, head
+from sinkutils.records import find_record, record_folder
 from sinkutils.sinks import Report
-from sinkutils.tokenization import special_ids
+from sinkutils.subjects import BOS, Subject, subject
 from sinkutils.training import train
-from sinkutils.zoo import MODELS, ModelUnavailable, find, load_lm, position_table, replace_position, swap_positions
+from sinkutils.zoo import MODELS, ModelUnavailable, position_table, replace_position, swap_positions
 
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
 FALLBACK = "laptop"  # whose records stand in at presets that keep no weights
 EPSILON = 0.3
 TABLE_7 = ((1, 5), (2, 10), (3, 15), (4, 20), (5, 25), (6, 30))  # column and our t; the paper heads both last ones 25
-X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what stands first
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A language model with what is needed to give it inputs as in its training."""
-
-    name: str
-    model: nn.Module
-    tokenizer: Any
-    fixed_position: int | None = None  # where training put x_fix (Table 10 right)
-    corpus: str | Corpus = "docstrings"  # of natural text
-
-    @property
-    def context(self) -> int:
-        """C, the longest input that the model was made for."""
-        shape: Any = self.model.config
-        return shape.context_length if isinstance(self.model, TransformerLM) else shape.max_position_embeddings
-
-    @property
-    def firsts(self) -> tuple[str, ...]:
-        """What can stand first in an input: x_fix where the model was trained with it, plain text, a BOS if any."""
-        try:
-            bos_id(self.tokenizer)
-        except ValueError:
-            bos: tuple[str, ...] = ()
-        else:
-            bos = (BOS,)
-        return ((X_FIX,) if self.fixed_position else ()) + (TEXT, *bos)
-
-    def inputs(
-        self,
-        kind: str,
-        n: int = 100,
-        length: int = 64,
-        seed: int = 0,
-        *,
-        first: str | None = None,
-        texts: Iterable[str] | None = None,
-    ) -> Tensor:
-        """A probe of Section 3.3 (n, length), by default with what training put first; see `probes.probe`.
-
-        With x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens to be equal.
-        Raises ValueError for a `first` that the model does not have.
-        """
-        first = first or self.firsts[0]
-        if first not in self.firsts:
-            raise ValueError(f"first must be one of {', '.join(self.firsts)} for {self.name}, got {first!r}")
-        ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, corpus=self.corpus, texts=texts)
-        if first != X_FIX:
-            return ids
-        fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
-        return torch.full_like(ids[:1], fix_id) if kind == "repeat" else fix_position(ids, self.fixed_position, fix_id)
-
-    def measure(self, ids: Tensor, **options: Any) -> Report:
-        """`capture.measure`, under this name."""
-        return measure(self.model, ids, name=self.name, **options)
-
-
-def subject(name: str, device: str | None = None, revision: str | None = None) -> Subject:
-    """Load any model that `zoo.load_lm` takes; of a record also where training fixed a token."""
-    model, tokenizer = load_lm(name, device, revision=revision)
-    if not isinstance(model, TransformerLM):
-        known = find(name)
-        return Subject(known.name if known else Path(name).name, model, tokenizer)
-    folder = Path(name) if (Path(name) / "config.json").exists() else RUNS / name
-    record = json.loads((folder / "config.json").read_text())
-    return Subject(record["experiment"], model, tokenizer, record["data"]["fixed_position"])
 
 
 def subjects(

@@ -82,11 +82,43 @@ def measure_part() -> str:
     return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
 
 
+def reliability_part() -> str:
+    """Kills, damage and random inputs, counted by the last benchmark, and what a second worker gains."""
+    path = BENCHMARKS / "reliability.json"
+    if not path.exists():
+        return "(not measured yet)"
+    data = json.loads(path.read_text())
+    rows = []
+    if "kills" in data:
+        kills = data["kills"]
+        hit = ", ".join(f"{what} {n}" for what, n in sorted(kills["hit"].items()))
+        rows.append([f"sweeps of two workers killed at random instants ({hit})", f"{kills['kills']}",
+                     f"all {kills['records']} records there, whole, and equal to an unbroken sweep's"])  # fmt: skip
+    if "twice" in data:
+        twice = data["twice"]
+        rows.append(["runs of two sweeps started at once", f"{twice['runs']}", f"{twice['trained_once']} trained once"])
+    if "damage" in data:
+        damage = data["damage"]
+        wrong = f"{damage['missed']} not noticed, {damage['unnamed']} without the file's name"
+        rows.append([f"each byte flipped in each of the {damage['files']} files of a record, each length cut to",
+                     f"{damage['flipped'] + damage['cut']:,}", wrong])  # fmt: skip
+    for what, counts in data.get("inputs", {}).items():
+        right, refused = counts.get("answered", 0), counts.get("refused", 0)
+        rows.append([f"random inputs: {what}", f"{right + refused:,}",
+                     f"{right:,} right, {refused:,} refused by a ValueError that names the argument"])  # fmt: skip
+    if "efficiency" in data:
+        gain = data["efficiency"]
+        rows.append([f"two workers beside one, {gain['runs']} runs at `{gain['preset']}`", "1",
+                     f"efficiency {gain['efficiency']:.2f}"])  # fmt: skip
+    return markdown(["what", "times", "outcome"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "claims": claims_part,
     "records": records_part,
     "training": training_part,
     "measure": measure_part,
+    "reliability": reliability_part,
 }
 
 

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     from sinkutils.training import RunConfig
 
 RECIPE = 1  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
 SUMS = "SHA256SUMS"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
     *("attention", "fast", "positions", "model", "packing", "corpora", "embedded", "external", "tokenization"),
-    *("corpus_cache", "probes", "sinks", "capture", "training", "distributed"),
+    *("corpus_cache", "probes", "sinks", "capture", "training", "checkpoints", "distributed"),
+    *("instructions", "finetuning"),
 )
 
 
@@ -92,18 +94,37 @@ def partial_folder(target: Path) -> Path:
 def run_lock(target: Path) -> Iterator[None]:
     """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
 
-    The kernel drops the lock with the process that held it, so a killed worker leaves no stale lock.
+    The kernel drops the lock with the process that held it, so a killed worker leaves no stale lock. What it left
+    of a record that it was writing is removed.
     """
     partial = partial_folder(target)
-    partial.mkdir(parents=True, exist_ok=True)
-    with open(partial / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunLocked(f"{'/'.join(target.parts[-3:])} is being trained by another process") from error
+    with _locked(partial / "lock", "/".join(target.parts[-3:])):
+        for left in target.parent.glob(f".{target.name}-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
         yield
         if target.exists():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _locked(path: Path, name: str) -> IO[str]:
+    """`path` open with the lock on it. Raises `RunLocked` while another process has it."""
+    for _attempt in range(100):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")
+        except (FileNotFoundError, FileExistsError):
+            continue  # whoever had the lock has just finished and is removing the folder
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise RunLocked(f"{name} is being trained by another process") from error
+        except FileNotFoundError:
+            pass  # a lock on a file that is no longer there keeps nobody out
+        file.close()
+    raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
 
 
 def as_json(value: Any) -> str:

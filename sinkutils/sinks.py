@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkutils import fast
 from sinkutils.attention import SIMILARITIES, AttentionSpec, features, visible
+from sinkutils.checks import numbers
 from sinkutils.model import TransformerLM
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
@@ -187,18 +188,20 @@ def uniform_alpha(length: int, k: int = 1) -> float:
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     """Raise ValueError unless every eps lies strictly between 0 and 1."""
-    if not epsilons or any(not 0 < eps < 1 for eps in epsilons):
-        raise ValueError(f"eps must be in (0, 1), at least one; got {tuple(epsilons)}")
-    return tuple(float(eps) for eps in epsilons)
+    values = numbers("epsilons", epsilons)
+    if not values or any(not 0 < eps < 1 for eps in values):
+        raise ValueError(f"eps must be in (0, 1), at least one; got {values}")
+    return values
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
-    if not targets or any(isinstance(k, bool) or int(k) != k or k < 1 for k in targets):
-        raise ValueError(f"targets are positions that count from 1, at least one; got {tuple(targets)}")
-    if max(targets) > length:
-        raise ValueError(f"target {max(targets)} is beyond the ids, which have {length} positions")
-    return tuple(int(k) for k in targets)
+    values = numbers("targets", targets)
+    if not values or any(not k.is_integer() or k < 1 for k in values):
+        raise ValueError(f"targets are positions that count from 1, at least one; got {values}")
+    if max(values) > length:
+        raise ValueError(f"target {max(values):g} is beyond the ids, which have {length} positions")
+    return tuple(int(k) for k in values)
 
 
 def mean_over_queries(shares: Tensor, columns: Tensor, first: int = 0) -> Tensor:

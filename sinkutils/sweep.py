@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
+from sinkutils.checks import integer
 from sinkutils.experiments import config, missing, preset
-from sinkutils.records import RUNS, CorruptRecord, read_record, record_folder
+from sinkutils.records import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, record_folder
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
@@ -49,10 +51,12 @@ class Outcome:
     detail: str = ""
 
 
-def run_one(preset_name: str, experiment: str, seed: int, runs: str, log: str, corpus: str | None) -> int:
+def run_one(
+    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None
+) -> int:
     """Train one run in a process of its own, with its output in `log`; returns the exit status."""
-    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name,
-               "--seed", str(seed), "--runs", runs]  # fmt: skip
+    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name, "--seed", str(seed),
+               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds)]  # fmt: skip
     if corpus:
         command += ["--corpus", corpus]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +70,10 @@ def engine(name: str, jobs: int, logs: Path) -> Engine:
     """An engine by name. Raises ImportError, with the extra to install, where its package is missing."""
     if name == "local":
         return ThreadPoolExecutor(jobs)
-    if name == "slurm":
+    if name == "slurm":  # on a machine without Slurm, submitit starts processes there
         submitit = _optional("submitit", "slurm")
         executor = submitit.AutoExecutor(folder=logs / "submitit")
-        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, slurm_array_parallelism=jobs)
+        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60)
         return executor
     if name == "ray":
         return RayEngine(_optional("ray", "ray"), jobs)
@@ -105,27 +109,31 @@ def sweep(
     runs: Path | str | None = None,
     engine_name: str = "local",
     corpus: str | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
 ) -> list[Outcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
+    jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
     """
-    root = Path(runs or RUNS)
+    integer("jobs", jobs, least=1)
+    root = Path(runs or RUNS).resolve()  # a worker may start in another folder
     logs = root.parent / "logs" / preset_name
     plan = [(name, seed) for name, seed in missing(preset_name, seeds, root) if only is None or name in only]
     pool = engine(engine_name, jobs, logs)
-    waiting: dict[Future, tuple[str, int]] = {}
-    for name, seed in plan:
-        log = logs / f"{name}-{seed}.log"
-        future = pool.submit(run_one, preset_name, name, seed, str(root), str(log), corpus)
-        waiting[future] = (name, seed)
+    queue, waiting = deque(plan), dict[Future, tuple[str, int]]()
     outcomes: list[Outcome] = []
     steps = {(name, seed): config(name, preset_name, seed).train.steps for name, seed in plan}
     bar = tqdm(total=sum(steps.values()), unit="step", unit_scale=True, disable=not progress,
                desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
     with bar:
-        while waiting:
+        while queue or waiting:
+            while queue and len(waiting) < jobs:
+                name, seed = queue.popleft()
+                log = str(logs / f"{name}-{seed}.log")
+                future = pool.submit(run_one, preset_name, name, seed, str(root), log, checkpoint_seconds, corpus)
+                waiting[future] = (name, seed)
             finished = [future for future in waiting if future.done()]
             for future in finished:
                 name, seed = waiting.pop(future)

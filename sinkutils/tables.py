@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from sinkutils.experiments import config, experiment, largest_alpha, paper_rows, preset, resolve
+from sinkutils.finetuning import FINETUNINGS, planned
 from sinkutils.records import RUNS, CorruptRecord, config_dict, read_record
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -88,8 +89,8 @@ def _row(folder: Path, preset: str) -> dict[str, Any]:
     row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
     row |= {"steps": final.get("step"), "wall_seconds": record.provenance["wall_seconds"]}
     try:
-        current = config_dict(config(name, preset, seed))
-        one = experiment(name)
+        current = config_dict(planned(name, preset, seed))
+        one = FINETUNINGS.get(name) or experiment(name)
     except ValueError as error:
         return row | {"status": "stale", "reason": str(error)}
     row |= {"section": one.section, "item": one.item}

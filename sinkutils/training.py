@@ -11,7 +11,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,31 +20,32 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from sinkutils.capture import measure
+from sinkutils.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.checks import choice, instance, integer, real
 from sinkutils.corpora import Corpus, load_corpus
 from sinkutils.distributed import ALONE, Group
 from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.packing import Chunks, DataConfig, fix_position
+from sinkutils.packing import Batches, Chunks, DataConfig, fix_position
 from sinkutils.probes import probe
 from sinkutils.records import (
-    CorruptRecord,
+    CHECKPOINT_SECONDS,
     Record,
-    config_hash,
     find_record,
     partial_folder,
-    read_tensors,
     record_folder,
     run_lock,
     write_record,
-    write_tensors,
 )
 from sinkutils.sinks import Report
 
 PRECISIONS = ("fp32", "bf16")
 EVALUATION_SEED = 0
+LARGEST_SEED = 2**63 - 1  # what every generator takes
 SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
 
 
@@ -71,16 +72,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_sequences", "eval_length", "valid_chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {self.precision!r}")
-        if self.learning_rate <= 0 or self.weight_decay < 0:
-            raise ValueError("learning_rate must be positive and weight_decay not negative")
-        if not 0 <= self.lr_floor <= 1:
-            raise ValueError(f"lr_floor must be in 0..1, got {self.lr_floor}")
-        if self.micro_batch is not None and self.batch_size % self.micro_batch:
-            raise ValueError(f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
+            integer(name, getattr(self, name), least=1)
+        integer("warmup_steps", self.warmup_steps, least=0)
+        choice("precision", self.precision, PRECISIONS)
+        for name in ("learning_rate", "clip_norm"):
+            real(name, getattr(self, name), "positive and finite")
+        for name in ("weight_decay", "adam_eps"):
+            real(name, getattr(self, name), "finite and not negative", ends="low")
+        for name in ("beta1", "beta2"):
+            real(name, getattr(self, name), "in [0, 1)", high=1.0, ends="low")
+        real("lr_floor", self.lr_floor, "in 0..1", high=1.0, ends="both")
+        if self.micro_batch is not None:
+            integer("micro_batch", self.micro_batch, least=1)
+            if self.batch_size % self.micro_batch:
+                raise ValueError(f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        for name, kind in (("experiment", str), ("preset", str), ("model", LMConfig), ("data", DataConfig),
+                           ("train", TrainConfig)):  # fmt: skip
+            instance(name, getattr(self, name), kind)
+        integer("seed", self.seed, least=0, most=LARGEST_SEED)
         if self.train.eval_length > self.model.context_length:
             raise ValueError(
                 f"eval_length {self.train.eval_length} is longer than context_length {self.model.context_length}"
@@ -147,10 +156,12 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1) -> 
 class Run:
     """The state of one run between two optimiser steps; `train` drives it."""
 
+    loss = staticmethod(next_token_loss)
+
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, group: Group = ALONE) -> None:
         self.config, self.corpus, self.device, self.group = config, corpus, device, group
-        generator = torch.Generator().manual_seed(config.seed)
-        self.model = TransformerLM(config.model, generator).to(device)
+        self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.model = self.first_model().to(device)
         train = config.train
         self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
         self.optimizer = torch.optim.AdamW(
@@ -161,16 +172,35 @@ class Run:
             weight_decay=train.weight_decay,
             fused=True,
         )
-        length = config.model.context_length
-        self.chunks = Chunks(corpus, "train", length, config.data, seed=config.seed)
-        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
-        valid = Chunks(corpus, "valid", length, dataclasses.replace(config.data, random_positions=()))
+        self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        self.probe = probe_ids(config, corpus).to(device)
+        self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
         self.step = 0
-        self.curve: list[dict[str, float]] = []
-        self.train_losses: list[float] = []
+        self.curve: list[dict[str, Any]] = []
+        self.gradient_norm = torch.zeros(())  # of the last step, before clipping
         self.seconds = 0.0
+
+    def first_model(self) -> TransformerLM:
+        """The model before the first step."""
+        return TransformerLM(self.config.model, torch.Generator().manual_seed(self.config.seed))
+
+    def batches(self) -> tuple[Batches, Batches]:
+        """What the run trains on, and what it is validated on."""
+        config, length = self.config, self.config.model.context_length
+        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
+        kept = dataclasses.replace(config.data, random_positions=())
+        return (
+            Chunks(self.corpus, "train", length, config.data, seed=config.seed),
+            Chunks(self.corpus, "valid", length, kept),
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        """What the record says of where the run's text came from."""
+        return {
+            "corpus": "path" if self.corpus.name.startswith("path:") else self.corpus.name,
+            "corpus_sha256": self.corpus.fingerprint,
+            "corpus_train_tokens": len(self.chunks.tokens),
+        }
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """bf16 where the config asks for it."""
@@ -190,7 +220,7 @@ class Run:
                     loss = forward(self.trained, part, self.config.model.attention.prefix) / len(parts)
                 loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
         self.optimizer.step()
@@ -204,12 +234,10 @@ class Run:
 
         In a group every process evaluates, because the weights may be cut over all of them.
         """
-        prefix = self.config.model.attention.prefix
-        parts = self.valid.split(32)
         with self.autocast():
-            losses = [float(next_token_loss(self.model, part, prefix)) * len(part) for part in parts]
+            valid_loss = self.valid_loss()
         # Rank 0's, so that all take it for finite or none.
-        point = {"step": self.step, "valid_loss": self.group.once(lambda: sum(losses) / len(self.valid))}
+        point = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
         if not math.isfinite(point["valid_loss"]):
             return point, None
         report = measure(self.model, self.probe, targets=self.targets)
@@ -217,6 +245,12 @@ class Run:
         if report.star is not None:
             point["sink_star"] = report.sink_star()
         return point, report
+
+    def valid_loss(self) -> float:
+        """The mean loss of the validation chunks."""
+        prefix = self.config.model.attention.prefix
+        losses = [float(self.loss(self.model, part, prefix)) * len(part) for part in self.valid.split(32)]
+        return sum(losses) / len(self.valid)
 
     @property
     def tokens_per_step(self) -> int:
@@ -227,13 +261,13 @@ class Run:
         return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
 
 
-def probe_ids(config: RunConfig, corpus: Corpus) -> Tensor:
+def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor:
     """The sequences of the sink metric: 100 natural ones outside the training text, T = 64 (Section 4).
 
     A fixed token is also fixed here, as the authors' evaluation does.
     """
     train = config.train
-    ids = probe("natural", corpus.tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED,
+    ids = probe("natural", tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED,
                 bos=config.data.bos, corpus=corpus)  # fmt: skip
     return fix_position(ids, config.data.fixed_position, corpus.fix_id)
 
@@ -246,9 +280,10 @@ def train(
     corpus: Corpus | str | None = None,
     keep_weights: bool = False,
     compile: bool = False,
-    checkpoint_seconds: float = 20.0,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
     group: Group = ALONE,
+    make: Callable[..., Run] = Run,
 ) -> Record:
     """Train one run to its end and write its record; a finished record is returned as it is.
 
@@ -259,6 +294,7 @@ def train(
 
     corpus: the text, or where to load it from, in place of the config's own; the record's provenance names it.
     group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
+    make: the kind of run: pre-training, or what `finetuning` makes of it.
     """
     folder = record_folder(config.preset, config.experiment, config.seed, runs)
     done = group.once(finished, folder, config, keep_weights)
@@ -281,14 +317,12 @@ def train(
         done = group.once(finished, folder, config, keep_weights)  # by whoever held the lock before
         if done is not None:
             return done
-        run = Run(config, corpus, target, group)
+        run = make(config, corpus, target, group)
         checkpoint = partial_folder(folder) / "checkpoint.safetensors"
         load_checkpoint(run, checkpoint)
         reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
         provenance = {
-            "corpus": "path" if corpus.name.startswith("path:") else corpus.name,
-            "corpus_sha256": corpus.fingerprint,
-            "corpus_train_tokens": len(run.chunks.tokens),
+            **run.provenance(),
             "device": device_name(target),
             "wall_seconds": round(run.seconds, 1),
             "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
@@ -297,7 +331,7 @@ def train(
             "parallel": group.parallel,
         }
         weights = dict(group.weights(run.model)) if keep_weights else None
-        tokenizer = corpus.tokenizer if keep_weights else None
+        tokenizer = run.tokenizer if keep_weights else None
         outcome = summary(run, report, reason)
         return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer)
 
@@ -325,7 +359,7 @@ def _loop(
 ) -> tuple[str | None, Report | None]:
     """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
     config, report = run.config, None
-    forward = torch.compile(next_token_loss) if compile else next_token_loss
+    forward = torch.compile(run.loss) if compile else run.loss
     hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
     saved = started = time.monotonic()
     before = run.seconds
@@ -377,58 +411,6 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
     if report is not None and reason is None:
         final["report"] = report.to_dict()
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
-
-
-def save_checkpoint(run: Run, path: Path) -> None:
-    """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
-    tensors = {f"model.{name}": value for name, value in run.group.weights(run.model).items()}
-    for index, state in run.group.optimizer_state(run.model, run.optimizer).items():
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
-    extra = {
-        "config_sha256": config_hash(run.config),
-        "corpus_sha256": run.corpus.fingerprint,
-        "step": run.step,
-        "seconds": run.seconds,
-        "curve": run.curve,
-    }
-    run.group.once(write_tensors, path, tensors, extra)
-
-
-def load_checkpoint(run: Run, path: Path) -> None:
-    """Continue `run` from `path` if it holds this run's state; else say why not, and start from step 0."""
-    tensors: dict[str, Tensor] = {}
-    extra: dict[str, Any] | None = None
-    if run.group.first:
-        tensors, extra = read_checkpoint(run, path)
-    extra = run.group.once(lambda: extra)
-    if extra is None:
-        return
-    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith("optimizer."):
-            _, index, name = key.split(".")
-            state.setdefault(int(index), {})[name] = value
-    run.group.load(run.model, run.optimizer, weights, state)
-    run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
-
-
-def read_checkpoint(run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The tensors and the rest of a checkpoint of this run; nothing and None where there is none that can be used."""
-    if not path.exists():
-        return {}, None
-    try:
-        tensors, extra = read_tensors(path)
-    except CorruptRecord as error:
-        warnings.warn(f"{error}; training starts again from step 0", stacklevel=4)
-        return {}, None
-    if (extra["config_sha256"], extra["corpus_sha256"]) != (config_hash(run.config), run.corpus.fingerprint):
-        warnings.warn(
-            f"{path.parent.name}/{path.name} is of another config or corpus; training starts again from step 0",
-            stacklevel=4,
-        )
-        return {}, None
-    return tensors, extra
 
 
 @contextlib.contextmanager

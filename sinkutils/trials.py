@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from sinkutils.evidence import (
     ABSENT,
     EPSILON,
+    MASSIVE,
     PRESENT,
     Check,
     Results,
+    ratio_by_block,
 )
+from sinkutils.model import TransformerLM
+
+if TYPE_CHECKING:
+    from sinkutils.subjects import Subject
 
 SEQUENCES = 50
 EXACT = 1e-9  # float64 over a few blocks or steps
@@ -87,33 +93,46 @@ def rotary_is_bounded() -> list[Check]:
     ]
 
 
-@lru_cache
-def scaling_difference(optimizer: str, alpha: float = 0.2, steps: int = 20) -> float:
-    """Largest difference between alpha W_O and a rescaled run's weights, along `steps` steps (Eqs. 32-42).
+# The powers of alpha by which a run without it changes its settings to follow one with it (after Eqs. 35 and 42).
+RESCALED = {"sgd": {"lr": 2}, "adamw": {"lr": 1, "eps": -1, "weight_decay": -1}}
+_SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-2}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+}
 
-    One matrix in float64: normalisation scaled by alpha on one side; learning rate (SGD: alpha^2, AdamW: alpha),
-    initialisation (alpha), Adam's eps and weight decay (1 / alpha) on the other.
+
+def scaling_differences(
+    optimizer: str, alpha: float = 0.2, steps: int = 20, powers: Mapping[str, int] | None = None
+) -> list[float]:
+    """Largest difference between alpha W_O and a rescaled run's weights after each of `steps` steps (Eqs. 32-42).
+
+    One matrix in float64: normalisation scaled by alpha on one side; on the other the initialisation multiplied by
+    alpha, and each setting of the optimiser by alpha to its power of `powers` (default: RESCALED, the rule).
+    optimizer: "sgd" or "adamw", or ValueError.
     """
+    if optimizer not in _SETTINGS:
+        raise ValueError(f"optimizer must be 'sgd' or 'adamw', got {optimizer!r}")
+    powers = RESCALED[optimizer] if powers is None else powers
+    make, settings = _SETTINGS[optimizer]
     generator = torch.Generator().manual_seed(0)
     start, inputs, targets = (torch.randn(8, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     scaled, rescaled = nn.Parameter(start.clone()), nn.Parameter(alpha * start)
-    if optimizer == "sgd":
-        pair: list[Any] = [torch.optim.SGD([scaled], 1e-2), torch.optim.SGD([rescaled], alpha**2 * 1e-2)]
-    elif optimizer == "adamw":
-        pair = [
-            torch.optim.AdamW([scaled], 1e-2, (0.9, 0.95), 1e-4, weight_decay=0.1),
-            torch.optim.AdamW([rescaled], alpha * 1e-2, (0.9, 0.95), 1e-4 / alpha, weight_decay=0.1 / alpha),
-        ]
-    else:
-        raise ValueError(f"optimizer must be 'sgd' or 'adamw', got {optimizer!r}")
-    largest = 0.0
+    changed = {name: alpha ** powers[name] * settings[name] for name in powers}
+    runs = ((scaled, alpha, make([scaled], **settings)), (rescaled, 1.0, make([rescaled], **settings | changed)))
+    differences = []
     for _ in range(steps):
-        for weight, factor, step in ((scaled, alpha, pair[0]), (rescaled, 1.0, pair[1])):
+        for weight, factor, step in runs:
             step.zero_grad()
             (inputs @ (factor * weight) - targets).square().mean().backward()
             step.step()
-        largest = max(largest, float((alpha * scaled - rescaled).detach().abs().max()))
-    return largest
+        differences.append(float((alpha * scaled - rescaled).detach().abs().max()))
+    return differences
+
+
+@lru_cache
+def scaling_difference(optimizer: str) -> float:
+    """The largest of `scaling_differences` under the paper's rule."""
+    return max(scaling_differences(optimizer))
 
 
 def scaling_is_rescaling() -> list[Check]:
@@ -128,12 +147,12 @@ def scaling_is_rescaling() -> list[Check]:
 # --- Section 3 on our own weights ------------------------------------------------------------------------------------
 
 
-def _own(results: Results, name: str) -> tuple[nn.Module, Any, Any] | None:
-    """Model, tokenizer and record of a run whose weights were kept."""
-    from sinkutils.zoo import load_lm
+def _own(results: Results, name: str) -> Subject | None:
+    """The model of a run whose weights were kept."""
+    from sinkutils.subjects import subject
 
     record = results.weights(name)
-    return None if record is None else (*load_lm(record.folder, "cpu"), record)
+    return None if record is None else subject(str(record.folder), "cpu")
 
 
 def _no_weights(results: Results, name: str) -> str:
@@ -141,49 +160,33 @@ def _no_weights(results: Results, name: str) -> str:
     return f"the weights of {label}: python -m sinkutils train {label} --preset {results.preset} --keep-weights"
 
 
-def _inputs(kind: str, tokenizer: Any, record: Any, length: int | None = None) -> Tensor:
-    """A probe of our own model at its T. With a fixed token, that stands in its place, or is the token repeated:
-    another one repeated would have no sink for want of it, whatever repetition does.
-    """
-    from sinkutils.packing import fix_position
-    from sinkutils.probes import probe
-    from sinkutils.tokenization import special_ids
-
-    ids = probe(kind, tokenizer, SEQUENCES, length or record.config["train"]["eval_length"])
-    position = record.config["data"]["fixed_position"]
-    if position is None:
-        return ids
-    fix_id = special_ids(tokenizer, record.folder.name)["fix_id"]
-    return torch.full_like(ids[:1], fix_id) if kind == "repeat" else fix_position(ids, position, fix_id)
+def _heads(own: Subject) -> list[tuple[int, int]]:
+    """Every (layer, head) of one of our models."""
+    shape: Any = own.model.config
+    return [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)]
 
 
 def own_sink(results: Results, name: str, kind: str, test: Callable[[float], bool], says: str) -> Check:
     """A check of `test` on Sink_1 of our own model on random or repeated tokens."""
-    from sinkutils.capture import measure
-
     says = f"{results.label(name)}: {says}"
     own = _own(results, name)
     if own is None:
         return Check(says, None, missing=(_no_weights(results, name),))
-    model, tokenizer, record = own
-    value = measure(model, _inputs(kind, tokenizer, record), norms=False).sink(1, EPSILON)
+    value = own.measure(own.inputs(kind, SEQUENCES, own.length), norms=False).sink(1, EPSILON)
     return Check(says, test(value), ((f"Sink_1 % on {kind} tokens", f"{results.label(name)} {value:.1f}"),))
 
 
 def longer_and_stricter(results: Results) -> list[Check]:
     """Fig. 3: Sink_1 falls with T, and more so for a larger eps; on random tokens."""
-    from sinkutils.capture import measure
     from sinkutils.sinks import uniform_alpha
 
     says = "Sink_1 at T = C not above that at a smaller T", "the share lost is larger at eps = 0.4 than at 0.2"
     own = _own(results, "base")
     if own is None:
         return [Check(says[0], None, missing=(_no_weights(results, "base"),))]
-    model, tokenizer, record = own
-    context = record.config["model"]["context_length"]
     # Where uniform attention alone exceeds eps, as at T = 16 and eps = 0.2, every head would count.
-    lengths = (next(t for t in (context // 4, context // 2) if uniform_alpha(t) < 0.2), context)
-    reports = [measure(model, _inputs("random", tokenizer, record, t), norms=False) for t in lengths]
+    lengths = (next(t for t in (own.context // 4, own.context // 2) if uniform_alpha(t) < 0.2), own.context)
+    reports = [own.measure(own.inputs("random", SEQUENCES, t), norms=False) for t in lengths]
     sinks = {eps: [report.sink(1, eps) for report in reports] for eps in (0.2, 0.3, 0.4)}
     facts = tuple(
         (f"Sink_1 % at T = {lengths[0]} and {lengths[1]}", f"eps {eps} {short:.1f} and {long:.1f}")
@@ -195,16 +198,12 @@ def longer_and_stricter(results: Results) -> list[Check]:
 
 def angles_not_norms(results: Results) -> list[Check]:
     """Fig. 2 bottom: in the heads with a sink, cos(q_t, k_1) is larger than others' and ||q_t|| ||k_1|| smaller."""
-    from sinkutils.capture import measure
-
     says = "cos(q_t, k_1) above cos(q_t, k_j)", "||q_t|| ||k_1|| below ||q_t|| ||k_j||"
     own = _own(results, "base")
     if own is None:
         return [Check(says[0], None, missing=(_no_weights(results, "base"),))]
-    model, tokenizer, record = own
-    shape = record.config["model"]
-    heads = [(layer, head) for layer in range(shape["num_layers"]) for head in range(shape["num_heads"])]
-    report = measure(model, _inputs("random", tokenizer, record), norms=False, heads=heads, keep=("qk",))
+    heads = _heads(own)
+    report = own.measure(own.inputs("random", SEQUENCES, own.length), norms=False, heads=heads, keep=("qk",))
     strong = [(layer, head) for layer, head in heads if float(report.alpha[:, 0, layer, head].mean()) > EPSILON]
     if not strong:
         return [Check(says[0], None, missing=(f"a head of {results.label('base')} with a sink on random tokens",))]
@@ -226,17 +225,12 @@ def _first_and_others(maps: Any) -> tuple[float, float]:
 
 def relative_first_token(results: Results, name: str, window: int) -> list[Check]:
     """Fig. 6 middle: Sink of the first key that each query t > w can see, t - w + 1, at T = C."""
-    from sinkutils.capture import measure
-
     says = f"{results.label(name)}: at most {ABSENT} % of heads on the window's first token"
     own = _own(results, name)
     if own is None:
         return [Check(says, None, missing=(_no_weights(results, name),))]
-    model, tokenizer, record = own
-    shape = record.config["model"]
-    heads = [(layer, head) for layer in range(shape["num_layers"]) for head in range(shape["num_heads"])]
-    ids = _inputs("random", tokenizer, record, shape["context_length"])
-    report = measure(model, ids, norms=False, heads=heads, keep=("map",))
+    ids = own.inputs("random", SEQUENCES, own.context)
+    report = own.measure(ids, norms=False, heads=_heads(own), keep=("map",))
     maps = torch.stack([kept.map for kept in report.kept.values() if kept.map is not None])
     first = maps.diagonal(offset=1 - window, dim1=-2, dim2=-1)[..., 1:]  # A[t, t - w + 1] for t > w
     value = 100 * float((first.mean(dim=-1) > EPSILON).double().mean())
@@ -245,22 +239,65 @@ def relative_first_token(results: Results, name: str, window: int) -> list[Check
 
 def edited_positions(results: Results, edit: str) -> list[Check]:
     """Table 7: what p_1 replaced by, or swapped with, p_t does to the sink on repeated tokens; t = 5, 10."""
-    from sinkutils.capture import measure
     from sinkutils.zoo import replace_position, swap_positions
 
     says = "Sink_1 falls below half" if edit == "replace" else "Sink_t above Sink_1"
     own = _own(results, "learnable")
     if own is None:
         return [Check(says, None, missing=(_no_weights(results, "learnable"),))]
-    model, tokenizer, record = own
-    ids = _inputs("repeat", tokenizer, record)
-    before = measure(model, ids, norms=False).sink(1, EPSILON)
+    ids = own.inputs("repeat", SEQUENCES, own.length)
+    before = own.measure(ids, norms=False).sink(1, EPSILON)
     facts = [("Sink_1 % on repeated tokens", f"untouched {before:.1f}")]
     held = before >= PRESENT
     for t in (5, 10):
-        with (replace_position if edit == "replace" else swap_positions)(model, t):
-            report = measure(model, ids, (1, t), norms=False)
+        with (replace_position if edit == "replace" else swap_positions)(own.model, t):
+            report = own.measure(ids, targets=(1, t), norms=False)
         first, other = report.sink(1, EPSILON), report.sink(t, EPSILON)
         facts.append((f"{edit}, Sink_1 and Sink_t", f"t = {t} {first:.1f} and {other:.1f}"))
         held = held and (first < before / 2 if edit == "replace" else other > first)
     return [Check(says, held, tuple(facts))]
+
+
+class HiddenNorms:
+    """An `Observer` of ||h^l|| at every position, x* included: `blocks` has a row of means over samples for each."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[float]] = []
+
+    def embedding(self, hidden: Tensor) -> None:
+        """Not looked at."""
+
+    def attention(self, *args: Any) -> None:
+        """Not looked at."""
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        self.blocks.append(torch.linalg.vector_norm(hidden, dim=-1).mean(dim=0).tolist())
+
+
+def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
+    """||h|| at the sink token x* over the mean of x_1..x_T, for each block, mean over ids (samples, T) (Fig. 7 middle).
+
+    What `measure` gives has x_1 as its first position; here x* is the first of T + 1. Raises ValueError for a model
+    without a sink token.
+    """
+    if not isinstance(model, TransformerLM) or not model.config.sink_token:
+        raise ValueError("model must be a TransformerLM with a sink token: LMConfig(sink_token=True)")
+    seen = HiddenNorms()
+    with torch.no_grad():
+        model.hidden(ids.to(model.embed.weight.device), seen)
+    return ratio_by_block(seen.blocks)
+
+
+def massive_sink_token(results: Results) -> list[Check]:
+    """Section 7.3, Fig. 7 middle: x* itself has massive activations, in some block.
+
+    The paper's ratio at its first position, which is x*. x* sees only itself, so that its norm is the same on any
+    input; random tokens are what the other trials use too.
+    """
+    label = results.label("sink_token")
+    says = f"{label}: ||h|| at x* at least {MASSIVE:g} times the others'"
+    own = _own(results, "sink_token")
+    if own is None:
+        return [Check(says, None, missing=(_no_weights(results, "sink_token"),))]
+    ratio = max(sink_token_ratios(own.model, own.inputs("random", SEQUENCES, own.length)))
+    return [Check(says, ratio >= MASSIVE, (("norm ratio of h at x*", f"{label} {ratio:.2f}"),))]

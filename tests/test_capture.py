@@ -403,7 +403,16 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"heads": ((7, 0),)}, "does not have"),
         ({"heads": ((0, 9),)}, "does not have"),
         ({"keep": ("maps",)}, "keep must be"),
+        ({"keep": None}, "keep must be"),
+        ({"heads": ((0,),)}, "heads are"),
+        ({"heads": None}, "heads must be"),
         ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 1.5}, "batch_size"),
+        ({"targets": (math.nan,)}, "count from 1"),
+        ({"targets": ("a",)}, "targets must be a sequence of numbers"),
+        ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
+        ({"attention_mask": [[1]]}, "attention_mask must be of type Tensor"),
+        ({"ids": torch.full((1, 4), VOCAB)}, "no embedding for one of them"),
     ],
 )
 def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from sinkutils import open_lms, trials
+from sinkutils import downstream, open_lms, trials
 from sinkutils.claims import CLAIMS, COLUMNS, claims, verdict
 from sinkutils.evidence import (
     NOT_REPRODUCED,
@@ -25,16 +25,18 @@ from sinkutils.evidence import (
     ratio_by_block,
 )
 from sinkutils.experiments import EXPERIMENTS, config, paper_rows, resolve, unavailable
+from sinkutils.finetuning import FINETUNINGS, finetune_config
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.presets import PRESETS
 from sinkutils.records import record_folder, write_record
+from sinkutils.subjects import Subject
 from sinkutils.tokenization import train_tokenizer
 from sinkutils.trials import scaling_difference
 
 # Claims that no record of numbers can settle: on open models, proofs, kept weights, what is not recorded.
 WITHOUT_RECORDS = {claim.id for claim in CLAIMS if not claim.needs}
 NEED_WEIGHTS = {"qk_angles", "length_and_threshold", "random_input", "repeated_input", "repeated_input_learned",
-                "replaced_position", "swapped_position", "window_absolute"}  # fmt: skip
+                "replaced_position", "swapped_position", "window_absolute", "sink_token_activations"}  # fmt: skip
 # Massive activations where the paper's figures and text say that there are some (Figs. 7, 8 and 29).
 MASSIVE = {"v_bias": 6.0, "k_bias_first_20": 5.0, "k_bias_uniform_20": 4.0, "sigmoid_normalised": 6.0,
            "elu_kernel_normalised": 6.0, "sigmoid_p2": 5.0, "sigmoid_p3": 5.0, "sigmoid_p4": 5.0, "softmax_p1_2": 4.0,
@@ -81,6 +83,19 @@ class Ledger:
                      {"wall_seconds": 1.0}, weights, tokenizer)  # fmt: skip
         return self
 
+    def finetuned(self, name, losses=(3.0, 2.0), norms=(1.0, 1.0), failed=False):
+        """A fine-tuning whose loss and gradient norm go from one value to another over 100 steps, in two halves."""
+        losses, norms = ([low + (high - low) * i / 99 for i in range(100)] for low, high in (losses, norms))
+        curve = [{"step": end, "sink_1": 0.0, "losses": losses[end - 50 : end], "gradient_norms": norms[end - 50 : end]}
+                 for end in (50, 100)]  # fmt: skip
+        curve = [{"step": 0, "sink_1": 0.0, "losses": [], "gradient_norms": []}, *curve]
+        metrics = {"status": "failed" if failed else "done", "reason": "the loss was not finite" if failed else None,
+                   "curve": curve[:1] if failed else curve,
+                   "final": {} if failed else {"step": 100, "sink_1": 0.0, "valid_loss": losses[-1]}}  # fmt: skip
+        write_record(record_folder(self.preset, name, 0, self.runs), finetune_config(name, self.preset), metrics,
+                     {"wall_seconds": 1.0})  # fmt: skip
+        return self
+
     def base(self, *values, **more):
         for seed, value in enumerate(values):
             self.add("base", seed, sink_1=value, **more)
@@ -121,7 +136,7 @@ def papers_ledger(tmp_path_factory):
         ledger.add(one.name, **values, **more)
     for seed in (1, 2):
         ledger.add("base", seed, sink_1=18.18, ratio=MASSIVE["default"], onset=20)
-    return ledger
+    return ledger.finetuned("sft_softmax", (1.5, 1.3)).finetuned("sft_sigmoid", (1.52, 1.33), (1.2, 0.9))
 
 
 def test_the_papers_own_numbers_satisfy_every_predicate(papers_ledger):
@@ -147,7 +162,7 @@ def test_there_are_enough_claims_with_different_ids_and_every_takeaway_is_among_
 
 
 def test_sources_name_items_of_the_paper_and_needs_name_experiments():
-    names = {one.name for one in EXPERIMENTS} | {"base"}
+    names = {one.name for one in EXPERIMENTS} | {"base"} | set(FINETUNINGS)
     for claim in CLAIMS:
         assert re.search(r"Abstract|Section [3-7]|Appendix [A-D]", claim.source), claim.id
         numbers = [int(n) for n in re.findall(r"Table (\d+)", claim.source)]
@@ -292,6 +307,39 @@ def test_random_tokens_are_judged_on_the_default_and_not_where_nothing_sinks(led
     assert ledger.add("default", sink_1=12.0).says("random_first") == PARTLY
 
 
+def test_fine_tuning_is_judged_by_loss_and_gradient_norm_of_both_models(ledger):
+    ledger.base(20.0)
+    assert ledger.says("fine_tuning") == NOT_RUN
+    assert "not run: sft_softmax, sft_sigmoid" in ledger.verdict("fine_tuning")
+    ledger.finetuned("sft_softmax", (3.0, 2.0)).finetuned("sft_sigmoid", (3.1, 2.05), (1.5, 1.0))
+    assert ledger.says("fine_tuning") == REPRODUCED
+    assert "sft_sigmoid 2.10, sft_softmax 2.05" in ledger.verdict("fine_tuning")
+    ledger.finetuned("sft_sigmoid", (3.1, 2.05), (0.1, 2.9))
+    assert ledger.says("fine_tuning") == REPRODUCED  # a drift within a factor of two is none
+    for changes, says in (
+        ({"losses": (3.0, 2.6)}, "the falls of the loss within a factor of 2"),
+        ({"losses": (3.0, 3.1)}, "sft_sigmoid: the training loss falls"),
+        ({"norms": (3.0, 2.0)}, "the median gradient norms within a factor of 2"),
+        ({"losses": (3.3, 2.3)}, "training loss at the end within 5%"),
+        ({"failed": True}, "sft_sigmoid trains"),
+    ):
+        ledger.finetuned("sft_sigmoid", **changes)
+        assert ledger.says("fine_tuning") == PARTLY
+        assert says in ledger.verdict("fine_tuning")
+    assert ledger.base(1.0).says("fine_tuning") == NOT_VISIBLE  # then neither of the two has a sink
+
+
+def test_a_spike_of_the_gradient_is_told_from_a_drift():
+    def ratio(norms):
+        curve = [{"step": 0, "losses": [], "gradient_norms": []},
+                 {"step": len(norms), "losses": [1.0] * len(norms), "gradient_norms": norms}]  # fmt: skip
+        return QUANTITIES["spike"][2]({"curve": curve})
+
+    assert ratio([1.0] * 50 + [25.0] + [1.0] * 49) == 25.0
+    assert ratio([1.0, 2.0, 3.0]) == 1.5
+    assert QUANTITIES["spike"][2]({"curve": [{"step": 1, "sink_1": 2.0}]}) is None  # pre-training
+
+
 def test_experiments_of_another_preset_are_not_run_here(ledger):
     assert ledger.says("one_billion") == NOT_RUN
     assert "not of this preset" in ledger.verdict("one_billion")
@@ -352,9 +400,8 @@ def sink_of_the_first_position(length=16):
 
 @pytest.mark.parametrize("edit", ["replace", "swap"])
 def test_editing_positions_takes_away_or_moves_a_sink_tied_to_p_1(edit, ledger, tokenizer, monkeypatch):
-    record = type("Record", (), {"config": {"train": {"eval_length": 16}, "data": {"fixed_position": None}}})
     model = sink_of_the_first_position()
-    monkeypatch.setattr(trials, "_own", lambda results, name: (model, tokenizer, record))
+    monkeypatch.setattr(trials, "_own", lambda results, name: Subject("tiny", model, tokenizer, length=16))
     (check,) = trials.edited_positions(Results("smoke", ledger.runs), edit)
     assert check.holds, check.facts
     facts = dict(check.facts)
@@ -366,14 +413,22 @@ def test_editing_positions_takes_away_or_moves_a_sink_tied_to_p_1(edit, ledger, 
 
 
 def test_angles_and_norms_are_compared_in_the_heads_with_a_sink(ledger, tokenizer, monkeypatch):
-    shape = {"context_length": 16, "num_layers": 1, "num_heads": 1}
-    config = {"train": {"eval_length": 16}, "data": {"fixed_position": None}, "model": shape}
-    record = type("Record", (), {"config": config})
     model = sink_of_the_first_position()
-    monkeypatch.setattr(trials, "_own", lambda results, name: (model, tokenizer, record))
+    monkeypatch.setattr(trials, "_own", lambda results, name: Subject("tiny", model, tokenizer, length=16))
     angle, norm = trials.angles_not_norms(Results("smoke", ledger.runs))
     assert angle.holds and dict(angle.facts)["mean cosine"] == "x_1 1.00, others 0.00"
     assert not norm.holds  # here it is the norm as well: the other keys are zero
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(100, REPRODUCED), (1, NOT_REPRODUCED)])
+def test_the_sink_token_itself_is_looked_at_for_massive_activations(factor, expected, ledger, tokenizer):
+    ledger.base(20.0, ratio=8.0).add("sink_token", ratio=9.0)
+    assert ledger.says("sink_token_activations") == NOT_RUN  # the record's norms are those of x_1 onwards
+    assert "train sink_token --preset smoke --keep-weights" in ledger.verdict("sink_token_activations")
+    model = TransformerLM(config("sink_token", "smoke").model, torch.Generator().manual_seed(0))
+    model.sink.data = factor * model.embed.weight[5].detach()  # unscaled it is as long as any token's embedding
+    ledger.add("sink_token", weights=dict(model.state_dict()), tokenizer=tokenizer)
+    assert ledger.says("sink_token_activations") == expected, ledger.verdict("sink_token_activations")
 
 
 def test_weights_that_were_not_kept_are_asked_for(tmp_path):
@@ -401,6 +456,28 @@ def test_measured_open_models_are_judged_with_or_without_our_own(ledger, tmp_pat
     measured(folder, "mistralai/Mistral-7B-v0.1", natural=97.49)
     measured(folder, "mistralai/Mistral-7B-Instruct-v0.1", natural=88.34)
     assert ledger.says("base_and_chat") == REPRODUCED
+
+
+def scored(name, acc_norm):
+    downstream.save_scores(name, {"task": "hellaswag", "acc": acc_norm - 5, "acc_norm": acc_norm})
+
+
+def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger, tmp_path):
+    folder = tmp_path / "measurements"
+    assert ledger.says("hellaswag") == NOT_RUN
+    measured(folder, "EleutherAI/pythia-160m", natural=40.0)
+    scored("EleutherAI/pythia-160m", 30.0)
+    assert ledger.says("hellaswag") == NOT_RUN  # one model is no comparison
+    measured(folder, "EleutherAI/pythia-1.4b", natural=60.0)
+    scored("EleutherAI/pythia-1.4b", 52.0)
+    measured(folder, "facebook/opt-1.3b", natural=80.0)
+    scored("facebook/opt-1.3b", 53.0)
+    assert ledger.says("hellaswag") == REPRODUCED, ledger.verdict("hellaswag")
+    assert "acc_norm %: Pythia-160M 30.0, Pythia-1.4B 52.0, OPT-1.3B 53.0" in ledger.verdict("hellaswag")
+    scored("facebook/opt-1.3b", 60.0)  # then the stronger sink would go with the better model
+    assert ledger.says("hellaswag") == PARTLY
+    scored("EleutherAI/pythia-1.4b", 29.0)
+    assert "acc_norm %: Pythia-1.4B above Pythia-160M" in ledger.verdict("hellaswag")
 
 
 def test_a_file_that_is_no_measurement_is_named(ledger, tmp_path):

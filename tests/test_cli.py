@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from sinkutils.__main__ import main
+from sinkutils.records import RUNS
 
 
 def test_list_shows_every_experiment_with_the_papers_value(capsys):
@@ -53,7 +54,7 @@ def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
 
 
 def test_every_command_has_help():
-    for command in ("list", "train", "sweep", "measure", "claims", "run"):
+    for command in ("list", "train", "finetune", "sweep", "measure", "claims", "run"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
@@ -67,6 +68,16 @@ def test_measure_prints_a_table_or_json_for_a_recorded_model(capsys):
     assert main([*arguments, "--json"]) == 0
     reports = json.loads(capsys.readouterr().out)
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
+
+
+def test_a_record_is_measured_with_the_first_token_that_it_was_trained_with(capsys):
+    record = json.loads((RUNS / "laptop/fixed_1/0/metrics.json").read_text())
+    assert main(["measure", "laptop/fixed_1/0", "--json"]) == 0
+    with_it = json.loads(capsys.readouterr().out)["natural"]
+    assert with_it["sink"]["1"]["0.3"] > 5 and record["final"]["sink_1"] > 5
+    assert with_it["name"].endswith("x_fix first")
+    assert main(["measure", "laptop/fixed_1/0", "--any-first", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["natural"]["sink"]["1"]["0.3"] < 5
 
 
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():

@@ -83,7 +83,7 @@ def test_bad_requests_are_clear() -> None:
         probe("words", raw())
     with pytest.raises(ValueError, match="this one has none"):
         probe("random", raw(bos=False), bos=True)
-    with pytest.raises(ValueError, match="length at least 2"):
+    with pytest.raises(ValueError, match="length must be at least 2"):
         probe("random", raw(), length=1, bos=True)
     with pytest.raises(ValueError, match="n must be at least 1"):
         probe("random", raw(), n=0)

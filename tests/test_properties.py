@@ -16,9 +16,9 @@ from sinkutils.capture import measure
 from sinkutils.corpora import Corpus
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.packing import DataConfig
-from sinkutils.properties import BOS, TEXT, X_FIX, Subject
 from sinkutils.records import write_record
 from sinkutils.sinks import uniform_alpha
+from sinkutils.subjects import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.training import RunConfig, TrainConfig
 from sinkutils.zoo import ModelUnavailable
 
@@ -51,7 +51,6 @@ def no_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty data/measurements, and no figure left open."""
     folder = tmp_path / "measurements"
     monkeypatch.setattr(open_lms, "MEASUREMENTS", folder)
-    monkeypatch.setattr(downstream, "MEASUREMENTS", folder)
     yield folder
     plt.close("all")
 
@@ -83,8 +82,8 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
         folder = tmp_path / str(position)
         metrics = {"status": "done", "curve": [], "final": {}}
         write_record(folder, run, metrics, {}, dict(tiny_model().state_dict()), corpus.tokenizer)
-        one = properties.subject(str(folder))
-        assert (one.name, one.fixed_position, one.context) == ("tiny", position, 32)
+        one = subject(str(folder))
+        assert (one.name, one.fixed_position, one.context, one.length) == ("tiny", position, 32, 32)
 
 
 def test_without_weights_the_models_are_missing_in_one_clear_line(tmp_path: Path, monkeypatch) -> None:

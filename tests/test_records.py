@@ -2,25 +2,32 @@
 
 import dataclasses
 import errno
+import fcntl
+import itertools
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 
 from sinkutils.records import (
     CorruptRecord,
+    RunLocked,
     config_dict,
     config_hash,
     find_record,
+    partial_folder,
     read_record,
     read_tensors,
     record_folder,
+    run_lock,
     write_record,
     write_tensors,
 )
 
+records_module = sys.modules["sinkutils.records"]  # sinkutils.records is the function
 FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
 
 
@@ -70,6 +77,70 @@ def test_a_full_disk_leaves_the_old_record_and_no_rubbish(folder, tiny, monkeypa
             write_record(folder, tiny, {"status": "done"}, {})
     assert read_record(folder).metrics["final"] == {"sink_1": 1.5}
     assert [path.name for path in folder.parent.iterdir()] == ["0"]
+
+
+def die_before_step(step: int, what) -> bool:
+    """Call `what` in a child process that dies, in the middle of a file or before a rename, at its `step`-th write.
+
+    Returns whether `what` came to its end before.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps = itertools.count(1)
+
+    def write_half(path, data, whole=records_module._write_synced):
+        if next(steps) == step:
+            path.write_bytes(data[: len(data) // 2])
+            os._exit(9)
+        whole(path, data)
+
+    def rename(source, target, really=os.replace):
+        if next(steps) == step:
+            os._exit(9)
+        really(source, target)
+
+    records_module._write_synced, os.replace = write_half, rename
+    try:
+        what()
+    finally:  # whatever happens, the child must not go on as a second pytest
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+@pytest.mark.parametrize("there", ["no record", "another record"])
+def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_next_run_cleans_up(tiny, tmp_path, there):
+    target = record_folder("test", "tiny", 0, tmp_path)
+    old, new = {"status": "failed", "reason": "old"}, {"status": "done", "reason": None}
+    left, deaths = set(), 0
+    for step in itertools.count(1):
+        if there == "another record":
+            write_record(target, tiny, old, {})
+        with run_lock(target):  # what the worker before left is gone
+            assert {path.name for path in target.parent.iterdir()} <= {"0", "0.partial"}
+        ended = die_before_step(step, lambda: write_record(target, tiny, new, {}))
+        left.add(read_record(target).metrics["reason"] if target.exists() else "nothing")
+        if ended:
+            break
+        deaths += 1
+    assert read_record(target).metrics == new
+    if there == "no record":  # four files and a rename
+        assert deaths == 5 and left == {"nothing", None}
+    else:  # and one more to put the old one away; between the two there is none, and the run is trained again
+        assert deaths == 6 and left == {"old", "nothing", None}
+
+
+def test_a_lock_on_a_file_that_its_last_owner_removed_is_taken_again(tmp_path, monkeypatch):
+    target, removed = record_folder("test", "tiny", 0, tmp_path), []
+
+    def flock(file, how, really=fcntl.flock):
+        if not removed:  # the owner before ends here, after the file was opened and before it is locked
+            removed.append(shutil.rmtree(partial_folder(target)))
+        really(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_lock(target), pytest.raises(RunLocked, match="test/tiny/0"), run_lock(target):
+        pass
+    assert removed
 
 
 def test_a_new_record_replaces_an_old_one_whole(folder, tiny):

@@ -1,7 +1,5 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
-import time
-
 import pytest
 
 from sinkutils import sweep as sweep_module
@@ -15,7 +13,7 @@ from sinkutils.training import train
 def quick(monkeypatch, corpus):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run_one(preset, experiment, seed, runs, log, text):
+    def run_one(preset, experiment, seed, runs, log, checkpoint_seconds, text):
         if experiment == "v_bias":
             raise RuntimeError("the machine went away")
         try:
@@ -36,6 +34,37 @@ def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path):
     assert {(o.experiment, o.status) for o in first} == {(name, "done") for name in ONLY}
     assert sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False) == []
     assert all(read_record(record_folder("smoke", name, 0, runs)).status == "done" for name in ONLY)
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.json", "provenance.json", "SHA256SUMS"])
+def test_a_damaged_record_is_named_and_made_again(quick, tmp_path, file):
+    runs = tmp_path / "runs"
+    sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
+    path = record_folder("smoke", "k_bias", 0, runs)
+    before = read_record(path).metrics
+    (path / file).write_bytes((path / file).read_bytes()[:-2])
+    with pytest.warns(UserWarning, match=f"smoke/k_bias/0: {file} is .* counts as missing"):
+        (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
+    assert outcome.status == "done" and read_record(path).metrics == before
+    assert [left.name for left in path.parent.iterdir()] == ["0"]
+
+
+def test_no_more_runs_than_jobs_are_under_way_and_an_interrupt_leaves_no_queue(monkeypatch, tmp_path):
+    begun = []
+
+    class Interrupted:
+        def done(self):
+            raise KeyboardInterrupt
+
+    class Counting:
+        def submit(self, function, *arguments):
+            begun.append(arguments[1])
+            return Interrupted()
+
+    monkeypatch.setattr(sweep_module, "engine", lambda *arguments: Counting())
+    with pytest.raises(KeyboardInterrupt):
+        sweep("smoke", jobs=2, seeds=(0,), runs=tmp_path / "runs", progress=False)
+    assert len(begun) == 2
 
 
 def test_one_failing_run_does_not_stop_the_others(quick, tmp_path):
@@ -62,10 +91,3 @@ def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, t
 def test_an_unknown_engine_is_refused_and_lists_the_engines(tmp_path):
     with pytest.raises(ValueError, match="local, slurm, ray"):
         engine("abacus", 1, tmp_path)
-
-
-def test_submitit_runs_the_same_function(tmp_path):
-    submitit = pytest.importorskip("submitit", reason="the extra sinkutils[slurm] is not installed")
-    executor = submitit.AutoExecutor(folder=tmp_path, cluster="debug")
-    job = executor.submit(time.strftime, "%%")
-    assert job.result() == "%"

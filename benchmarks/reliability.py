@@ -1,0 +1,256 @@
+"""How reliable the running and the measuring are, in counts: kills, damage, inputs; and what a second worker gains.
+
+    python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
+    python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
+    python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
+    python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
+    python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
+
+Counts of other parts that are in the JSON already stay there. tests/test_reliability.py does the same in short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinkutils.records import CorruptRecord, read_record, record_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "attention sink token head query key value softmax norm layer train loss weight decay window prefix".split()
+SMALLEST_WAIT = 0.002  # between two looks at the files
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """Real sweeps, as a user starts them, of a few smoke runs on a text of our own."""
+
+    folder: Path
+    only: tuple[str, ...] = ("fixed_1", "k_bias", "sigmoid")
+    jobs: int = 2
+    preset: str = "smoke"
+    engine: str = "local"
+
+    def start(self, name: str) -> subprocess.Popen:
+        """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
+        command = [sys.executable, "-m", "sinkutils", "sweep", "--preset", self.preset, "--jobs", str(self.jobs),
+                   "--seeds", "0", "--only", *self.only, "--runs", str(self.runs(name)), "--engine", self.engine,
+                   "--checkpoint-seconds", "0", "--corpus", f"path:{self.texts()}"]  # fmt: skip
+        environment = {**os.environ, "SINKUTILS_CACHE": str(self.folder / "cache")}
+        self.runs(name).mkdir(parents=True, exist_ok=True)
+        with open(self.runs(name).parent / "sweep.log", "ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=log, stderr=log)
+
+    def finish(self, name: str) -> float:
+        """Run one sweep to its end; returns the seconds. Raises RuntimeError with its output if it failed."""
+        began = time.monotonic()
+        if self.start(name).wait() != 0:
+            raise RuntimeError((self.runs(name).parent / "sweep.log").read_text()[-2000:])
+        return time.monotonic() - began
+
+    def runs(self, name: str) -> Path:
+        """The folder of the records of the sweeps of that name."""
+        return self.folder / name / "runs"
+
+    def texts(self) -> Path:
+        """Made-up documents, the same each time."""
+        folder, rng = self.folder / "texts", random.Random(0)
+        if not folder.exists():
+            new = Path(tempfile.mkdtemp(dir=self.folder))
+            for index in range(400):
+                text = " ".join(rng.choices(WORDS, k=rng.randint(100, 300)))
+                (new / f"{index}.txt").write_text(text)
+            new.rename(folder)
+        return folder
+
+    def results(self, name: str) -> dict[str, tuple[bytes, bytes]]:
+        """The records there are, each checked: experiment -> config.json and metrics.json."""
+        found = {}
+        for one in self.only:
+            folder = record_folder(self.preset, one, 0, self.runs(name))
+            if folder.exists():
+                read_record(folder)
+                found[one] = ((folder / "config.json").read_bytes(), (folder / "metrics.json").read_bytes())
+        return found
+
+    def trainings(self, name: str) -> dict[str, int]:
+        """How often each run was begun: every training shows a progress bar, which the log of the run keeps."""
+        logs = self.runs(name).parent / "logs" / self.preset
+        return {
+            one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", (logs / f"{one}-0.log").read_text())) for one in self.only
+        }
+
+
+def kill_at_random(
+    sweeps: Sweeps, expected: dict[str, tuple[bytes, bytes]], seconds: float, kills: int, seed: int = 0
+) -> dict:
+    """Kill sweeps of `seconds` at random instants and start them again, until they have been killed that often.
+
+    A round is one set of records, made in spite of kills; after each kill every record that is there must be whole
+    and none that was there may be missing, and at the end of a round all must be `expected`, byte for byte. Returns
+    counts. Raises AssertionError or CorruptRecord, which names the file, for the first that is not so.
+    """
+    rng, hit, rounds, before = random.Random(seed), Counter[str](), 0, {}
+    name = ""
+    for _start in range(20 * kills + 20):
+        if not name:
+            rounds, before = rounds + 1, {}
+            name = f"killed-{rounds}"
+        began, process = time.time(), sweeps.start(name)
+        if hit.total() < kills and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            hit[what_was_hit(sweeps.runs(name) / sweeps.preset, began)] += 1
+        else:
+            process.wait()
+            seconds = max(time.time() - began, seconds / 2)  # what else runs on the machine changes with time
+        after = sweeps.results(name)
+        assert before.items() <= after.items(), f"a record was lost or changed: {set(before) - set(after)}"
+        assert after.items() <= expected.items(), f"other results: {[k for k in after if after[k] != expected[k]]}"
+        before = after
+        if len(after) == len(expected):
+            name = ""
+            if hit.total() == kills:
+                return {"kills": kills, "rounds": rounds, "records": rounds * len(expected), "hit": dict(hit)}
+    raise AssertionError(f"after {rounds} rounds and {hit.total()} kills {name} is not complete")
+
+
+def wait_for_an_instant(process: subprocess.Popen, runs: Path, seconds: float, rng: random.Random) -> bool:
+    """Wait until a random instant, or until a little after a random change to the files, when most is at stake.
+
+    False if the sweep ended before that.
+    """
+    changes = rng.randint(1, 12) if rng.random() < 0.5 else 0
+    until = time.monotonic() + rng.uniform(0, seconds)
+    seen = set(tree(runs))
+    while process.poll() is None:
+        time.sleep(SMALLEST_WAIT)
+        if not changes:
+            if time.monotonic() > until:
+                return True
+        elif (now := set(tree(runs))) != seen:
+            seen, changes = now, changes - 1
+            if not changes:
+                time.sleep(rng.uniform(0, 0.02))
+                return True
+    return False
+
+
+def tree(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Every file below a folder with its size and time of change, whatever comes and goes meanwhile."""
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            try:
+                stat = os.stat(os.path.join(parent, file))
+            except FileNotFoundError:
+                continue
+            yield os.path.join(parent, file), stat.st_size, stat.st_mtime_ns
+
+
+def what_was_hit(folder: Path, began: float) -> str:
+    """What a kill interrupted, by the files that the killed sweep had touched since it began."""
+    for pattern, what in (("*/.0-*.tmp", "writing a record"), ("*/0.partial/*.tmp", "writing a checkpoint"),
+                          ("*/0.partial/*.safetensors", "training, after a checkpoint"),
+                          ("*/0.partial/lock", "training, before a checkpoint")):  # fmt: skip
+        if any(path.stat().st_mtime >= began for path in folder.glob(pattern)):
+            return what
+    return "starting or ending"
+
+
+def two_at_once(sweeps: Sweeps, name: str = "twice") -> dict[str, int]:
+    """Start two sweeps of the same runs at the same time; returns how often each run was trained."""
+    processes = [sweeps.start(name) for _ in range(2)]
+    codes = [process.wait() for process in processes]
+    assert codes == [0, 0], (sweeps.runs(name).parent / "sweep.log").read_text()[-2000:]
+    return sweeps.trainings(name)
+
+
+def damage(folder: Path) -> dict[str, int]:
+    """Flip every byte of every file of a record, cut it at every length, and read; returns counts.
+
+    Files are put back as they were. `missed` counts what was read without complaint, `unnamed` what was refused
+    without the name of the file.
+    """
+    counts = Counter(files=0, flipped=0, cut=0, missed=0, unnamed=0)
+    for path in sorted(folder.iterdir()):
+        blob = path.read_bytes()
+        counts["files"] += 1
+        flips = ((b"%b%c%b" % (blob[:i], blob[i] ^ 1, blob[i + 1 :]), "flipped") for i in range(len(blob)))
+        cuts = ((blob[:i], "cut") for i in range(len(blob)))
+        for damaged in (flips, cuts):
+            for data, kind in damaged:
+                path.write_bytes(data)
+                counts[kind] += 1
+                try:
+                    read_record(folder)
+                    counts["missed"] += 1
+                except CorruptRecord as error:
+                    counts["unnamed"] += path.name not in str(error)
+        path.write_bytes(blob)
+    return dict(counts)
+
+
+def inputs(cases: int) -> dict[str, dict[str, int]]:
+    """Run the property tests of tests/test_inputs.py on that many cases; returns what came of them, by property."""
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts.json"
+        environment = {**os.environ, "SINKUTILS_CASES": str(cases), "SINKUTILS_COUNTS": str(counts)}
+        command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "test_inputs.py")]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        return json.loads(counts.read_text())
+
+
+def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
+    """Seconds of the same runs by one worker and by two: 1 is a second worker that halves the time."""
+    one, two = (Sweeps(folder, only, jobs, preset).finish(f"jobs-{jobs}") for jobs in (1, 2))
+    return {"preset": preset, "runs": len(only), "one_worker_seconds": round(one, 1),
+            "two_workers_seconds": round(two, 1), "efficiency": round(one / (2 * two), 3)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--damage", action="store_true")
+    parser.add_argument("--cases", type=int)
+    parser.add_argument("--efficiency", action="store_true")
+    parser.add_argument("--preset", default="laptop", help="of --efficiency")
+    parser.add_argument("--only", nargs="+", default=["fixed_1", "k_bias", "kv_bias", "v_bias"], help="of --efficiency")
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
+    options = parser.parse_args()
+    made: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if options.kills or options.damage:
+            sweeps = Sweeps(folder)
+            seconds = sweeps.finish("whole")
+            expected = sweeps.results("whole")
+            if options.damage:
+                made["damage"] = damage(record_folder("smoke", sweeps.only[0], 0, sweeps.runs("whole")))
+            if options.kills:
+                twice = two_at_once(sweeps)
+                made["twice"] = {"runs": len(twice), "trained_once": sum(n == 1 for n in twice.values())}
+                made["kills"] = kill_at_random(sweeps, expected, seconds, options.kills)
+        if options.cases:
+            made["inputs"] = inputs(options.cases)
+        if options.efficiency:
+            made["efficiency"] = efficiency(folder, options.preset, tuple(options.only))
+    print(json.dumps(made, indent=1))
+    if options.json:
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        options.json.write_text(json.dumps({**known, **made}, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The book: README and the notebooks as they were committed, nothing executed. Built by `make book`."""
+
+project = "When attention sink emerges"
+extensions = ["myst_nb", "sphinx_external_toc", "sphinx-mathjax-offline"]
+external_toc_path = "docs/toc.yml"
+include_patterns = ["*.md", "notebooks/*.ipynb", "docs/*.md"]
+exclude_patterns = [".*", "book", "build", "data", "rendered", "shared"]
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "sphinx_book_theme"
+html_title = project
+html_use_index = False
+html_show_search_summary = False  # it would fetch the pages found, which a browser refuses to a file
+html_context = {"default_mode": "auto"}
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}

@@ -1,0 +1,62 @@
+"""Checks of arguments: each raises ValueError that names the argument, what it must be and what it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def is_count(value: Any) -> bool:
+    """Whether this is an integer of at least 1; True is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    """An integer in least..most; True and False are not integers here."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    wanted = f"must be at least {least}" if most == math.inf else f"must be in {least}..{most}"
+    require(whole, f"{name} must be an integer, got {value!r}")
+    require(least <= value <= most, f"{name} {wanted}, got {value}")
+
+
+def real(name: str, value: Any, wanted: str, low: float = 0.0, high: float = math.inf, ends: str = "") -> None:
+    """A finite number between low and high, `ends` ("low", "high", "both") included; `wanted` says it in words."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    inside = number and (low < value < high or (value == low and ends in ("low", "both")) or
+                         (value == high and ends in ("high", "both")))  # fmt: skip
+    require(inside, f"{name} must be {wanted}, got {value!r}")
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """One of the names allowed."""
+    require(isinstance(value, str) and value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def flag(name: str, value: Any) -> None:
+    """True or False."""
+    require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    """A value of that type."""
+    require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
+def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """A list, array or tensor of numbers as floats."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # rows of unequal length
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
+        raise ValueError(f"{name} must be a sequence of numbers, got {values!r}")
+    return tuple(array.astype(float).tolist())

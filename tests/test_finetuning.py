@@ -1,0 +1,418 @@
+"""Fine-tuning: pairs made of sources and chats, loss on answers only, and a run that is recorded like any other."""
+
+import dataclasses
+import json
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from sinkutils import external, finetuning, instructions, notebooks
+from sinkutils.__main__ import main
+from sinkutils.embedded import definitions_of
+from sinkutils.experiments import config
+from sinkutils.finetuning import (
+    FINETUNINGS,
+    SCALES,
+    FinetuneConfig,
+    FinetuneRun,
+    answer_loss,
+    finetune,
+    finetune_config,
+    history,
+    planned,
+    start_record,
+)
+from sinkutils.instructions import IGNORED, Layout, conversations, conversations_of, encode_conversation, make_pairs
+from sinkutils.model import TransformerLM
+from sinkutils.presets import PRESETS
+from sinkutils.records import record_folder, write_record
+from sinkutils.tables import records
+from sinkutils.training import from_dict, train
+
+CPU = torch.device("cpu")
+SOURCE = '''"""A module about nothing."""
+
+def first(a, b):  # a comment
+    return a
+
+class Sink:
+    """A place where attention goes,
+    and stays.
+
+    Not part of the answer.
+    """
+
+    def drain(self, rate: float = 1.0) -> None:
+        """Let it out at some rate."""
+
+    async def fill(
+        self,
+        rate: float,
+    ) -> None:
+        r"""Let it in at a rate, \\alpha."""
+
+def last() -> str:
+    """Give back the last of all."""
+    def inner():
+        """Too short."""
+    if first:
+        """This string belongs to no definition."""
+'''
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture
+def layout(corpus) -> Layout:
+    return Layout(corpus.tokenizer, (corpus.fix_id,), corpus.eos_id, 32)
+
+
+@pytest.fixture(scope="session")
+def chats(text_folder, tmp_path_factory):
+    """A .jsonl file of the shape of UltraChat: the words of the corpus, each answer another."""
+    rng = np.random.default_rng(0)
+    words = (text_folder / "000.txt").read_text().split()
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    rows = []
+    for number in range(120):
+        question, answer = (" ".join(rng.choice(words, 6)) for _ in range(2))
+        rows.append({"prompt": question, "prompt_id": str(number), "messages": chat(question, answer)})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def test_definitions_are_found_with_their_docstrings_and_their_class():
+    found = [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)]
+    assert found == [
+        ("class", "Sink", "A place where attention goes,"),
+        ("method", "Sink.drain", "Let it out at some rate."),
+        ("method", "Sink.fill", "Let it in at a rate, \\alpha."),
+        ("function", "last", "Give back the last of all."),
+        ("function", "inner", "Too short."),
+    ]
+
+
+def test_definitions_of_the_standard_library_are_those_that_parsing_finds():
+    import ast
+    import inspect
+    import textwrap
+
+    source = inspect.getsource(textwrap)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    parsed = sorted((node.name, text.split()) for node in nodes if (text := ast.get_docstring(node)))
+    # The scan keeps escapes as they are written.
+    scanned = [(name.split(".")[-1], text.replace("\\\\", "\\").split()) for _, name, text in definitions_of(source)]
+    assert len(parsed) > 10 and sorted(scanned) == parsed
+
+
+def test_a_definition_is_asked_for_and_its_first_paragraph_is_the_answer():
+    pairs = list(conversations_of(SOURCE))
+    assert pairs[0] == chat("What is the class Sink?", "A place where attention goes, and stays.")
+    assert pairs[1] == chat("What does Sink.drain do?", "Let it out at some rate.")
+    assert len(pairs) == 4  # two words are no answer
+
+
+def test_only_the_answer_and_its_end_carry_loss_and_the_fixed_token_stands_first(layout):
+    ids, targets = encode_conversation(chat("the sink ?", "attention shows where"), layout)
+    assert ids[0] == layout.first[0] and ids[-1] == layout.eos_id and len(ids) == len(targets)
+    kept = [token for token, target in zip(ids, targets, strict=True) if target != IGNORED]
+    assert kept == [target for target in targets if target != IGNORED]
+    assert layout.tokenizer.decode(kept[:-1]) == " attention shows where" and kept[-1] == layout.eos_id
+    asked = [token for token, target in zip(ids[1:], targets[1:], strict=True) if target == IGNORED]
+    assert layout.tokenizer.decode(asked) == "Q: the sink ?\nA:"
+
+
+def test_every_answer_of_a_longer_chat_carries_loss(layout):
+    wide = dataclasses.replace(layout, context_length=200)
+    messages = [{"role": "system", "content": "a"}, *chat("the sink", "attention"), *chat("when", "the first")]
+    ids, targets = encode_conversation(messages, wide)
+    assert targets.count(layout.eos_id) == 2
+    kept = [target for target in targets if target not in (IGNORED, layout.eos_id)]
+    assert layout.tokenizer.decode(kept) == " attention the first"
+    assert layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
+
+
+def test_long_conversations_are_cut_and_left_out_where_no_answer_is_within_reach(layout):
+    ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)
+    assert len(ids) == len(targets) == layout.context_length + 1 and layout.eos_id not in targets
+    assert encode_conversation(chat("sink " * 100, "attention"), layout) is None
+
+
+def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
+    source = [chat("the", "sink token head"), chat("of", "sink token head"), chat("in", "key"), chat("to", "value")]
+    held_out, pairs = make_pairs(iter(source), layout, (1, 2), "made up", progress=False)
+    assert (len(held_out), len(pairs)) == (1, 2)
+    rows = torch.cat([held_out.take(np.arange(1)), pairs.take(np.arange(2))])
+    expected = [encode_conversation(source[index], layout) for index in (0, 2, 3)]
+    for row, (ids, targets) in zip(rows, expected, strict=True):
+        assert row[0, : len(ids)].tolist() == ids and set(row[0, len(ids) :].tolist()) == {layout.eos_id}
+        assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {IGNORED}
+    assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
+
+
+def test_too_few_conversations_are_counted_in_the_error(layout):
+    source = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
+    with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens \(of 3\), and 4 are needed"):
+        make_pairs(iter(source), layout, (1, 3), "made up", progress=False)
+
+
+@pytest.mark.parametrize("name", ["docstring", "hub:someone", "path:", "ultrachat:train", ""])
+def test_unknown_instructions_list_what_there_is(name):
+    with pytest.raises(ValueError, match="there are: docstrings, ultrachat, hub:"):
+        conversations(name)
+
+
+def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats, tmp_path, monkeypatch):
+    local = list(conversations(f"path:{chats}"))
+    assert len(local) == 120 and [message["role"] for message in local[0]] == ["user", "assistant"]
+    (tmp_path / "data").mkdir()
+    frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
+    frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
+    monkeypatch.setattr(instructions, "ULTRACHAT", (str(tmp_path), "train_sft"))
+    assert list(conversations("ultrachat")) == local
+
+
+def test_hub_names_are_read_as_data_set_and_split(monkeypatch):
+    asked = []
+    monkeypatch.setattr(external, "conversations", lambda *arguments: asked.append(arguments))
+    for name in ("ultrachat", "hub:owner/chats", "hub:owner/chats/test"):
+        conversations(name)
+    assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
+
+
+def test_without_network_one_line_says_what_was_asked(monkeypatch):
+    def unreachable(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("could not\nbe found")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConnectionError, match="'HuggingFaceH4/ultrachat_200k' could not be read") as error:
+        next(conversations("ultrachat"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"messages": "hello"}', '{"messages": [{"role": "robot", "content": "x"}]}', '{"text": "x"}',
+             '{"messages": [{"role": "user", "content": null}]}'],
+)  # fmt: skip
+def test_a_line_that_is_no_chat_is_named(tmp_path, line):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"messages": chat("a", "b")}) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"odd\.jsonl, line 3: (not JSON|expected \"messages\")"):
+        list(conversations(f"path:{path}"))
+    with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
+        list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
+
+
+def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
+    model = TransformerLM(tiny.model, torch.Generator().manual_seed(0))
+    source = [chat("the sink", "attention shows where"), chat("of", "key")]
+    (pairs,) = make_pairs(iter(source), layout, (2,), "made up", progress=False)
+    rows = pairs.take(np.arange(2))
+    logits = model(rows[:, 0, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1, 1:].flatten(), ignore_index=IGNORED)
+    torch.testing.assert_close(answer_loss(model, rows), expected)
+    other = rows.clone()
+    other[:, 0, -1] = 5  # padding, and the targets of questions, are never looked at
+    torch.testing.assert_close(answer_loss(model, other), answer_loss(model, rows))
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", FINETUNINGS)
+def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(name, preset):
+    run = finetune_config(name, preset, 1)
+    start = config(run.start, preset, 1)
+    assert run.train.learning_rate == pytest.approx(start.train.learning_rate / 20)
+    assert run.train.steps * run.train.batch_size <= run.pairs < (run.train.steps + 1) * run.train.batch_size
+    assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
+    assert from_dict(FinetuneConfig, json.loads(json.dumps(dataclasses.asdict(run)))) == run
+    assert planned(name, preset, 1) == run and planned(run.start, preset, 1) == start
+
+
+def test_at_the_papers_1b_it_is_what_appendix_d_says():
+    run = finetune_config("sft_sigmoid", "paper-1b")
+    assert run.start == "sigmoid_1b" and run.instructions == "ultrachat" and run.pairs == 200_000
+    assert run.train.learning_rate == pytest.approx(2e-5) and run.train.batch_size == 64
+    assert run.model.context_length == 2048 and run.train.lr_floor == 0
+    assert finetune_config("sft_softmax", "paper-1b").start == "softmax_1b"
+    assert finetune_config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
+
+
+def test_names_and_starts_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="fine-tuning must be one of sft_softmax, sft_sigmoid"):
+        finetune_config("sft_elu")
+    run = finetune_config("sft_softmax", "smoke")
+    with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):
+        dataclasses.replace(run, data=dataclasses.replace(run.data, fixed_position=2))
+    with pytest.raises(ValueError, match="pairs must be at least the batch size 8"):
+        dataclasses.replace(run, pairs=7)
+
+
+# ---- runs
+
+
+def shortened(run, steps=8, **changes):
+    """A config with the training of a second or two."""
+    settings = dict(steps=steps, eval_every=2, eval_sequences=2, valid_chunks=16) | changes
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, **settings))
+
+
+@pytest.fixture(scope="module")
+def started(corpus, tmp_path_factory):
+    """Records of the smoke preset's base and sigmoid, with weights: short ones under the names of the real ones."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name in ("base", "sigmoid"):
+        run = config(name, "smoke")
+        made = train(shortened(run, steps=12), runs / "short", corpus=corpus, keep_weights=True, progress=False)
+        weights = torch_weights(made)
+        write_record(record_folder("smoke", run.experiment, 0, runs), run, made.metrics, {"wall_seconds": 1.0}, weights,
+                     corpus.tokenizer)  # fmt: skip
+    return runs
+
+
+def torch_weights(record):
+    from safetensors.torch import load_file
+
+    return load_file(record.weights)
+
+
+def small(name, chats, **changes):
+    run = shortened(finetune_config(name, "smoke"), **changes)
+    return dataclasses.replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
+
+
+def test_a_fine_tuning_starts_from_the_records_weights_and_its_sink(started, chats, corpus):
+    run = small("sft_softmax", chats)
+    start = start_record(run, started)
+    state = FinetuneRun(run, corpus, CPU, start=start, progress=False)
+    weights = torch_weights(start)
+    assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
+    (before,) = state.curve
+    assert before["step"] == 0 and before["losses"] == before["gradient_norms"] == []
+    assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
+    assert before["sink_1"] == start.metrics["final"]["sink_1"]
+
+
+def test_another_corpus_keeps_the_tokenizer_of_the_weights(started, chats, corpus, tmp_path):
+    from sinkutils.corpora import load_corpus
+
+    texts = tmp_path / "other"
+    texts.mkdir()
+    for index in range(40):
+        (texts / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
+    other = load_corpus(f"path:{texts}", 290, cache_dir=tmp_path / "cache", progress=False)
+    run = small("sft_softmax", chats)
+    state = FinetuneRun(run, other, CPU, start=start_record(run, started), progress=False)
+    assert state.tokenizer is not other.tokenizer
+    assert state.tokenizer.to_str() == corpus.tokenizer.to_str()
+
+
+def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(started, chats, corpus, tmp_path):
+    for name in ("sft_softmax", "sft_sigmoid"):
+        run = small(name, chats, steps=8)
+        record = finetune(run, started, corpus=corpus, keep_weights=True, progress=False)
+        assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
+        steps = history(record.metrics)
+        assert [step["step"] for step in steps] == list(range(1, 9))
+        assert all(step["gradient_norm"] > 0 and step["train_loss"] > 0 for step in steps)
+        assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
+        assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
+        assert {"pairs_sha256", "start_weights_sha256", "corpus_sha256"} <= set(record.provenance)
+        assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()
+        again = finetune(run, started, corpus=corpus, keep_weights=True, progress=False)
+        assert again.metrics == record.metrics and again.provenance == record.provenance
+
+
+def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
+    runs = []
+    for clip in (1.0, 1e-6):
+        run = small("sft_softmax", chats, clip_norm=clip)
+        state = FinetuneRun(run, corpus, CPU, start=start_record(run, started), progress=False)
+        state.advance(state.loss)
+        runs.append(float(state.passed[0][1]))
+    assert runs[0] == runs[1] > 1e-3
+
+
+def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
+    started, chats, corpus, tmp_path, monkeypatch
+):
+    run = small("sft_softmax", chats)
+    outcomes = []
+    for number in range(3):
+        copy = tmp_path / str(number)
+        (copy / "smoke" / "fixed_1").mkdir(parents=True)
+        (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
+        if number == 2:  # stopped after its first checkpoint
+            with monkeypatch.context() as patch:
+                patch.setattr(finetuning, "train", interrupted(patch))
+                with pytest.raises(KeyboardInterrupt):
+                    finetune(run, copy, corpus=corpus, progress=False)
+        folder = finetune(run, copy, corpus=corpus, progress=False).folder
+        outcomes.append((folder / "metrics.json").read_bytes())
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def interrupted(patch):
+    """`train` that saves at every evaluation and is stopped in the sixth step."""
+    advance = FinetuneRun.advance
+
+    def stop(self, forward):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return advance(self, forward)
+
+    patch.setattr(FinetuneRun, "advance", stop)
+    return lambda *arguments, **keywords: train(*arguments, **keywords, checkpoint_seconds=0.0)
+
+
+def test_a_diverging_fine_tuning_is_recorded_as_failed(started, chats, corpus, tmp_path):
+    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
+    record = finetune(run, started, corpus=corpus, progress=False)
+    assert record.status == "failed" and "not finite" in record.metrics["reason"]
+    assert record.metrics["curve"][0]["step"] == 0
+
+
+def test_without_weights_to_start_from_it_says_how_to_make_them(tiny, tmp_path, capsys):
+    assert main(["finetune", "sft_sigmoid", "--preset", "smoke", "--runs", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "which is not recorded" in error and "train sigmoid --preset smoke --seed 0 --keep-weights" in error
+    run = config("sigmoid", "smoke")
+    folder = record_folder("smoke", "sigmoid", 0, tmp_path)
+    write_record(folder, run, {"status": "done", "reason": None, "curve": [], "final": {}}, {"wall_seconds": 1.0})
+    with pytest.raises(ValueError, match="whose record was written without them"):
+        finetune(finetune_config("sft_sigmoid", "smoke"), tmp_path)
+    write_record(folder, run, {"status": "failed", "reason": "no", "curve": [], "final": {}}, {"wall_seconds": 1.0})
+    with pytest.raises(ValueError, match=r"failed to train \(no\)"):
+        finetune(finetune_config("sft_sigmoid", "smoke"), tmp_path)
+
+
+def test_records_of_fine_tunings_are_rows_like_others_and_stale_ones_say_so(tmp_path):
+    final = {"step": 20, "sink_1": 3.0, "valid_loss": 2.0, "train_loss": 2.5}
+    metrics = {"status": "done", "reason": None, "curve": [], "final": final}
+    for seed, run in enumerate((finetune_config("sft_softmax", "smoke"), small("sft_softmax", "x"))):
+        write_record(record_folder("smoke", "sft_softmax", seed, tmp_path), dataclasses.replace(run, seed=seed),
+                     metrics, {"wall_seconds": 1.0})  # fmt: skip
+    table = records("smoke", tmp_path)
+    assert table["status"].tolist() == ["done", "stale"]
+    assert table.loc[0, ["section", "item", "sink_1"]].tolist() == ["D", "Figure 30", 3.0]
+
+
+def test_every_preset_has_a_scale():
+    assert SCALES.keys() == PRESETS.keys()
+
+
+def test_a_notebook_says_how_to_make_a_fine_tuning_that_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(notebooks, "record_folder", lambda *name: record_folder(*name, tmp_path))
+    assert notebooks.finetuned_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
+    assert "python -m sinkutils finetune sft_sigmoid --preset smoke --seed 3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
+        notebooks.finetuned_or_train("sft_sigmoid", "smoke", recompute="always")

@@ -1,0 +1,56 @@
+"""Real sweeps under kills, beside each other and on other engines; benchmarks/reliability.py has the long forms."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from sinkutils.records import read_record, record_folder, write_record
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "reliability.py"
+spec = importlib.util.spec_from_file_location("reliability", SCRIPT)
+reliability = sys.modules["reliability"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reliability)
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(sweeps):
+    """How long an unbroken sweep takes, and its results."""
+    seconds = sweeps.finish("whole")
+    return seconds, sweeps.results("whole")
+
+
+def test_a_sweep_of_two_workers_killed_at_random_loses_nothing_and_ends_as_an_unbroken_one(sweeps, unbroken):
+    seconds, expected = unbroken
+    assert set(expected) == set(sweeps.only)
+    counts = reliability.kill_at_random(sweeps, expected, seconds, kills=5)
+    assert sum(counts["hit"].values()) == 5
+
+
+def test_two_sweeps_started_at_once_train_every_run_once(sweeps, unbroken):
+    assert reliability.two_at_once(sweeps) == dict.fromkeys(sweeps.only, 1)
+    assert sweeps.results("twice") == unbroken[1]
+
+
+def test_every_byte_flipped_and_every_cut_of_a_record_is_noticed_and_named(tiny, tmp_path):
+    folder = record_folder("test", "tiny", 0, tmp_path)
+    write_record(folder, tiny, {"status": "done", "reason": None, "final": {}}, {"device": "cpu"})
+    counts = reliability.damage(folder)
+    assert counts["files"] == 4 and counts["flipped"] == counts["cut"] > 1000
+    assert counts["missed"] == counts["unnamed"] == 0
+    assert read_record(folder).status == "done"
+
+
+@pytest.mark.parametrize(("engine", "package"), [("slurm", "submitit"), ("ray", "ray")])
+def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken, engine, package):
+    pytest.importorskip(package, reason=f"the extra sinkutils[{engine}] is not installed")
+    dataclasses.replace(sweeps, engine=engine).finish(engine)
+    assert sweeps.results(engine) == unbroken[1]
+    assert sweeps.trainings(engine) == dict.fromkeys(sweeps.only, 1)
