@@ -1,6 +1,6 @@
 # make run   sets up .venv and executes every notebook with papermill
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
-# make book  turns README and the notebooks, as they were committed, into HTML: book/index.html
+# make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
 
@@ -43,7 +43,7 @@ $(BOOK_VENV)/.installed: docs/requirements.txt
 
 book: $(BOOK_VENV)/.installed
 	rm -rf book
-	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . book
+	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d book/doctrees . book/html
 
 browser: book $(VENV)/.installed
 	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/test_book.py tests/test_jupyterlab.py

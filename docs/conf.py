@@ -3,8 +3,8 @@
 project = "When attention sink emerges"
 extensions = ["myst_nb", "sphinx_external_toc", "sphinx-mathjax-offline"]
 external_toc_path = "docs/toc.yml"
-include_patterns = ["*.md", "notebooks/*.ipynb", "docs/*.md"]
-exclude_patterns = [".*", "book", "build", "data", "rendered", "shared"]
+include_patterns = ["*.md", "notebooks/[0-9]*.ipynb"]
+exclude_patterns = [".*", "book", "build", "data"]  # not looked through: they are large
 
 nb_execution_mode = "off"
 nb_merge_streams = True

@@ -60,7 +60,7 @@ def packing(
     corpus = ToyCorpus(lengths)
     stream = [corpus.names[token] for token in corpus.tokens("train")]
     figure = plt.figure(figsize=(9.6, 3.8))
-    top, below = figure.subfigures(2, 1, height_ratios=(1, 2.2))
+    top, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 2.2))[:, 0]
     axis = top.subplots()
     _cells(axis, [stream])
     used = len(packed(corpus, context_length, DataConfig())) * context_length

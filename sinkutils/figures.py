@@ -386,3 +386,41 @@ def step_differences(runs: Mapping[str, Mapping[str, Sequence[float]]], title: s
     if title:
         figure.suptitle(title)
     return figure
+
+
+def final_values(runs: Mapping[str, Any], xlabel: str, title: str = "") -> Figure:
+    """Losses and Sink_1 at the end of several runs in their order (Figs. 5 right, 6 right); runs: `Record` or None.
+
+    What is not run leaves a gap, which its label says.
+    """
+    finals = [run.metrics["final"] if run is not None and run.status == "done" else {} for run in runs.values()]
+    rows, colors = np.arange(len(runs)), sns.color_palette("colorblind")
+    figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.4))
+    for key, label, color, line in (("train_loss", "train loss", colors[0], "-"),
+                                    ("valid_loss", "valid loss", colors[0], "--")):  # fmt: skip
+        axes[0].plot(rows, [final.get(key, np.nan) for final in finals], line, marker="o", color=color, label=label)
+    axes[1].plot(rows, [final.get("sink_1", np.nan) for final in finals], marker="o", color=colors[1])
+    axes[0].set_ylabel("loss (nats a token)")
+    axes[0].legend()
+    axes[1].set(ylabel=SINK_LABEL, ylim=(0, max(5.0, axes[1].get_ylim()[1])))
+    names = [name if final else f"{name}\n({'no run' if run is None else 'failed'})"
+             for (name, run), final in zip(runs.items(), finals, strict=True)]  # fmt: skip
+    for axis in axes:
+        axis.set_xlim(-0.4, len(runs) - 0.6)
+        axis.set_xticks(rows, names, fontsize="small")
+        axis.set_xlabel(xlabel)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> Figure:
+    """Sink_k by position k, a row a run or a text (Table 10 right, Fig. 5 middle); rows without values stay white."""
+    size = (0.55 * table.shape[1] + 3.0, (0.42 if len(table) < 15 else 0.2) * len(table) + 1.3)
+    figure, axis = plt.subplots(figsize=size)
+    few = len(table) < 15
+    sns.heatmap(table.astype(float), vmin=0, vmax=100, cmap="rocket", ax=axis, annot=few, fmt=".0f", linewidths=0.5,
+                cbar_kws={"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}, yticklabels=few)  # fmt: skip
+    axis.set(xlabel="position $k$", ylabel=ylabel, title=title)
+    axis.tick_params(axis="y", rotation=0)
+    return figure

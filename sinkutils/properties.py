@@ -148,7 +148,7 @@ def by_revision(
         number = re.search(r"\d+", revision)
         if number is None:
             raise ValueError(f"revisions must have their step in their names, such as 'step1000'; got {revision!r}")
-        one = subject(name, device, revision)
+        one = subject(name, device, revision=revision)
         report = one.measure(one.inputs("natural", n, length, seed), norms=False)
         rows.append({"revision": revision, "step": int(number.group()), "sink_1": report.sink(1, EPSILON),
                      "alpha_1": float(report.alpha.mean())})  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pandas as pd
 
 from sinkutils.experiments import config, experiment, largest_alpha, paper_rows, preset, resolve
 from sinkutils.finetuning import FINETUNINGS, planned
-from sinkutils.records import RUNS, CorruptRecord, config_dict, read_record
+from sinkutils.records import RUNS, CorruptRecord, Record, config_dict, read_record
+from sinkutils.sinks import Report
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 VALUES = (*SINKS, "valid_loss")
@@ -148,3 +150,18 @@ def _ours(row: pd.Series, value: str, digits: int) -> str:
     if row["seeds"] == 1 or not mean:
         return mean
     return f"{mean} ({row[f'{value}_low']:.{digits}f} to {row[f'{value}_high']:.{digits}f})"
+
+
+def sinks_by_position(runs: Mapping[str, Record | None], eps: float = EPSILON) -> pd.DataFrame:
+    """Sink_k^eps in percent for every recorded position k, a row a run; NaN for what is not run or failed."""
+    rows = {}
+    for name, run in runs.items():
+        report = run.metrics["final"].get("report", {}) if run is not None else {}
+        rows[name] = {int(k): by_eps[str(eps)] for k, by_eps in report.get("sink", {}).items()}
+    return pd.DataFrame.from_dict(rows, orient="index").sort_index(axis=1)
+
+
+def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:
+    """Share of heads in percent with alpha_k > eps, a row a sequence and a column a position k (Fig. 5 middle)."""
+    active = (report.alpha > eps).double().mean(dim=(2, 3))  # (samples, targets)
+    return pd.DataFrame(100 * active.numpy(), columns=list(report.targets))

@@ -45,7 +45,7 @@ def console_errors(driver: webdriver.Chrome) -> list[str]:
 
 
 def requests(driver: webdriver.Chrome) -> set[str]:
-    """The addresses the browser has asked for since it was last asked here."""
+    """The addresses that pages have asked for since it was last asked here, without those of Chromium's own new tab."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    sent = [message for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return {message["params"]["request"]["url"] for message in sent}
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome:")}

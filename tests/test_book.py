@@ -8,7 +8,7 @@ import pytest
 from browser import chromium, console_errors, needs_chromium, requests
 
 ROOT = Path(__file__).resolve().parent.parent
-BOOK = ROOT / "book"
+BOOK = ROOT / "book" / "html"
 SHOTS = ROOT / "build" / "screenshots"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 PAGES = [BOOK / f"{name}.html" for name in ("index", "README", "ERRATA", "CONTRIBUTING", "search")]
@@ -40,7 +40,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def pages(driver):
-    """What the browser makes of every page, with the errors of its console and its requests; and a screenshot of each."""
+    """What the browser makes of every page, its console's errors and its requests; and a screenshot of each."""
     seen = {}
     SHOTS.mkdir(parents=True, exist_ok=True)
     for path in PAGES:
