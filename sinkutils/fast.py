@@ -32,6 +32,7 @@ from sinkutils.attention import attend as dense_attend
 
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
+ROWS = 128  # at least so many, over all sequences and heads, so that small products do not cost more than their sums
 SOFTMAX_LENGTH = 128  # from here the library's softmax beats its parts; below, records were made with the parts
 CHUNK = 64  # tokens a chunk of linear attention
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
@@ -60,6 +61,59 @@ def attend(
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
     check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
+    biases = (distance_bias, key_bias, value_bias)
+    long = q.device.type == "cpu" and q.shape[2] > DENSE_LENGTH.get("cpu", BLOCK)
+    fused = _is_softmax(spec) and _plain(spec, distance_bias, q.shape[2]) and key_bias is None and spec.prefix == 1
+    if long and not fused and not _flex_serves(q, spec):
+        out = _by_head(q, k, v, spec, *biases, mlp)
+    else:
+        out = _form(q, k, v, spec, *biases, mlp)
+    if spec.scale != 1:
+        out = out * spec.scale
+    if value_bias is not None and spec.bias == "v":
+        out = out + value_bias[:, None]
+    return out
+
+
+def _by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+    mlp: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`_form` a head at a time, so that what it holds beside inputs, output and gradients is that of one head.
+
+    What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
+    """
+    # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
+    again = torch.is_grad_enabled() and (key_bias is not None or _is_linear(spec) or _is_softmax(spec))
+    outs = []
+    for head, parts in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
+        rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias)]
+        line = distance_bias if distance_bias is None or len(distance_bias) == 1 else distance_bias[head : head + 1]
+        inputs = (*parts, spec, line, *rows, mlp)
+        if again:
+            outs.append(checkpoint(_form, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_form(*inputs))
+    return torch.cat(outs, dim=1)
+
+
+def _form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+    mlp: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`attend` without alpha and value bias, by the form that serves the operation, its length and its device."""
     length, star = q.shape[2], 0
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
@@ -68,20 +122,14 @@ def attend(
     q, k = features(q, spec, mlp), features(k, spec, mlp)
     short = length <= DENSE_LENGTH.get(q.device.type, BLOCK)
     if _plain(spec, distance_bias, length) and _is_softmax(spec) and not (short and _slow_kernel(q)):
-        out = _softmax(q, k, v, spec, star)
-    elif _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
-        out = _linear(q, k, v, spec, star)
-    elif short:
-        out = _block(q, k, v, spec, distance_bias, 0, length)
-    elif _flex_serves(q, spec):
-        out = _flex(q, k, v, spec, distance_bias, star)
-    else:
-        out = _blocks(q, k, v, spec, distance_bias)
-    if spec.scale != 1:
-        out = out * spec.scale
-    if value_bias is not None and spec.bias == "v":
-        out = out + value_bias[:, None]
-    return out
+        return _softmax(q, k, v, spec, star)
+    if _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
+        return _linear(q, k, v, spec, star)
+    if short:
+        return _block(q, k, v, spec, distance_bias, 0, length)
+    if _flex_serves(q, spec):
+        return _flex(q, k, v, spec, distance_bias, star)
+    return _blocks(q, k, v, spec, distance_bias)
 
 
 @torch.no_grad()
@@ -189,8 +237,9 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
     """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
     length, blocks = q.shape[2], []
-    for start in range(0, length, BLOCK):
-        inputs = (q[:, :, start : start + BLOCK], k, v, spec, distance_bias, start, length)
+    rows = max(BLOCK, ROWS // (q.shape[0] * q.shape[1]))
+    for start in range(0, length, rows):
+        inputs = (q[:, :, start : start + rows], k, v, spec, distance_bias, start, length)
         if torch.is_grad_enabled():
             blocks.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:

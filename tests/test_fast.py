@@ -55,6 +55,7 @@ def long_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the forms of long sequences at any length, with blocks and chunks that short ones fill."""
     monkeypatch.setattr(fast, "DENSE_LENGTH", {"cpu": 0})
     monkeypatch.setattr(fast, "BLOCK", 8)
+    monkeypatch.setattr(fast, "ROWS", 8)
     monkeypatch.setattr(fast, "CHUNK", 4)
 
 
@@ -173,6 +174,7 @@ def test_any_length_window_prefix_and_block_equals_the_reference(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast, "DENSE_LENGTH", {})
         patch.setattr(fast, "BLOCK", block)
+        patch.setattr(fast, "ROWS", block)
         patch.setattr(fast, "CHUNK", block)
         inputs, extras = draw(spec, length, position)
         assert_same_as_dense(spec, inputs, extras, 1e-9)
