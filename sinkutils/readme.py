@@ -82,6 +82,16 @@ def measure_part() -> str:
     return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
 
 
+def attention_part() -> str:
+    """A training step of each attention operation beside softmax's, from the last benchmark."""
+    path = BENCHMARKS / "attention_ops.json"
+    if not path.exists():
+        return "(not measured yet)"
+    rows = json.loads(path.read_text())["rows"]
+    cells = [[row["operation"], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"] for row in rows]
+    return markdown(["operation", "time, times softmax", "memory, times softmax"], cells)
+
+
 def reliability_part() -> str:
     """Kills, damage and random inputs, counted by the last benchmark, and what a second worker gains."""
     path = BENCHMARKS / "reliability.json"
@@ -118,6 +128,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "records": records_part,
     "training": training_part,
     "measure": measure_part,
+    "attention": attention_part,
     "reliability": reliability_part,
 }
 
