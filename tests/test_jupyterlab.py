@@ -34,13 +34,17 @@ const done = arguments[0], app = window.jupyterapp;
 app.commands.execute("notebook:run-all-cells").then(async () => {
     const panel = app.shell.currentWidget;
     while (panel.sessionContext.session.kernel.status !== "idle") await new Promise((wake) => setTimeout(wake, 200));
-    const code = panel.content.widgets.filter((cell) => cell.model.type === "code");
+    const cells = panel.content.widgets, code = cells.filter((cell) => cell.model.type === "code");
+    const shows = (kind) => code.filter((cell) => cell.model.outputs.toJSON().some((out) => (out.data || {})[kind]));
+    const seen = [...shows("image/png").slice(-1), ...shows("application/vnd.jupyter.widget-view+json")].pop();
+    panel.content.activeCellIndex = cells.indexOf(seen);  // what the screenshot shows
+    await panel.content.scrollToCell(seen, "start");
+    await new Promise((wake) => setTimeout(wake, 2000));
     done(code.map((cell) => ({
         id: cell.model.id,
         ran: cell.model.executionCount !== null,
         outputs: cell.model.outputs.toJSON().map((output) => ({
             type: output.output_type, kinds: Object.keys(output.data || {}), error: output.evalue || null})),
-        drawn: cell.node.querySelectorAll(".jp-OutputArea-output img, .jupyter-widgets").length,
     })));
 }, (error) => done(String(error)));
 """
