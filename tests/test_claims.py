@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sinkutils import downstream, open_lms, trials
-from sinkutils.claims import CLAIMS, COLUMNS, claims, verdict
+from sinkutils.claims import COLUMNS, claims, verdict
+from sinkutils.conclusions import CLAIMS
 from sinkutils.evidence import (
     NOT_REPRODUCED,
     NOT_RUN,
