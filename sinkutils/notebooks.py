@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from IPython.display import display
 from tqdm.auto import tqdm
 
 from sinkutils.experiments import config, keeps_weights, paper_rows, resolve, unavailable
 from sinkutils.finetuning import finetune, finetune_config
 from sinkutils.records import Record, find_record, record_folder
+from sinkutils.tables import plain
 from sinkutils.training import train
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
@@ -144,15 +147,29 @@ def finetuned_or_train(
     return finetune(run, device=device)
 
 
-def show(table: Any) -> None:
-    """Print a table of `paper_beside_ours`, rounded, the same on every run."""
-    from sinkutils.tables import plain
-
-    print(plain(table).to_string())
+def show(table: pd.DataFrame) -> None:
+    """Show a table of `paper_beside_ours`, rounded, the same on every run."""
+    show_frame(plain(table))
 
 
-def show_claims(ledger: Any) -> None:
-    """Print the ledger, a claim a paragraph, the same on every run."""
-    for _, row in ledger.iterrows():
-        print(f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}")
-        print(f"    paper: {row['paper']}; ours: {row['ours'] or '-'}{'; ' + row['why'] if row['why'] else ''}")
+def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
+    """Show all of a table, "-" where there is no value; rows that are only numbered are shown without their numbers."""
+    frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
+    _display(frame.to_string(index=index, na_rep="-"), frame.to_html(index=index, na_rep="-"))
+
+
+def show_claims(ledger: pd.DataFrame) -> None:
+    """Show the ledger, the same on every run: as HTML a row a claim, as text a paragraph a claim."""
+    paragraphs = [
+        f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}\n"
+        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}{'; ' + row['why'] if row['why'] else ''}"
+        for _, row in ledger.iterrows()
+    ]
+    columns = ["verdict", "claim", "source", "paper", "ours", "why"]
+    with pd.option_context("display.max_colwidth", None):
+        _display("\n".join(paragraphs), ledger[columns].to_html(index=False, justify="left"))
+
+
+def _display(text: str, html: str) -> None:
+    # A page scrolls an HTML table that is wide, and wraps lines of text; a console, a diff and nbval read the text.
+    display({"text/plain": text, "text/html": html}, raw=True)
