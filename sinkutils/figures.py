@@ -128,8 +128,9 @@ def _bars(
     label: str = "",
 ) -> None:
     reach = np.nan_to_num(values) + (0 if spread is None else np.nan_to_num(spread[1]))
-    several = None if spread is None else (np.nan_to_num(spread) > 0).any(axis=0)  # a bar of one seed has no range
-    error = None if several is None or not several.any() else np.where(several, spread, np.nan)
+    error = None
+    if spread is not None and (np.nan_to_num(spread) > 0).any():
+        error = np.where((np.nan_to_num(spread) > 0).any(axis=0), spread, np.nan)  # a bar of one seed has no range
     axis.bar(rows, np.nan_to_num(values), yerr=error, color=color, width=width, capsize=3, label=label)
     axis.set_ylim(0, max(1.15 * reach.max(), 1.0, axis.get_ylim()[1]))
     for row, value, top, state in zip(rows, values, reach, states, strict=True):
