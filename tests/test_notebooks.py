@@ -4,8 +4,10 @@ import json
 import re
 
 import nbformat
+import pandas as pd
 import pytest
 
+from sinkutils import notebooks
 from sinkutils.notebooks import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 
 PATHS = find_notebooks()
@@ -67,3 +69,15 @@ def test_what_is_missing_is_shown_as_missing_when_nothing_may_be_trained():
 def test_every_notebook_is_linked_from_the_readme():
     readme = (NOTEBOOKS.parent / "README.md").read_text()
     assert all(path.name in readme for path in PATHS)
+
+
+def test_a_table_is_shown_whole_as_text_and_as_html(monkeypatch):
+    shown = []
+    monkeypatch.setattr(notebooks, "display", lambda data, raw: shown.append(data))
+    wide = pd.DataFrame({f"column {i}": [i / 3, None] for i in range(30)})
+    notebooks.show_frame(wide)
+    notebooks.show_frame(wide.set_index(pd.Index(["first", "second"])))
+    for data in shown:
+        assert all(f"column {i}" in data["text/plain"] and f"column {i}" in data["text/html"] for i in range(30))
+        assert "0.33" in data["text/html"] and "<td>-</td>" in data["text/html"] and "NaN" not in data["text/plain"]
+    assert "<th>0</th>" not in shown[0]["text/html"] and "<th>first</th>" in shown[1]["text/html"]
