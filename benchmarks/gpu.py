@@ -21,7 +21,8 @@ import torch
 from sinkutils.cost import GIB, cost
 from sinkutils.experiments import config
 from sinkutils.presets import PRESETS
-from sinkutils.training import Run, RunConfig, device_name, next_token_loss, one_thread, open_corpus
+from sinkutils.runconfig import RunConfig
+from sinkutils.training import Run, device_name, next_token_loss, one_thread, open_corpus
 
 
 def seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:

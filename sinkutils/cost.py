@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sinkutils.model import FFNS, TransformerLM
-from sinkutils.training import RunConfig
+from sinkutils.runconfig import RunConfig
 
 GIB = 2**30
 USABLE = 0.9  # of a GPU's memory: the rest is the driver's, the allocator's and the kernels'

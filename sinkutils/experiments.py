@@ -26,7 +26,7 @@ from typing import Any
 
 from sinkutils.presets import Preset, preset
 from sinkutils.records import find_record, record_folder
-from sinkutils.training import RunConfig
+from sinkutils.runconfig import RunConfig
 
 PAPER = Path(__file__).resolve().parent.parent / "data" / "paper"
 SECTIONS = ("4", "5", "6", "7", "C")

@@ -15,34 +15,21 @@ Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from sinkutils import flash
 from sinkutils.attention import SIMILARITIES, AttentionSpec, check_inputs, divide, features, normalizer, visible
-from sinkutils.attention import attend as dense_attend
 
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
 ROWS = 128  # at least so many, over all sequences and heads, so that small products do not cost more than their sums
 SOFTMAX_LENGTH = 128  # from here the library's softmax beats its parts; below, records were made with the parts
 CHUNK = 64  # tokens a chunk of linear attention
-# One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
-FLEX_COMPILE: dict[str, Any] = {
-    "fullgraph": True,
-    "dynamic": False,
-    "isolate_recompiles": True,
-    "recompile_limit": 64,
-}
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 
 
 def attend(
@@ -64,7 +51,7 @@ def attend(
     biases = (distance_bias, key_bias, value_bias)
     long = q.device.type == "cpu" and q.shape[2] > DENSE_LENGTH.get("cpu", BLOCK)
     fused = _is_softmax(spec) and _plain(spec, distance_bias, q.shape[2]) and key_bias is None and spec.prefix == 1
-    if long and not fused and not _flex_serves(q, spec):
+    if long and not fused and not flash.flex_serves(q, spec):
         out = _by_head(q, k, v, spec, *biases, mlp)
     else:
         out = _form(q, k, v, spec, *biases, mlp)
@@ -127,8 +114,8 @@ def _form(
         return _linear(q, k, v, spec, star)
     if short:
         return _block(q, k, v, spec, distance_bias, 0, length)
-    if _flex_serves(q, spec):
-        return _flex(q, k, v, spec, distance_bias, star)
+    if flash.flex_serves(q, spec):
+        return flash.flex(q, k, v, spec, distance_bias, star)
     return _blocks(q, k, v, spec, distance_bias)
 
 
@@ -157,10 +144,10 @@ def log_mass(
         if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
             q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         fused = spec.similarity == "exp" and _plain(spec, distance_bias, length)
-        if fused and _fused_lse_trusted(q.device, q.dtype, q.shape[-1]):
-            mass = _fused_lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
+        if fused and flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+            mass = _lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
             if spec.prefix > 1:
-                first = _fused_lse(q[:, :, : spec.prefix], k[:, :, : star + spec.prefix], causal=False)
+                first = _lse(q[:, :, : spec.prefix], k[:, :, : star + spec.prefix], causal=False)
                 mass = torch.cat([first, mass[:, :, spec.prefix :]], dim=2)
             return mass
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
@@ -170,6 +157,13 @@ def log_mass(
             logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
             blocks.append(SIMILARITIES[spec.similarity].log(logits).logsumexp(dim=-1))
         return torch.cat(blocks, dim=-1)
+
+
+def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The log-sum-exp (B, H, T) of a kernel that `flash.fused_trusted` has found; it wants values, any will do."""
+    found = flash.fused(q, k, k, causal=causal)
+    assert found is not None
+    return found[1]
 
 
 def _is_softmax(spec: AttentionSpec) -> bool:
@@ -311,125 +305,3 @@ def _bias(
         line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
         bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
     return bias if spec.similarity == "linear" else bias.masked_fill(hidden, -torch.inf), hidden
-
-
-def _flex_serves(q: Tensor, spec: AttentionSpec) -> bool:
-    """Whether FlexAttention's compiled kernel takes these queries and returns the log-sum-exp that is meant."""
-    if not (q.is_cuda and HAS_TRITON) or spec.similarity == "linear":
-        return False
-    if q.dtype == torch.float64 or q.shape[-1] < 16:
-        return False
-    # A graph under compilation cannot look at numbers; there the kernel is the same one.
-    return torch.compiler.is_compiling() or _flex_trusted(q.device, q.dtype, q.shape[-1])
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, star: int) -> Tensor:
-    """Softmax over log f(s), which is f(s) / sum f(s), and its log-sum-exp, which exchanges that sum for Z.
-
-    sum_j exp(s_j) v_j = out exp(lse) (Eqs. 43, 44); the p-norm's log Z is a second pass's lse(p log f) / p.
-    """
-
-    # A graph under compilation makes its own mask: the cache is out of its reach, and it would warn of that.
-    block_mask = _block_mask.__wrapped__ if torch.compiler.is_compiling() else _block_mask
-
-    def run(power: float) -> tuple[Tensor, Tensor]:
-        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            if distance_bias is not None:
-                head = torch.zeros_like(h) if len(distance_bias) == 1 else h
-                g = distance_bias[head, (i - j + star).clamp(0, q.shape[2] - 1)]  # hidden keys are read as well
-                s = s + torch.where(j >= star, g, 0)
-            return power * SIMILARITIES[spec.similarity].log(s)
-
-        mask = block_mask(q.shape[2], star, spec, q.device)
-        out, aux = _flex_kernel(flex_attention, spec, q.device)(
-            q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True)
-        )
-        return out, aux.lse[..., None]
-
-    out, lse = run(1.0)
-    if spec.normalizer == "sum":
-        return out
-    log_z = {
-        "none": lambda: torch.zeros_like(lse),
-        "max_abs_sum": lambda: lse.clamp(min=0),
-        "p_norm": lambda: (run(spec.p)[1] / spec.p).masked_fill(lse == -torch.inf, 0),
-    }[spec.normalizer]()
-    return out * torch.exp(lse - log_z).to(out.dtype)
-
-
-def _flex_kernel(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
-    """FlexAttention's functions are meant to be compiled; un-compiled, as on a CPU, they are dense."""
-    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function, spec)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any], spec: AttentionSpec) -> Callable[..., Any]:
-    """Each variant has compiled code of its own: in common they would pass PyTorch's limit of recompilations."""
-    return torch.compile(function, **FLEX_COMPILE)
-
-
-@functools.lru_cache(maxsize=16)
-def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.device) -> BlockMask:
-    """`attention.visible` for FlexAttention, with k* before the keys."""
-    window, shown = spec.window, star + (spec.prefix if spec.prefix > 1 else 0)
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i - j + star
-        near = distance >= 0
-        if window is not None:
-            near = near & (distance < window)
-        return near | (j < shown)
-
-    make = _flex_kernel(create_block_mask, spec, device)
-    return make(seen, None, None, length, star + length, device=device)
-
-
-@functools.cache
-def _flex_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Compare un-normalised sigmoid attention, which hangs on the log-sum-exp, with dense rows, once."""
-    q, k, v = _probe(device, dtype, head_dim)
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
-    with torch.no_grad():
-        dense = dense_attend(q.double(), k.double(), v.double(), spec)[0]
-        return _agree(_flex(q, k, v, spec, None, 0), dense, f"FlexAttention ({device.type}, {dtype})")
-
-
-@functools.cache
-def _fused_lse_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Compare the log-sum-exp of the private op for this device and dtype with dense rows, once."""
-    q, k, _ = _probe(device, dtype, head_dim)
-    logits = q.double() @ k.double().mT * head_dim**-0.5
-    dense = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).logsumexp(dim=-1)
-    try:
-        lse = _fused_lse(q, k, causal=True)
-    except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
-        return False
-    return _agree(lse, dense, f"the fused kernel ({device.type}, {dtype})")
-
-
-def _fused_lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The log-sum-exp (B, H, T) that PyTorch's fused kernels keep for their backward pass."""
-    if q.device.type == "cpu":
-        # Called by its private name the op takes the last dimension for contiguous, and is wrong where it is not.
-        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, causal)[1]
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, causal)[1][..., : q.shape[2]]
-    if q.device.type == "cuda" and q.dtype == torch.float32:  # this one pads its rows
-        op = torch.ops.aten._scaled_dot_product_efficient_attention
-        return op(q, k, k, None, True, 0.0, causal)[1][..., : q.shape[2]]
-    raise RuntimeError(f"no fused kernel with a log-sum-exp for {q.dtype} on {q.device.type}")
-
-
-def _probe(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Tensor]:
-    """q, k, v of (2, 2, 130, D) to compare kernels on: more than a kernel's block, no multiple of anything."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 2, 130, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
-
-
-def _agree(got: Tensor, dense: Tensor, what: str) -> bool:
-    tolerance = 1e-3 if got.dtype in (torch.float32, torch.float64) else 3e-2
-    if got.shape == dense.shape and torch.allclose(got.double(), dense, rtol=tolerance, atol=tolerance):
-        return True
-    warnings.warn(f"{what} returned other row sums than the dense form; using blocks of queries instead", stacklevel=2)
-    return False

@@ -32,9 +32,10 @@ from sinkutils.instructions import IGNORED, Layout, Pairs, conversations, make_p
 from sinkutils.model import TransformerLM
 from sinkutils.presets import preset as known_preset
 from sinkutils.records import Record, config_hash, find_record, record_folder
+from sinkutils.runconfig import RunConfig
 from sinkutils.sinks import Report
 from sinkutils.tokenization import special_ids
-from sinkutils.training import CrossEntropy, Run, RunConfig, finished, train
+from sinkutils.training import CrossEntropy, Run, finished, train
 
 RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
 WARMUP = 0.1  # of the steps

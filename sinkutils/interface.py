@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkutils.flash import fused
 from sinkutils.sinks import NotFinite, Request, Tally, keep_products, mean_over_queries
 
 try:
@@ -207,7 +208,9 @@ class Capture:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         scale = kwargs.get("scaling")
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        found = flash(q, k, v, mask, scale)
+        if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
+            return None
+        found = fused(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), mask=mask, scale=scale)
         if found is None:
             return None
         out, lse = found
@@ -404,22 +407,3 @@ def chunk(
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of a fused kernel, or None if none fits."""
-    if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
-        return None
-    ops = torch.ops.aten
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    if q.device.type == "cpu":
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        return ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
-    if q.device.type == "cuda" and mask is None:
-        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-            return ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
-        if q.dtype == torch.float32:
-            out, lse = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
-            return out, lse[..., : q.shape[2]]
-    return None

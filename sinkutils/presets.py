@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sinkutils.model import LMConfig
 from sinkutils.packing import DataConfig
-from sinkutils.training import TrainConfig
+from sinkutils.runconfig import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from sinkutils.training import RunConfig
+    from sinkutils.runconfig import RunConfig
 
 RECIPE = 1  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
@@ -45,8 +45,8 @@ RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
 SUMS = "SHA256SUMS"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
-    *("attention", "fast", "positions", "model", "packing", "corpora", "embedded", "external", "tokenization"),
-    *("corpus_cache", "probes", "sinks", "capture", "training", "checkpoints", "distributed"),
+    *("attention", "fast", "flash", "positions", "model", "packing", "corpora", "embedded", "external", "tokenization"),
+    *("corpus_cache", "probes", "sinks", "capture", "runconfig", "training", "checkpoints", "distributed"),
     *("instructions", "finetuning"),
 )
 

@@ -156,7 +156,7 @@ def _load_record(folder: Path, device: torch.device, dtype: str | torch.dtype | 
     from tokenizers import Tokenizer
 
     from sinkutils.model import LMConfig
-    from sinkutils.training import from_dict
+    from sinkutils.runconfig import from_dict
 
     try:
         record = read_record(folder)

@@ -11,7 +11,7 @@ import torch
 from sinkutils.corpora import Corpus, load_corpus
 from sinkutils.model import LMConfig
 from sinkutils.packing import DataConfig
-from sinkutils.training import RunConfig, TrainConfig
+from sinkutils.runconfig import RunConfig, TrainConfig
 
 WORDS = (
     "attention sink token head query key value softmax norm layer model train loss data first second weight decay "

@@ -267,14 +267,14 @@ def test_two_models_that_share_a_config_can_both_be_used() -> None:
 
 def test_a_fused_path_that_disagrees_with_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build("llama"), tokens()
-    right = interface.flash
+    right = interface.fused
 
-    def base_two(*args):
-        out, lse = right(*args)
+    def base_two(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
         return out, lse / math.log(2)
 
     expected = measure(model, ids, TARGETS)
-    monkeypatch.setattr(interface, "flash", base_two)
+    monkeypatch.setattr(interface, "fused", base_two)
     report = measure(model, ids, TARGETS)
     assert report.path == "exact"
     torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)

@@ -9,7 +9,7 @@ from sinkutils.__main__ import main
 from sinkutils.cost import GIB, GPUS, cost
 from sinkutils.experiments import config
 from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.training import RunConfig, TrainConfig
+from sinkutils.runconfig import RunConfig, TrainConfig
 
 
 def test_the_paper_preset_is_60m_without_embeddings_and_1b():

@@ -53,7 +53,8 @@ from sinkutils import distributed, presets
 from sinkutils.__main__ import main
 from sinkutils.corpora import Corpus
 from sinkutils.distributed import joined
-from sinkutils.training import RunConfig, from_dict, train
+from sinkutils.runconfig import RunConfig, from_dict
+from sinkutils.training import train
 
 config, corpus, out = from_dict(RunConfig, json.loads(sys.argv[1])), Corpus(Path(sys.argv[2])), Path(sys.argv[3])
 

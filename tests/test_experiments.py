@@ -22,7 +22,8 @@ from sinkutils.experiments import (
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.presets import PRESETS
 from sinkutils.records import config_dict, record_folder, write_record
-from sinkutils.training import RunConfig, from_dict, next_token_loss
+from sinkutils.runconfig import RunConfig, from_dict
+from sinkutils.training import next_token_loss
 
 SMALL = ("smoke", "laptop", "gpu", "paper")
 HEADLINE = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkutils import fast
+from sinkutils import fast, flash
 from sinkutils.attention import SIMILARITIES, AttentionSpec, attend, features, visible
 
 HEADS, DIM = 2, 6
@@ -65,10 +65,10 @@ def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def traced(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
-        return torch.compile(function, **fast.FLEX_COMPILE, backend="eager")
+        return torch.compile(function, **flash.FLEX_COMPILE, backend="eager")
 
-    monkeypatch.setattr(fast, "_flex_kernel", traced)
-    monkeypatch.setattr(fast, "_flex_serves", lambda q, spec: True)
+    monkeypatch.setattr(flash, "_flex_kernel", traced)
+    monkeypatch.setattr(flash, "flex_serves", lambda q, spec: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
 
 
@@ -274,13 +274,18 @@ def test_log_mass_is_float32_or_better_and_knows_no_mass():
 
 def test_a_kernel_whose_log_sum_exp_is_in_base_2_is_not_trusted(monkeypatch):
     (q, k, _), _ = draw(AttentionSpec(), 30)
-    kernel = fast._fused_lse
-    monkeypatch.setattr(fast, "_fused_lse", lambda *inputs, **kw: kernel(*inputs, **kw) / math.log(2))
-    fast._fused_lse_trusted.cache_clear()
+    kernel = flash.fused
+
+    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel(*inputs, **kw)
+        return out, lse / math.log(2)
+
+    monkeypatch.setattr(flash, "fused", base_2)
+    flash.fused_trusted.cache_clear()
     with pytest.warns(UserWarning, match="using blocks of queries instead"):
         mass = fast.log_mass(q, k, AttentionSpec())
     torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
-    fast._fused_lse_trusted.cache_clear()
+    flash.fused_trusted.cache_clear()
 
 
 def test_a_missing_kernel_falls_back_to_blocks_without_noise(monkeypatch):
@@ -288,28 +293,28 @@ def test_a_missing_kernel_falls_back_to_blocks_without_noise(monkeypatch):
         raise RuntimeError("not on this device")
 
     (q, k, _), _ = draw(AttentionSpec(), 30)
-    monkeypatch.setattr(fast, "_fused_lse", missing)
-    fast._fused_lse_trusted.cache_clear()
+    monkeypatch.setattr(flash, "fused", missing)
+    flash.fused_trusted.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mass = fast.log_mass(q, k, AttentionSpec())
     torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
-    fast._fused_lse_trusted.cache_clear()
+    flash.fused_trusted.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_a_log_sum_exp_in_base_2_is_not_trusted(monkeypatch):
     device = torch.device("cpu")
-    assert fast._flex_trusted.__wrapped__(device, torch.float32, 16)
-    run = fast.flex_attention
+    assert flash._flex_trusted.__wrapped__(device, torch.float32, 16)
+    run = flash.flex_attention
 
     def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, flex_attention.AuxOutput]:
         out, aux = run(*inputs, **kw)
         return out, aux._replace(lse=aux.lse / math.log(2))
 
-    monkeypatch.setattr(fast, "flex_attention", base_2)
+    monkeypatch.setattr(flash, "flex_attention", base_2)
     with pytest.warns(UserWarning, match="FlexAttention .* other row sums"):
-        assert not fast._flex_trusted.__wrapped__(device, torch.float32, 16)
+        assert not flash._flex_trusted.__wrapped__(device, torch.float32, 16)
 
 
 class Largest(TorchDispatchMode):

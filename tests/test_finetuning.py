@@ -31,8 +31,9 @@ from sinkutils.instructions import IGNORED, Layout, conversations, conversations
 from sinkutils.model import TransformerLM
 from sinkutils.presets import PRESETS
 from sinkutils.records import record_folder, write_record
+from sinkutils.runconfig import from_dict
 from sinkutils.tables import records
-from sinkutils.training import from_dict, train
+from sinkutils.training import train
 
 CPU = torch.device("cpu")
 SOURCE = '''"""A module about nothing."""

@@ -29,7 +29,7 @@ from sinkutils.packing import DataConfig
 from sinkutils.positions import POSITIONS
 from sinkutils.probes import KINDS, probe
 from sinkutils.records import config_hash
-from sinkutils.training import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.runconfig import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}

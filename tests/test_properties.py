@@ -17,9 +17,9 @@ from sinkutils.corpora import Corpus
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.packing import DataConfig
 from sinkutils.records import write_record
+from sinkutils.runconfig import RunConfig, TrainConfig
 from sinkutils.sinks import uniform_alpha
 from sinkutils.subjects import BOS, TEXT, X_FIX, Subject, subject
-from sinkutils.training import RunConfig, TrainConfig
 from sinkutils.zoo import ModelUnavailable
 
 matplotlib.use("agg")

@@ -15,7 +15,7 @@ from sinkutils import zoo
 from sinkutils.capture import measure
 from sinkutils.model import LMConfig, TransformerLM
 from sinkutils.records import write_record
-from sinkutils.training import RunConfig
+from sinkutils.runconfig import RunConfig
 from sinkutils.zoo import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
 
 
