@@ -43,6 +43,12 @@ def test_an_unknown_preset_lists_the_presets(capsys):
     assert "smoke" in capsys.readouterr().err
 
 
+def test_notebooks_run_at_every_preset_that_holds_the_study(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--preset", "paper-1b"])
+    assert "choose from 'smoke', 'laptop', 'gpu', 'paper'" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
     assert (
         main(["sweep", "--preset", "smoke", "--dry-run", "--runs", str(tmp_path), "--only", "k_bias", "--seeds", "0"])
