@@ -1,7 +1,8 @@
 """The ledger: the paper's conclusions, each with its evidence and a verdict at a preset.
 
-A claim is reproduced if all its checks hold, not reproduced if none of its core checks does, partly otherwise
-(`evidence.judge`; the thresholds and their reasons stand in `evidence`, the criteria of "not visible" in `gates`).
+A claim is reproduced if all its checks hold, not reproduced if none of its core checks does at any seed, partly
+otherwise (`evidence.judge`; the thresholds and their reasons stand in `evidence`, the criteria of "not visible" in
+`gates`).
 """
 
 from __future__ import annotations

@@ -95,14 +95,17 @@ def paper_and_ours(
     values = (value,) if isinstance(value, str) else tuple(value)
     width, colors = 0.6 if len(values) == 1 else 0.8 / len(values), sns.color_palette("colorblind")
     figure, axes = plt.subplots(1, 2, figsize=(9.0 if len(values) == 1 else 10.2, 3.4), sharex=True)
+    several = False
     for index, name in enumerate(values):
         rows = np.arange(len(table)) + width * (index - (len(values) - 1) / 2)
         ours = table[name].to_numpy(dtype=float)
         spread = np.abs(np.stack([ours - table[f"{name}_low"], table[f"{name}_high"] - ours]).astype(float))
+        several = several or bool((np.nan_to_num(spread) > 0).any())
         color = PAPER_COLOR if len(values) == 1 else colors[index]
         _bars(axes[0], rows, table[f"{name}_paper"].to_numpy(dtype=float), None, color, table["paper"], width)
         _bars(axes[1], rows, ours, spread, colors[index], table["ours"], width, SYMBOLS.get(name, name))
-    for axis, name in zip(axes, ("paper (60M)", "ours"), strict=True):
+    headings = ("paper (60M)", "ours (lines: range over seeds)" if several else "ours")
+    for axis, name in zip(axes, headings, strict=True):
         axis.set(title=name, xticks=range(len(table)))
         axis.set_xticklabels(table["row"], rotation=30, ha="right")
         axis.grid(False, axis="x")

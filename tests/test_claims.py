@@ -235,6 +235,19 @@ def test_a_difference_counts_only_beyond_the_range_over_seeds(ledger):
     assert "fixed_1 20.0 to 26.0" in ledger.verdict("weight_decay")
 
 
+def test_seeds_that_disagree_about_a_threshold_make_it_partly(ledger):
+    ledger.base(20.0, 21.0, 22.0)
+    for seed, sink in enumerate((0.5, 54.0, 23.0)):  # on average the base's sink
+        ledger.add("v_bias", seed, sink_1=sink)
+    assert ledger.says("value_biases") == PARTLY
+    assert "v_bias: Sink_1 % at least 2.9 (at 2 of 3 seeds)" in ledger.verdict("value_biases")
+    assert ledger.add("v_bias", 0, sink_1=3.0).says("value_biases") == REPRODUCED
+    for seed, sink in enumerate((4.0, 0.2, 0.1)):  # on average none
+        ledger.add("weight_decay_0", seed, sink_1=sink)
+    assert ledger.says("no_weight_decay") == PARTLY
+    assert ledger.add("weight_decay_0", 0, sink_1=0.3).says("no_weight_decay") == NOT_REPRODUCED
+
+
 def test_no_effect_needs_the_spread_over_three_seeds(ledger):
     for name in ("batch_quarter", "batch_half", "batch_x2"):
         ledger.add(name, sink_1=28.0)
@@ -247,6 +260,8 @@ def test_no_effect_needs_the_spread_over_three_seeds(ledger):
     assert ledger.says("batch_size") == PARTLY
     ledger.base(10.0, 31.0, 22.0)
     assert ledger.says("batch_size") == REPRODUCED  # within twice the range of 21
+    ledger.add("batch_x2", sink_1=1.0)
+    assert ledger.says("batch_size") == PARTLY  # so is 1.0, but a sink that is gone is an effect
 
 
 def test_whatever_the_ffn_needs_the_sink_to_exist_and_the_spread_to_call_it_unaffected(ledger):

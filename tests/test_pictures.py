@@ -113,10 +113,12 @@ def test_a_run_without_norms_is_shown_by_how_it_ended(record):
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a: failed", "b: not run", "c"]
 
 
-def test_only_bars_of_several_seeds_have_an_error_bar():
+def test_only_bars_of_several_seeds_have_an_error_bar_which_the_heading_explains():
     table = pd.DataFrame({"row": ["one seed", "three", "none"], "paper": "done", "ours": ["done", "done", "not run"],
                           "sink_1_paper": 18.0, "sink_1": [5.0, 10.0, np.nan], "sink_1_low": [5.0, 8.0, np.nan],
                           "sink_1_high": [5.0, 13.0, np.nan]})  # fmt: skip
     ours = figures.paper_and_ours(table).axes[1]
     (lines,) = ours.collections
     assert [segment[:, 1].tolist() for segment in lines.get_segments() if len(segment)] == [[8.0, 13.0]]
+    assert "range over seeds" in ours.get_title()
+    assert figures.paper_and_ours(table[:1]).axes[1].get_title() == "ours"
