@@ -79,13 +79,7 @@ def measure_part() -> str:
         rows.append(
             [size, cell["way"], f"{cell['seconds']:.1f} s", ratios[0], f"{cell['peak_gib']:.2f} GiB", ratios[1]]
         )
-    text = markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
-    long = BENCHMARKS / "measure_long.json"
-    if long.exists():
-        cell = json.loads(long.read_text())
-        text += f"\n\n`measure` of one text of {cell['length']:,} tokens takes {cell['peak_gib']:.1f} GiB at its peak"
-        text += " (two trainings ran beside it, so that its time says nothing)."
-    return text
+    return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
 
 
 def attention_part() -> str:
