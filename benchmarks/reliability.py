@@ -35,20 +35,24 @@ SMALLEST_WAIT = 0.002  # between two looks at the files
 
 @dataclass(frozen=True)
 class Sweeps:
-    """Real sweeps, as a user starts them, of a few smoke runs on a text of our own."""
+    """Real sweeps, as a user starts them, of a few smoke runs on a text of our own, or of any on the preset's text."""
 
     folder: Path
     only: tuple[str, ...] = ("fixed_1", "k_bias", "sigmoid")
     jobs: int = 2
     preset: str = "smoke"
     engine: str = "local"
+    own_text: bool = True
 
     def start(self, name: str) -> subprocess.Popen:
         """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
         command = [sys.executable, "-m", "sinkutils", "sweep", "--preset", self.preset, "--jobs", str(self.jobs),
                    "--seeds", "0", "--only", *self.only, "--runs", str(self.runs(name)), "--engine", self.engine,
-                   "--checkpoint-seconds", "0", "--corpus", f"path:{self.texts()}"]  # fmt: skip
-        environment = {**os.environ, "SINKUTILS_CACHE": str(self.folder / "cache")}
+                   "--checkpoint-seconds", "0"]  # fmt: skip
+        environment = dict(os.environ)
+        if self.own_text:
+            command += ["--corpus", f"path:{self.texts()}"]
+            environment["SINKUTILS_CACHE"] = str(self.folder / "cache")
         self.runs(name).mkdir(parents=True, exist_ok=True)
         with open(self.runs(name).parent / "sweep.log", "ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=log, stderr=log)
@@ -213,8 +217,12 @@ def inputs(cases: int) -> dict[str, dict[str, int]]:
 
 
 def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
-    """Seconds of the same runs by one worker and by two: 1 is a second worker that halves the time."""
-    one, two = (Sweeps(folder, only, jobs, preset).finish(f"jobs-{jobs}") for jobs in (1, 2))
+    """Seconds of the same runs by one worker and by two: 1 is a second worker that halves the time.
+
+    The preset's text must be in the cache, where any training has put it.
+    """
+    sweeps = (Sweeps(folder, only, jobs, preset, own_text=False) for jobs in (1, 2))
+    one, two = (each.finish(f"jobs-{each.jobs}") for each in sweeps)
     return {"preset": preset, "runs": len(only), "one_worker_seconds": round(one, 1),
             "two_workers_seconds": round(two, 1), "efficiency": round(one / (2 * two), 3)}  # fmt: skip
 

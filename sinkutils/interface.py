@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkutils.flash import fused
+from sinkutils import flash
 from sinkutils.sinks import NotFinite, Request, Tally, keep_products, mean_over_queries
 
 try:
@@ -210,7 +210,9 @@ class Capture:
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
             return None
-        found = fused(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), mask=mask, scale=scale)
+        if not flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+            return None
+        found = flash.fused(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), mask=mask, scale=scale)
         if found is None:
             return None
         out, lse = found

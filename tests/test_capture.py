@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from sinkutils import interface
+from sinkutils import flash, interface
 from sinkutils.capture import measure
 from sinkutils.sinks import NotFinite, Request, Tally
 
@@ -267,15 +267,30 @@ def test_two_models_that_share_a_config_can_both_be_used() -> None:
 
 def test_a_fused_path_that_disagrees_with_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build("llama"), tokens()
-    right = interface.fused
+    right = flash.fused
 
     def base_two(*args, **kwargs):
         out, lse = right(*args, **kwargs)
         return out, lse / math.log(2)
 
     expected = measure(model, ids, TARGETS)
-    monkeypatch.setattr(interface, "fused", base_two)
+    monkeypatch.setattr(flash, "fused", base_two)
     report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args, **kwargs):
+        raise AttributeError("no such op in this build")
+
+    model, ids = build("llama"), tokens()
+    expected = measure(model, ids, TARGETS)
+    assert expected.path == "fused"
+    monkeypatch.setattr(flash, "fused", missing)
+    flash.fused_trusted.cache_clear()
+    report = measure(model, ids, TARGETS)
+    flash.fused_trusted.cache_clear()
     assert report.path == "exact"
     torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
 
