@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkutils import fast
-from sinkutils.attention import AttentionSpec
-from sinkutils.positions import distance_table
+from sinkutils.model import fast
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.positions import distance_table
 
 # name -> (spec, position term)
 OPERATIONS: dict[str, tuple[AttentionSpec, str | None]] = {

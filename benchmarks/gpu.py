@@ -1,8 +1,9 @@
 """Step time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step, eager and compiled.
 
-MFU is the FLOPs that the model needs (`sinkutils.cost`) over the time of a step and the matmul peak measured here, in
-bf16 where the preset trains in bf16. The step is the trainer's own: batch from the token file, forward and backward
-under autocast, clipping, fused AdamW. On a bare machine: --corpus packed:FILE.
+MFU is the FLOPs that the model needs (`sinkutils.study.cost`) over the time of a step and the matmul peak
+measured here, in bf16 where the preset trains in bf16. The step is the trainer's own:
+batch from the token file, forward and backward under autocast, clipping, fused AdamW. On a bare machine:
+--corpus packed:FILE.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 
 import torch
 
-from sinkutils.cost import GIB, cost
-from sinkutils.experiments import config
-from sinkutils.presets import PRESETS
-from sinkutils.runconfig import RunConfig
-from sinkutils.training import Run, device_name, next_token_loss, one_thread, open_corpus
+from sinkutils.study.config import RunConfig
+from sinkutils.study.cost import GIB, cost
+from sinkutils.study.grid import config
+from sinkutils.study.presets import PRESETS
+from sinkutils.training.trainer import Run, device_name, next_token_loss, one_thread, open_corpus
 
 
 def seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:

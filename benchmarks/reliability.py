@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkutils.records import CorruptRecord, read_record, record_folder
+from sinkutils.study.record import CorruptRecord, read_record, record_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "attention sink token head query key value softmax norm layer train loss weight decay window prefix".split()

@@ -7,27 +7,21 @@ use, so that training needs neither transformers nor pandas.
 from importlib import import_module
 from typing import Any
 
-# Three functions share their names with modules. Python binds a module to the package when it first loads it, so they
-# are loaded here, once, and unbound: after that the names below mean the functions.
-from sinkutils import claims, experiments, records
-
-del claims, experiments, records
-
 _HOMES = {
-    "AttentionSpec": "attention",
-    "attend": "attention",
-    "LMConfig": "model",
-    "TransformerLM": "model",
-    "measure": "capture",
-    "probe": "probes",
-    "load_lm": "zoo",
-    "load_corpus": "corpora",
-    "config": "experiments",
-    "experiments": "experiments",
-    "train": "training",
-    "records": "tables",
-    "paper_beside_ours": "tables",
-    "claims": "claims",
+    "AttentionSpec": "model.attention",
+    "attend": "model.attention",
+    "LMConfig": "model.decoder",
+    "TransformerLM": "model.decoder",
+    "measure": "measuring.measure",
+    "probe": "data.probes",
+    "load_lm": "measuring.load",
+    "load_corpus": "data.corpus",
+    "config": "study.grid",
+    "experiments": "study.grid",
+    "train": "training.trainer",
+    "records": "showing.tables",
+    "paper_beside_ours": "showing.tables",
+    "claims": "ledger.claims",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

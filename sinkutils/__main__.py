@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sinkutils.presets import PRESETS
+from sinkutils.study.presets import PRESETS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for an error in one line, 3 for a run trained elsewhere."""
     options = parser().parse_args(arguments)
     warnings.simplefilter("default", UserWarning)
-    from sinkutils.records import RunLocked
+    from sinkutils.study.record import RunLocked
 
     try:
         return COMMANDS[options.command](options)
@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_command(options: argparse.Namespace) -> int:
     """Print the table of experiments."""
-    from sinkutils.experiments import experiments, resolve, unavailable
-    from sinkutils.tables import records
+    from sinkutils.showing.tables import records
+    from sinkutils.study.grid import experiments, resolve, unavailable
 
     frame = records(options.preset, options.runs)
     refused = unavailable(options.preset)
@@ -158,9 +158,9 @@ def train_command(options: argparse.Namespace) -> int:
     """Train one experiment."""
     import torch
 
-    from sinkutils.distributed import joined
-    from sinkutils.experiments import config, keeps_weights
-    from sinkutils.training import train
+    from sinkutils.study.grid import config, keeps_weights
+    from sinkutils.training.group import joined
+    from sinkutils.training.trainer import train
 
     run = config(options.experiment, options.preset, options.seed)
     scale = PRESETS[options.preset]
@@ -187,7 +187,7 @@ def train_command(options: argparse.Namespace) -> int:
 
 def finetune_command(options: argparse.Namespace) -> int:
     """Fine-tune one recorded model."""
-    from sinkutils.finetuning import finetune, finetune_config
+    from sinkutils.training.finetune import finetune, finetune_config
 
     run = finetune_config(options.finetuning, options.preset, options.seed)
     record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
@@ -205,8 +205,8 @@ def finetune_command(options: argparse.Namespace) -> int:
 
 def sweep_command(options: argparse.Namespace) -> int:
     """Train what is missing."""
-    from sinkutils.experiments import resolve
-    from sinkutils.sweep import estimate, sweep
+    from sinkutils.study.grid import resolve
+    from sinkutils.training.sweep import estimate, sweep
 
     seeds = tuple(options.seeds) if options.seeds else None
     only = tuple(resolve(name, options.preset) for name in options.only) if options.only else None
@@ -229,8 +229,8 @@ def sweep_command(options: argparse.Namespace) -> int:
 
 def cost_command(options: argparse.Namespace) -> int:
     """Print what a run would take."""
-    from sinkutils.cost import cost
-    from sinkutils.experiments import config
+    from sinkutils.study.cost import cost
+    from sinkutils.study.grid import config
 
     print(cost(config(options.experiment, options.preset)).table(options.mfu, options.gpus))
     return 0
@@ -238,9 +238,9 @@ def cost_command(options: argparse.Namespace) -> int:
 
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
-    from sinkutils.model import TransformerLM
-    from sinkutils.open_lms import save_measurement
-    from sinkutils.subjects import BOS, TEXT, X_FIX, subject
+    from sinkutils.ledger.open_models import save_measurement
+    from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
+    from sinkutils.model.decoder import TransformerLM
 
     measured = subject(options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     measured = replace(measured, corpus=options.corpus)
@@ -267,7 +267,7 @@ def measure_command(options: argparse.Namespace) -> int:
 
 def claims_command(options: argparse.Namespace) -> int:
     """Print the ledger."""
-    from sinkutils.claims import claims
+    from sinkutils.ledger.claims import claims
 
     print(claims(options.preset, options.runs).to_string(index=False))
     return 0
@@ -275,7 +275,7 @@ def claims_command(options: argparse.Namespace) -> int:
 
 def run_command(options: argparse.Namespace) -> int:
     """Execute the notebooks."""
-    from sinkutils.notebooks import refresh_notebooks, run_notebooks
+    from sinkutils.showing.notebook import refresh_notebooks, run_notebooks
 
     if options.in_place:
         refresh_notebooks(options.only)

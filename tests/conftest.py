@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkutils.corpora import Corpus, load_corpus
-from sinkutils.model import LMConfig
-from sinkutils.packing import DataConfig
-from sinkutils.runconfig import RunConfig, TrainConfig
+from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.decoder import LMConfig
+from sinkutils.study.config import RunConfig, TrainConfig
 
 WORDS = (
     "attention sink token head query key value softmax norm layer model train loss data first second weight decay "

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sinkutils import diagrams, figures, notebooks
-from sinkutils.experiments import config
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.records import record_folder, write_record
-from sinkutils.tables import paper_beside_ours
-from sinkutils.trials import sink_token_ratios
+from sinkutils.ledger.trials import sink_token_ratios
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.showing import diagrams, figures, notebook
+from sinkutils.showing.tables import paper_beside_ours
+from sinkutils.study.grid import config
+from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 
@@ -105,7 +105,9 @@ def test_norms_at_the_sink_token_need_one():
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """An empty folder of records, in the place of the project's own."""
-    monkeypatch.setattr(import_module("sinkutils.records"), "RUNS", tmp_path)  # the package has a function so named
+    monkeypatch.setattr(
+        import_module("sinkutils.study.record"), "RUNS", tmp_path
+    )  # the package has a function so named
     return tmp_path
 
 
@@ -116,16 +118,16 @@ def record(runs, name, status="done", **final):
 
 def test_the_records_of_a_table_come_by_row_and_what_is_missing_is_named_once_with_its_command(runs, capsys):
     record(runs, "fixed_1", sink_1=20.0)
-    found = notebooks.records_of("Table 12 left", "smoke", recompute="never")
+    found = notebook.records_of("Table 12 left", "smoke", recompute="never")
     assert list(found) == ["H = 8", "H = 4", "H = 2", "H = 1", "addition"]
     assert found["H = 8"].metrics["final"]["sink_1"] == 20.0
     assert found["H = 2"].folder == found["H = 8"].folder  # the base of the preset has two heads
     assert capsys.readouterr().out == (
         "not run: heads_4, heads_1, heads_add (python -m sinkutils train NAME --preset smoke --seed 0)\n"
     )
-    assert notebooks.records_of("Figure 8 right", "smoke", recompute="never") == {}  # 1B is not of this preset
+    assert notebook.records_of("Figure 8 right", "smoke", recompute="never") == {}  # 1B is not of this preset
     with pytest.raises(ValueError, match="item must be one of"):
-        notebooks.records_of("Table 99", "smoke", recompute="never")
+        notebook.records_of("Table 99", "smoke", recompute="never")
 
 
 def test_bars_say_what_failed_was_not_run_or_is_not_printed(runs):

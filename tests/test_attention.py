@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkutils.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, proxy_scores, visible
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, proxy_scores, visible
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 5, 3
 

@@ -8,9 +8,10 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from sinkutils import flash, interface
-from sinkutils.capture import measure
-from sinkutils.sinks import NotFinite, Request, Tally
+from sinkutils.measuring import hf
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import NotFinite, Request, Tally
+from sinkutils.model import flash
 
 T, VOCAB = 24, 96
 TARGETS = (1, 2, 5)
@@ -98,7 +99,7 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def family_has_interface(model: nn.Module) -> bool:
-    return all(interface.eager_function(m) for m in interface.attention_layers(model.base_model)[1])
+    return all(hf.eager_function(m) for m in hf.attention_layers(model.base_model)[1])
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
@@ -126,7 +127,7 @@ def test_logits_do_not_change_while_measured(family: str) -> None:
             model.config._attn_implementation_internal = "eager"
         with torch.no_grad():
             before = model(ids, use_cache=False).logits
-            with interface.capturing(model, request, tally, exact):
+            with hf.capturing(model, request, tally, exact):
                 during = model(ids, use_cache=False).logits
         if exact:
             assert torch.equal(during, before)
@@ -238,7 +239,7 @@ def test_half_precision_stays_close_to_dense_float32(family: str, dtype: torch.d
 def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> None:
     model, ids = build(family), tokens()
     model.train()
-    blocks = interface.attention_layers(model.base_model)[0]
+    blocks = hf.attention_layers(model.base_model)[0]
     blocks[0].eval()  # a frozen part in a training model
 
     def state() -> tuple:
@@ -300,7 +301,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         model, ids = build(family), tokens()
         whole = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
         with monkeypatch.context() as patch:
-            patch.setattr(interface, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
+            patch.setattr(hf, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
             pieces = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
         for name in ("alpha", "mass", "hidden_norms"):
             torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
@@ -326,7 +327,7 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, a
     whole = measure(model, ids, targets=TARGETS)
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
-    blocks = next(name for name, module in model.named_modules() if module is interface.attention_layers(model)[0])
+    blocks = next(name for name, module in model.named_modules() if module is hf.attention_layers(model)[0])
     device_map = {name: "cpu" for name, module in model.named_modules() if not list(module.children())
                   and next(module.parameters(), None) is not None and not name.startswith(blocks)}  # fmt: skip
     device_map |= {f"{blocks}.{layer}": "disk" if layer % 2 else "cpu" for layer in range(2)}
@@ -377,7 +378,7 @@ def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.Monkey
     def no_mask(*args, **kwargs):
         return torch.ones(1, 1, kwargs["q_length"], kwargs["kv_length"], dtype=torch.bool)
 
-    monkeypatch.setitem(interface.AttentionMaskInterface._global_mapping, interface.NAME, no_mask)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, no_mask)
     with pytest.raises(ValueError, match="sees later tokens"):
         measure(build("llama"), tokens())
 
@@ -393,7 +394,7 @@ def test_attention_modules_that_do_not_report_are_an_error() -> None:
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_nan_weights_are_refused(family: str) -> None:
     model = build(family)
-    attention = next(iter(interface.attention_layers(model.base_model)[1]))
+    attention = next(iter(hf.attention_layers(model.base_model)[1]))
     next(attention.parameters()).data[0, 0] = math.nan
     with pytest.raises(NotFinite, match="not finite"):
         measure(model, tokens())

@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from sinkutils import downstream, open_lms, trials
-from sinkutils.claims import COLUMNS, claims, verdict
-from sinkutils.conclusions import CLAIMS
-from sinkutils.evidence import (
+from sinkutils.data.tokenizer import train_tokenizer
+from sinkutils.ledger import open_models, trials
+from sinkutils.ledger.claims import COLUMNS, claims, verdict
+from sinkutils.ledger.conclusions import CLAIMS
+from sinkutils.ledger.evidence import (
     NOT_REPRODUCED,
     NOT_RUN,
     NOT_VISIBLE,
@@ -25,14 +26,14 @@ from sinkutils.evidence import (
     judge,
     ratio_by_block,
 )
-from sinkutils.experiments import EXPERIMENTS, config, paper_rows, resolve, unavailable
-from sinkutils.finetuning import FINETUNINGS, finetune_config
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.presets import PRESETS
-from sinkutils.records import record_folder, write_record
-from sinkutils.subjects import Subject
-from sinkutils.tokenization import train_tokenizer
-from sinkutils.trials import scaling_difference
+from sinkutils.ledger.trials import scaling_difference
+from sinkutils.measuring import scores as downstream
+from sinkutils.measuring.own import Subject
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
+from sinkutils.study.presets import PRESETS
+from sinkutils.study.record import record_folder, write_record
+from sinkutils.training.finetune import FINETUNINGS, finetune_config
 
 # Claims that no record of numbers can settle: on open models, proofs, kept weights, what is not recorded.
 WITHOUT_RECORDS = {claim.id for claim in CLAIMS if not claim.needs}
@@ -117,7 +118,7 @@ def ledger(tmp_path):
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
-    monkeypatch.setattr(open_lms, "MEASUREMENTS", tmp_path / "measurements")
+    monkeypatch.setattr(open_models, "MEASUREMENTS", tmp_path / "measurements")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sinkutils.__main__ import main
-from sinkutils.records import RUNS
+from sinkutils.study.record import RUNS
 
 
 def test_list_shows_every_experiment_with_the_papers_value(capsys):
@@ -88,7 +88,7 @@ def test_a_record_is_measured_with_the_first_token_that_it_was_trained_with(caps
 
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():
     code = (
-        "import sinkutils.records, sinkutils.claims, sinkutils.experiments, sinkutils as su\n"
+        "import sinkutils.study.record, sinkutils.ledger.claims, sinkutils.study.grid, sinkutils as su\n"
         "names = 'LMConfig TransformerLM attend AttentionSpec load_lm probe measure experiments records claims'\n"
         "assert all(callable(getattr(su, name)) for name in names.split())\n"
         "assert len(su.experiments()) > 100 and len(su.experiments('6')) > 10\n"

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from sinkutils import corpora, embedded, external
-from sinkutils.corpora import SPLITS, corpus_names, load_corpus, pack_corpus
+from sinkutils.data import corpus as corpora
+from sinkutils.data import embedded, external
+from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus, pack_corpus
 
 STRANGE = [
     "<eos> <bos> and <fix> are written here, as text " * 5,
@@ -167,7 +168,7 @@ def test_a_damaged_cache_is_noticed_and_built_again(text_folder, corpus, tmp_pat
 
 LOADER = """
 import resource, signal, sys
-from sinkutils.corpora import load_corpus
+from sinkutils.data.corpus import load_corpus
 name, cache, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if limit:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -429,7 +430,7 @@ def test_a_hub_tokenizer_without_network_is_a_clear_error(monkeypatch, text_fold
     def unreachable(name):
         raise Exception(f"{name}: no route")
 
-    monkeypatch.setattr("sinkutils.tokenization.Tokenizer.from_pretrained", unreachable, raising=False)
+    monkeypatch.setattr("sinkutils.data.tokenizer.Tokenizer.from_pretrained", unreachable, raising=False)
     with pytest.raises(ConnectionError, match=r"'EleutherAI/gpt-neox-20b' could not be read .*no route"):
         load(f"path:{text_folder}", tmp_path, 50_432, tokenizer="EleutherAI/gpt-neox-20b")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sinkutils.__main__ import main
-from sinkutils.cost import GIB, GPUS, cost
-from sinkutils.experiments import config
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.runconfig import RunConfig, TrainConfig
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import RunConfig, TrainConfig
+from sinkutils.study.cost import GIB, GPUS, cost
+from sinkutils.study.grid import config
 
 
 def test_the_paper_preset_is_60m_without_embeddings_and_1b():

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from sinkutils import corpora
-from sinkutils.corpora import SPLITS, Corpus, pack_corpus
-from sinkutils.corpus_cache import write_meta
-from sinkutils.distributed import Group, joined
-from sinkutils.experiments import config, missing
-from sinkutils.records import read_record, record_folder
-from sinkutils.sweep import sweep
-from sinkutils.training import Run, next_token_loss, train
+from sinkutils.data import corpus as corpora
+from sinkutils.data.cache import write_meta
+from sinkutils.data.corpus import SPLITS, Corpus, pack_corpus
+from sinkutils.study.grid import config, missing
+from sinkutils.study.record import read_record, record_folder
+from sinkutils.training.group import Group, joined
+from sinkutils.training.sweep import sweep
+from sinkutils.training.trainer import Run, next_token_loss, train
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -48,13 +48,14 @@ WORKER = """
 import contextlib, dataclasses, json, sys
 from pathlib import Path
 import torch
-import sinkutils.training as training
-from sinkutils import distributed, presets
+import sinkutils.training.trainer as training
+from sinkutils.study import presets
+from sinkutils.training import group
 from sinkutils.__main__ import main
-from sinkutils.corpora import Corpus
-from sinkutils.distributed import joined
-from sinkutils.runconfig import RunConfig, from_dict
-from sinkutils.training import train
+from sinkutils.data.corpus import Corpus
+from sinkutils.training.group import joined
+from sinkutils.study.config import RunConfig, from_dict
+from sinkutils.training.trainer import train
 
 config, corpus, out = from_dict(RunConfig, json.loads(sys.argv[1])), Corpus(Path(sys.argv[2])), Path(sys.argv[3])
 
@@ -95,7 +96,7 @@ with joined("ddp", torch.device("cpu")) as ddp:
         (out / f"agree-{group.rank}").write_text(str(error))
 
     # A process joins once; the command line gets the group that is there.
-    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    group.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
     smoke = presets.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
     presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)

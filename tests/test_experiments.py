@@ -7,7 +7,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from sinkutils.experiments import (
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import RunConfig, from_dict
+from sinkutils.study.grid import (
     EXPERIMENTS,
     Experiment,
     config,
@@ -19,11 +21,9 @@ from sinkutils.experiments import (
     resolve,
     unavailable,
 )
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.presets import PRESETS
-from sinkutils.records import config_dict, record_folder, write_record
-from sinkutils.runconfig import RunConfig, from_dict
-from sinkutils.training import next_token_loss
+from sinkutils.study.presets import PRESETS
+from sinkutils.study.record import config_dict, record_folder, write_record
+from sinkutils.training.trainer import next_token_loss
 
 SMALL = ("smoke", "laptop", "gpu", "paper")
 HEADLINE = {
@@ -224,7 +224,7 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     )
     monkeypatch.setitem(PRESETS, "narrow", narrow)
     table = tuple(dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS)
-    monkeypatch.setattr(import_module("sinkutils.experiments"), "EXPERIMENTS", table)
+    monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", table)
     assert set(unavailable("narrow")) == {"heads_4", "heads_2"}
     assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sinkutils import fast, flash
-from sinkutils.attention import SIMILARITIES, AttentionSpec, attend, features, visible
+from sinkutils.model import fast, flash
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, features, visible
 
 HEADS, DIM = 2, 6
 

@@ -11,11 +11,26 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from sinkutils import external, finetuning, instructions, notebooks
 from sinkutils.__main__ import main
-from sinkutils.embedded import definitions_of
-from sinkutils.experiments import config
-from sinkutils.finetuning import (
+from sinkutils.data import external, instructions
+from sinkutils.data.embedded import definitions_of
+from sinkutils.data.instructions import (
+    IGNORED,
+    Layout,
+    conversations,
+    conversations_of,
+    encode_conversation,
+    make_pairs,
+)
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.showing import notebook
+from sinkutils.showing.tables import records
+from sinkutils.study.config import from_dict
+from sinkutils.study.grid import config
+from sinkutils.study.presets import PRESETS
+from sinkutils.study.record import record_folder, write_record
+from sinkutils.training import finetune as finetuning
+from sinkutils.training.finetune import (
     FINETUNINGS,
     SCALES,
     FinetuneConfig,
@@ -27,13 +42,7 @@ from sinkutils.finetuning import (
     planned,
     start_record,
 )
-from sinkutils.instructions import IGNORED, Layout, conversations, conversations_of, encode_conversation, make_pairs
-from sinkutils.model import TransformerLM
-from sinkutils.presets import PRESETS
-from sinkutils.records import record_folder, write_record
-from sinkutils.runconfig import from_dict
-from sinkutils.tables import records
-from sinkutils.training import train
+from sinkutils.training.trainer import train
 
 CPU = torch.device("cpu")
 SOURCE = '''"""A module about nothing."""
@@ -304,7 +313,7 @@ def test_a_fine_tuning_starts_from_the_records_weights_and_its_sink(started, cha
 
 
 def test_another_corpus_keeps_the_tokenizer_of_the_weights(started, chats, corpus, tmp_path):
-    from sinkutils.corpora import load_corpus
+    from sinkutils.data.corpus import load_corpus
 
     texts = tmp_path / "other"
     texts.mkdir()
@@ -412,8 +421,8 @@ def test_every_preset_has_a_scale():
 
 
 def test_a_notebook_says_how_to_make_a_fine_tuning_that_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(notebooks, "record_folder", lambda *name: record_folder(*name, tmp_path))
-    assert notebooks.finetuned_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
+    monkeypatch.setattr(notebook, "record_folder", lambda *name: record_folder(*name, tmp_path))
+    assert notebook.finetuned_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
     assert "python -m sinkutils finetune sft_sigmoid --preset smoke --seed 3" in capsys.readouterr().out
     with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
-        notebooks.finetuned_or_train("sft_sigmoid", "smoke", recompute="always")
+        notebook.finetuned_or_train("sft_sigmoid", "smoke", recompute="always")

@@ -21,15 +21,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from sinkutils import fast
-from sinkutils.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
-from sinkutils.capture import measure
-from sinkutils.model import FFNS, HEAD_MERGES, NORMS, LMConfig, TransformerLM
-from sinkutils.packing import DataConfig
-from sinkutils.positions import POSITIONS
-from sinkutils.probes import KINDS, probe
-from sinkutils.records import config_hash
-from sinkutils.runconfig import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.data.packing import DataConfig
+from sinkutils.data.probes import KINDS, probe
+from sinkutils.measuring.measure import measure
+from sinkutils.model import fast
+from sinkutils.model.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.decoder import FFNS, HEAD_MERGES, NORMS, LMConfig, TransformerLM
+from sinkutils.model.positions import POSITIONS
+from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.record import config_hash
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from sinkutils.attention import AttentionSpec
-from sinkutils.model import FFNS, LMConfig, TransformerLM, fixed_value
-from sinkutils.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
+from sinkutils.model.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
 
 VARIANTS = {
     "default": {},

@@ -7,8 +7,8 @@ import nbformat
 import pandas as pd
 import pytest
 
-from sinkutils import notebooks
-from sinkutils.notebooks import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
+from sinkutils.showing import notebook
+from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 
 PATHS = find_notebooks()
 
@@ -73,10 +73,10 @@ def test_every_notebook_is_linked_from_the_readme():
 
 def test_a_table_is_shown_whole_as_text_and_as_html(monkeypatch):
     shown = []
-    monkeypatch.setattr(notebooks, "display", lambda data, raw: shown.append(data))
+    monkeypatch.setattr(notebook, "display", lambda data, raw: shown.append(data))
     wide = pd.DataFrame({f"column {i}": [i / 3, None] for i in range(30)})
-    notebooks.show_frame(wide)
-    notebooks.show_frame(wide.set_index(pd.Index(["first", "second"])))
+    notebook.show_frame(wide)
+    notebook.show_frame(wide.set_index(pd.Index(["first", "second"])))
     for data in shown:
         assert all(f"column {i}" in data["text/plain"] and f"column {i}" in data["text/html"] for i in range(30))
         assert "0.33" in data["text/html"] and "<td>-</td>" in data["text/html"] and "NaN" not in data["text/plain"]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkutils.packing import Chunks, DataConfig, fix_position
+from sinkutils.data.packing import Chunks, DataConfig, fix_position
 
 C = 32
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from sinkutils.experiments import EXPERIMENTS, PAPER, experiment, experiments, paper_rows
+from sinkutils.study.grid import EXPERIMENTS, PAPER, experiment, experiments, paper_rows
 
 NUMBERS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star", "valid_loss")
 # Every pre-training item of the paper that has runs of its own or shows them.

@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 import torch
 
-from sinkutils import diagrams, figures, operations
-from sinkutils.attention import AttentionSpec, attend
-from sinkutils.capture import measure
-from sinkutils.experiments import config
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.packing import DataConfig
-from sinkutils.records import record_folder, write_record
-from sinkutils.tables import sinks_by_position, sinks_by_text
+from sinkutils.data.packing import DataConfig
+from sinkutils.measuring.measure import measure
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.showing import diagrams, figures, operations
+from sinkutils.showing.tables import sinks_by_position, sinks_by_text
+from sinkutils.study.grid import config
+from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from sinkutils.corpora import Corpus
-from sinkutils.probes import KINDS, bos_id, probe
+from sinkutils.data.corpus import Corpus
+from sinkutils.data.probes import KINDS, bos_id, probe
 
 WORDS = {"<eos>": 0, "<bos>": 1, "<fix>": 2} | {f"w{i}": 3 + i for i in range(40)}
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]

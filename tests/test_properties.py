@@ -10,17 +10,19 @@ import pandas as pd
 import pytest
 import torch
 
-from sinkutils import downstream, explorer, figures, open_lms, properties
 from sinkutils.__main__ import main
-from sinkutils.capture import measure
-from sinkutils.corpora import Corpus
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.packing import DataConfig
-from sinkutils.records import write_record
-from sinkutils.runconfig import RunConfig, TrainConfig
-from sinkutils.sinks import uniform_alpha
-from sinkutils.subjects import BOS, TEXT, X_FIX, Subject, subject
-from sinkutils.zoo import ModelUnavailable
+from sinkutils.data.corpus import Corpus
+from sinkutils.data.packing import DataConfig
+from sinkutils.ledger import open_models
+from sinkutils.measuring import scores as downstream
+from sinkutils.measuring.load import ModelUnavailable
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
+from sinkutils.measuring.report import uniform_alpha
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.showing import explorer, figures, properties
+from sinkutils.study.config import RunConfig, TrainConfig
+from sinkutils.study.record import write_record
 
 matplotlib.use("agg")
 
@@ -50,7 +52,7 @@ def learnable(corpus: Corpus) -> Subject:
 def no_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty data/measurements, and no figure left open."""
     folder = tmp_path / "measurements"
-    monkeypatch.setattr(open_lms, "MEASUREMENTS", folder)
+    monkeypatch.setattr(open_models, "MEASUREMENTS", folder)
     yield folder
     plt.close("all")
 
@@ -177,11 +179,11 @@ def test_editing_positions_needs_learned_ones(plain: Subject, learnable: Subject
 
 
 def test_open_models_show_the_papers_values_and_what_was_measured(plain: Subject, capsys) -> None:
-    assert properties.open_models("Table 1 left")["measured"].isna().all()
+    assert properties.open_lms("Table 1 left")["measured"].isna().all()
     reports = {kind: measure(tiny_wide(), torch.randint(0, 300, (2, 64)), name=f"gpt2-xl, {kind} input", bos=False)
                for kind in ("natural", "random")}  # fmt: skip
-    open_lms.save_measurement("openai-community/gpt2-xl", reports)
-    table = properties.open_models("Table 1 left").set_index(["model", "input"])
+    open_models.save_measurement("openai-community/gpt2-xl", reports)
+    table = properties.open_lms("Table 1 left").set_index(["model", "input"])
     assert table.loc[("GPT2-XL", "natural"), "paper"] == 77.00
     assert table.loc[("GPT2-XL", "random"), "measured"] == round(reports["random"].sink(), 5)
     assert np.isnan(table.loc[("GPT2-XL", "repeat"), "measured"])
@@ -189,7 +191,7 @@ def test_open_models_show_the_papers_values_and_what_was_measured(plain: Subject
     assert set(sizes.query("model == 'GPT2-XL'")["source"]) == {"paper", "measured"}
     assert sizes.loc[0, "family"] == "ours" and sizes["acc"].isna().all()
     with pytest.raises(ValueError, match="item must be one of Table 1 left"):
-        properties.open_models("Table 99")
+        properties.open_lms("Table 99")
 
 
 def tiny_wide() -> TransformerLM:
@@ -206,12 +208,12 @@ def plain_wide(plain: Subject) -> Subject:
 def test_only_measurements_like_the_papers_are_kept(no_measurements: Path, capsys, tmp_path: Path) -> None:
     ids = torch.randint(0, 300, (2, 64))
     domain = {"natural": measure(tiny_wide(), ids, name="gpt2, natural input", bos=False)}
-    assert open_lms.save_measurement("gpt2", domain, "pile:Github").name == "gpt2@Github.json"
-    assert open_lms.measured_domains("GPT2").keys() == {"Github"}
+    assert open_models.save_measurement("gpt2", domain, "pile:Github").name == "gpt2@Github.json"
+    assert open_models.measured_domains("GPT2").keys() == {"Github"}
     for other in (measure(tiny_wide(), ids[:, :32]), measure(tiny_wide(), ids, epsilons=(0.2,)),
                   measure(tiny_wide(), ids, (2,)), measure(tiny_wide(), ids, bos=True)):  # fmt: skip
         with pytest.raises(ValueError, match="--save keeps measurements at T = 64 without BOS"):
-            open_lms.save_measurement("gpt2", {"natural": other})
+            open_models.save_measurement("gpt2", {"natural": other})
     assert sorted(path.name for path in no_measurements.iterdir()) == ["gpt2@Github.json"]
 
 
@@ -281,7 +283,7 @@ def test_scores_are_kept_and_stand_beside_the_sink(no_measurements: Path) -> Non
     path = downstream.save_scores("EleutherAI/pythia-14m", {"task": "hellaswag", "acc": 26.1, "acc_norm": 27.2})
     assert path == no_measurements / "hellaswag" / "pythia-14m.json"
     assert downstream.saved_scores()["Pythia-14M"]["acc"] == 26.1
-    assert open_lms.measurements() == {}  # scores are no measurements of attention
+    assert open_models.measurements() == {}  # scores are no measurements of attention
     downstream.save_scores("gpt2-xl", {"task": "hellaswag", "acc": 40.0, "acc_norm": 50.9})
     sizes = properties.model_sizes().set_index("model")
     assert sizes.loc["GPT2-XL", "acc_norm"] == 50.9

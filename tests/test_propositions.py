@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from sinkutils.capture import measure
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.positions import distance_table
-from sinkutils.propositions import PROPOSITION, propositions, repeated_tokens
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.propositions import PROPOSITION, propositions, repeated_tokens
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.model.positions import distance_table
 
 T = 160  # beyond D = 128, where Eq. 6 stops growing
 

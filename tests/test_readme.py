@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from sinkutils.readme import PARTS, render
+from sinkutils.showing.readme import PARTS, render
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_the_generated_parts_are_up_to_date():
     text = README.read_text()
-    assert render(text) == text, "run: python -m sinkutils.readme"
+    assert render(text) == text, "run: python -m sinkutils.showing.readme"
 
 
 def test_rendering_twice_changes_nothing():

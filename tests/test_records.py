@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from sinkutils.records import (
+from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
     config_dict,
@@ -27,7 +27,7 @@ from sinkutils.records import (
     write_tensors,
 )
 
-records_module = sys.modules["sinkutils.records"]  # sinkutils.records is the function
+records_module = sys.modules["sinkutils.study.record"]  # sinkutils.study.record is the function
 FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
 
 

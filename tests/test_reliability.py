@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkutils.records import read_record, record_folder, write_record
+from sinkutils.study.record import read_record, record_folder, write_record
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "reliability.py"
 spec = importlib.util.spec_from_file_location("reliability", SCRIPT)

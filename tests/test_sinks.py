@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkutils.attention import AttentionSpec, attend, proxy_scores, visible
-from sinkutils.capture import measure
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.sinks import NotFinite, Report, uniform_alpha
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
+from sinkutils.model.attention import AttentionSpec, attend, proxy_scores, visible
+from sinkutils.model.decoder import LMConfig, TransformerLM
 
 T, TARGETS = 20, (1, 2, 5)
 SMALL = {"vocab_size": 60, "context_length": 24, "num_layers": 2, "num_heads": 2, "hidden_size": 16,

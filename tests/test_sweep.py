@@ -2,11 +2,11 @@
 
 import pytest
 
-from sinkutils import sweep as sweep_module
-from sinkutils.experiments import config
-from sinkutils.records import RunLocked, read_record, record_folder, run_lock
-from sinkutils.sweep import engine, estimate, sweep
-from sinkutils.training import train
+from sinkutils.study.grid import config
+from sinkutils.study.record import RunLocked, read_record, record_folder, run_lock
+from sinkutils.training import sweep as sweep_module
+from sinkutils.training.sweep import engine, estimate, sweep
+from sinkutils.training.trainer import train
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from sinkutils.experiments import config, paper_rows
-from sinkutils.records import record_folder, write_record
-from sinkutils.tables import COLUMNS, paper_beside_ours, plain, records
+from sinkutils.showing.tables import COLUMNS, paper_beside_ours, plain, records
+from sinkutils.study.grid import config, paper_rows
+from sinkutils.study.record import record_folder, write_record
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sinkutils.attention import AttentionSpec
-from sinkutils.packing import DataConfig
-from sinkutils.records import RunLocked, partial_folder, read_record, record_folder, run_lock
-from sinkutils.runconfig import RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.training import CrossEntropy, Run, load_checkpoint, next_token_loss, save_checkpoint, train
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
+from sinkutils.training.trainer import CrossEntropy, Run, load_checkpoint, next_token_loss, save_checkpoint, train
 
 CPU = torch.device("cpu")
 
@@ -184,9 +184,9 @@ RUNNER = """
 import json, sys
 from pathlib import Path
 import torch
-from sinkutils.corpora import load_corpus
-from sinkutils.runconfig import RunConfig, from_dict
-from sinkutils.training import train
+from sinkutils.data.corpus import load_corpus
+from sinkutils.study.config import RunConfig, from_dict
+from sinkutils.training.trainer import train
 config, texts, cache, runs = json.loads(sys.argv[1]), *sys.argv[2:]
 corpus = load_corpus(f"path:{texts}", 300, cache_dir=cache, progress=False)
 print("ready", flush=True)

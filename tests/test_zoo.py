@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
-from sinkutils import zoo
-from sinkutils.capture import measure
-from sinkutils.model import LMConfig, TransformerLM
-from sinkutils.records import write_record
-from sinkutils.runconfig import RunConfig
-from sinkutils.zoo import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
+from sinkutils.measuring import load
+from sinkutils.measuring.load import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
+from sinkutils.measuring.measure import measure
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import RunConfig
+from sinkutils.study.record import write_record
 
 
 def tiny_gpt2() -> nn.Module:
@@ -29,7 +29,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
 
 
 def test_the_registry_holds_the_32_models_of_table_8() -> None:
@@ -50,8 +50,8 @@ def test_the_registry_agrees_with_the_table_of_the_papers_values() -> None:
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert zoo.find("gpt2-xl") is zoo.find("openai-community/gpt2-XL") is not None
-    assert zoo.find("no such model") is None
+    assert load.find("gpt2-xl") is load.find("openai-community/gpt2-XL") is not None
+    assert load.find("no such model") is None
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
@@ -68,7 +68,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | to
 
 
 def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo, "RUNS", tmp_path)
+    monkeypatch.setattr(load, "RUNS", tmp_path)
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
@@ -115,7 +115,7 @@ def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: py
     def refuse(*args, **kwargs):
         raise OSError("many\nlines") from cause
 
-    monkeypatch.setattr(zoo, "hub_reachable", lambda: True)
+    monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(ModelUnavailable, match=says):
         load_lm("owner/model")
@@ -128,7 +128,7 @@ def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPat
         asked.append(kwargs["trust_remote_code"])
         raise OSError("stop here")
 
-    monkeypatch.setattr(zoo, "hub_reachable", lambda: True)
+    monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", note)
     for trust in (False, True):
         with pytest.raises(ModelUnavailable):
@@ -152,7 +152,7 @@ def own() -> nn.Module:
 @pytest.mark.parametrize("make", [tiny_gpt2, opt, own])
 def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make) -> None:
     model, ids, t = make().eval(), torch.full((2, 16), 7), 5
-    table, offset = zoo.position_table(model)
+    table, offset = load.position_table(model)
     before = table.clone()
     with swap_positions(model, t):
         assert torch.equal(table[offset], before[offset + t - 1])

@@ -1,0 +1,317 @@
+"""Where text comes from: embedded, hub or local text as token files on disk, split by document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm.auto import tqdm
+
+from sinkutils.data import embedded, external
+from sinkutils.data.cache import SPLITS, cache_root, pack, unpack, verified, write_meta, write_whole
+from sinkutils.data.embedded import split_fraction, text_digest
+from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, special_ids, train_tokenizer
+
+PROBE_SHARE, VALID_SHARE = 0.02, 0.02  # of the documents, by the hash of the text
+SMALL_SHARE = 0.05  # of each where there are fewer than SMALL documents
+SMALL = 1000
+SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
+BATCH_CHARACTERS = 2_000_000
+HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
+FORMAT = 2  # raised when the files or the way they are made change
+
+
+class Corpus:
+    """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS.
+
+    Attributes: name, vocab_size, tokenizer, eos_id, bos_id, fix_id (x_fix of Section 5, a token that occurs in no
+    text), first_text_id (the first id that is not special), fingerprint (SHA-256 of text and tokenizer).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open a cache folder. Raises ValueError where it is not complete and intact."""
+        meta = verified(folder)
+        self.folder = folder
+        self.name: str = meta["name"]
+        self.fingerprint: str = meta["fingerprint"]
+        self.vocab_size: int = meta["vocab_size"]
+        self.eos_id: int = meta["eos_id"]
+        self.bos_id: int = meta["bos_id"]
+        self.fix_id: int = meta["fix_id"]
+        self.first_text_id: int = meta["first_text_id"]
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer.encode_special_tokens = True  # "<eos>" written in a text is text
+        self._tokens: dict[tuple[str, bool], np.ndarray] = {
+            (split, False): np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS
+        }
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
+        return f"Corpus({self.name!r}, vocab_size={self.vocab_size}, tokens: {sizes})"
+
+    def tokens(self, split: str, bos: bool = False) -> np.ndarray:
+        """The documents of a split, each followed by EOS and, with `bos`, preceded by BOS: (N,) unsigned."""
+        _check_split(split)
+        if (split, bos) not in self._tokens:
+            tokens = self._tokens[split, False]
+            starts = np.concatenate([[0], self._ends(split)[:-1] + 1])
+            self._tokens[split, bos] = np.insert(tokens, starts, self.bos_id)
+        return self._tokens[split, bos]
+
+    def documents(self, split: str, limit: int | None = None) -> Iterator[np.ndarray]:
+        """The documents of a split (the first `limit`), each (N,), without EOS."""
+        tokens, start = self.tokens(split), 0
+        for end in self._ends(split)[:limit]:
+            yield np.asarray(tokens[start:end])
+            start = end + 1
+
+    def texts(self, split: str, limit: int | None = None) -> Iterator[str]:
+        """The documents of a split as text."""
+        return (self.tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in self.documents(split, limit))
+
+    def _ends(self, split: str) -> np.ndarray:
+        return np.flatnonzero(self.tokens(split) == self.eos_id)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a corpus is made of: its documents, what they depend on, and a default cap on the tokens."""
+
+    documents: Callable[[bool], Iterator[str]]
+    version: Callable[[], object]
+    max_tokens: int | None = None
+
+
+EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
+    "docstrings": embedded.docstrings,
+    "sources": embedded.sources,
+    "embedded": embedded.everything,
+    **{f"domain:{name}": partial(embedded.domain, name) for name in embedded.DOMAINS},
+}
+
+
+def corpus_names() -> list[str]:
+    """What load_corpus takes: names, and forms with what to fill in between < and >."""
+    return [
+        "docstrings",
+        "sources",
+        "embedded",
+        *(f"domain:{name}" for name in embedded.DOMAINS),
+        "wikitext",
+        "pile",
+        "pile:<domain>",
+        "hub:<dataset id>[/<config>]",
+        "path:<folder or file>",
+        "packed:<file of pack_corpus>",
+    ]
+
+
+def load_corpus(
+    name: str = "docstrings",
+    vocab_size: int = 1024,
+    *,
+    tokenizer: str | None = None,
+    cache_dir: str | Path | None = None,
+    max_tokens: int | None = None,
+    progress: bool = True,
+) -> Corpus:
+    """Open a corpus from the cache, or build it there.
+
+    name: one of corpus_names(). "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C
+    headers and documentation files) are the text of the installed packages and need no network.
+    vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
+    `tokenizer`, the most that it may have.
+    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a
+    vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B tokens unless told otherwise.
+    cache_dir: default $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache.
+    max_tokens: stop before the document that would exceed it (default: no cap; 50M for hub data sets).
+
+    Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
+    text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
+    """
+    if tokenizer is None and vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and the special tokens), got {vocab_size}"
+        )
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be positive or None, got {max_tokens}")
+    if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
+        tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
+    build: Callable[[Path], None]
+    if name.startswith("packed:"):
+        file = Path(name.removeprefix("packed:"))
+        if not file.is_file():
+            raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
+        version: object = [file.stat().st_size, file.stat().st_mtime_ns]
+        build = partial(unpack, file, vocab_size)
+    else:
+        source = _source(name)
+        version = source.version()
+        max_tokens = max_tokens or source.max_tokens
+        build = partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
+    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
+    root = Path(cache_dir) if cache_dir else cache_root()
+    folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if folder.exists():
+        try:
+            return Corpus(folder)
+        except ValueError as error:
+            warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
+    write_whole(folder, name, build)
+    return Corpus(folder)
+
+
+def pack_corpus(corpus: Corpus, file: str | Path) -> None:
+    """Write a corpus as one compressed file, to be carried to a machine that lacks its text.
+
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
+    """
+    pack(corpus.folder, Path(file))
+
+
+def _source(name: str) -> Source:
+    kind, _, rest = name.partition(":")
+    if name in EMBEDDED:
+        return Source(EMBEDDED[name], embedded.installed_versions)
+    if name == "wikitext":
+        return _hub_source(lambda: external.hub("Salesforce/wikitext", "wikitext-103-raw-v1"))
+    if name == "pile":
+        return _hub_source(external.pile)
+    if kind == "pile" and rest in external.PILE_WEIGHTS:
+        return _hub_source(lambda: external.pile_domain(rest))
+    if kind == "hub" and rest:
+        owner, *more = rest.split("/", 2)
+        dataset, config = "/".join([owner, *more[:1]]), more[1] if len(more) > 1 else None
+        return _hub_source(lambda: external.hub(dataset, config))
+    if kind == "path" and rest:
+        path = Path(rest).expanduser()
+        return Source(
+            lambda progress: external.local(path),
+            lambda: [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in external.local_files(path)],
+        )
+    hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})" if kind == "pile" else ""
+    raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(corpus_names())}{hint}")
+
+
+def _hub_source(documents: Callable[[], Iterator[str]]) -> Source:
+    return Source(lambda progress: documents(), lambda: "hub", HUB_TOKENS)
+
+
+def _build(
+    name: str,
+    source: Source,
+    vocab_size: int,
+    tokenizer_name: str | None,
+    max_tokens: int | None,
+    progress: bool,
+    folder: Path,
+) -> None:
+    """Split, tokenise and write the documents of `source` into `folder`.
+
+    The first of them are read ahead: they train the tokenizer and tell whether there are many.
+    """
+    given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
+    unique = _unique(source.documents(progress))
+    sample, size = [], 0
+    for digest, text in unique:
+        sample.append((digest, text))
+        size += len(text)
+        if size >= SAMPLE_CHARACTERS:
+            break
+    if len(sample) < len(SPLITS):
+        raise ValueError(
+            f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one for each "
+            f"of {', '.join(SPLITS)}: give more text, or cut it into more files or lines"
+        )
+    complete = size < SAMPLE_CHARACTERS
+    probe_below, valid_below = _thresholds([split_fraction(digest) for digest, _ in sample], complete)
+
+    def split_of(digest: bytes) -> str:
+        fraction = split_fraction(digest)
+        return "probe" if fraction < probe_below else "valid" if fraction < valid_below else "train"
+
+    tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
+    tokenizer.encode_special_tokens = True
+    special = special_ids(tokenizer, tokenizer_name)
+    found = tokenizer.get_vocab_size(with_added_tokens=True)
+    dtype = "uint16" if found <= 2**16 else "uint32"
+    serialised = tokenizer.to_str().encode()
+    (folder / "tokenizer.json").write_bytes(serialised)
+
+    fingerprint, written = hashlib.sha256(serialised), 0
+    with ExitStack() as stack:
+        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        description = f"tokenising {name}"
+        bar = stack.enter_context(
+            tqdm(desc=description, unit="tokens", unit_scale=True, disable=not progress, leave=False)
+        )
+        for digest, ids in _encode(tokenizer, chain(sample, unique)):
+            if max_tokens and written + len(ids) + 1 > max_tokens:
+                break
+            files[split_of(digest)].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
+            fingerprint.update(digest)
+            written += len(ids) + 1
+            bar.update(len(ids) + 1)
+    empty = [split for split in SPLITS if (folder / f"{split}.bin").stat().st_size == 0]
+    if empty:
+        raise ValueError(
+            f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens: "
+            "give more text or a larger max_tokens"
+        )
+    write_meta(
+        folder,
+        {"name": name, "vocab_size": found, "dtype": dtype, "fingerprint": fingerprint.hexdigest(), **special},
+    )
+
+
+def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
+    """Each different document once, with its hash; empty ones left out, lone surrogates replaced."""
+    seen = set()
+    for document in documents:
+        text = document.encode("utf-8", "replace").decode()
+        digest = text_digest(text)
+        if text.strip() and digest not in seen:
+            seen.add(digest)
+            yield digest, text
+
+
+def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
+    """The token ids of each document, without special tokens; many at once, because the tokenizer has threads."""
+    batch: list[tuple[bytes, str]] = []
+    size = 0
+    for document in chain(documents, [None]):
+        if document is not None:
+            batch.append(document)
+            size += len(document[1])
+        if document is None or size >= BATCH_CHARACTERS:
+            encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+            yield from ((digest, encoding.ids) for (digest, _), encoding in zip(batch, encodings, strict=True))
+            batch, size = [], 0
+
+
+def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
+    """Below which fraction a document is for probing, and below which for validation.
+
+    Fixed shares, except where these are all the documents and so few that a share of them might be none.
+    """
+    if not complete or len(fractions) >= SMALL:
+        return PROBE_SHARE, PROBE_SHARE + VALID_SHARE
+    ranked = sorted(fractions)
+    count = max(1, int(SMALL_SHARE * len(ranked)))
+    return ranked[count], ranked[2 * count]
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")

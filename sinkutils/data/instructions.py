@@ -1,0 +1,155 @@
+"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the answers carry loss.
+
+A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in UltraChat. The embedded
+ones ask what a class, function or method of an installed package does; its docstring's first paragraph is the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from sinkutils.data import embedded, external
+from sinkutils.data.packing import Batches
+from sinkutils.data.probes import encode
+
+Conversation = list[dict[str, str]]
+ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")  # the paper's data set, and the split for fine-tuning
+IGNORED = -100  # a target without loss
+TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
+QUESTIONS = {"class": "What is the class {}?", "function": "What does {} do?", "method": "What does {} do?"}
+MIN_WORDS = 3  # of an answer
+
+
+class Pairs(Batches):
+    """Conversations as rows (2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
+
+    def __init__(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        self.rows = rows
+        self.length = len(rows)
+        self.tokens = rows[:, 0][np.arange(rows.shape[2]) < lengths[:, None]]
+        self._orders = {}
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """Rows by index, (n, 2, C + 1) int64."""
+        return torch.from_numpy(self.rows[indices].astype(np.int64))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the rows."""
+        return hashlib.sha256(np.ascontiguousarray(self.rows).tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a conversation becomes a row: with which tokenizer, after which tokens, how long."""
+
+    tokenizer: Tokenizer
+    first: tuple[int, ...]  # ids before the conversation: x_fix where the model was trained with one
+    eos_id: int  # ends an answer, and pads
+    context_length: int  # C
+
+
+def instruction_names() -> list[str]:
+    """What `conversations` takes: names, and forms with what to fill in between < and >."""
+    return ["docstrings", "ultrachat", "hub:<owner>/<data set>[/<split>]", "path:<file.jsonl>"]
+
+
+def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
+    """The conversations of a source, one of `instruction_names`.
+
+    Raises ValueError for an unknown name, FileNotFoundError for a file that is not there, ConnectionError where the
+    hub cannot be reached.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "docstrings":
+        return docstring_conversations(progress)
+    if name == "ultrachat":
+        return external.conversations(*ULTRACHAT)
+    if kind == "hub" and rest.count("/") in (1, 2):
+        owner, dataset, *split = rest.split("/")
+        return external.conversations(f"{owner}/{dataset}", *split)
+    if kind == "path" and rest:
+        return external.local_conversations(Path(rest).expanduser())
+    raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(instruction_names())}")
+
+
+def docstring_conversations(progress: bool = True) -> Iterator[Conversation]:
+    """A question and an answer for each documented class, function and method of the installed packages."""
+    for source in embedded.sources(progress):
+        yield from conversations_of(source)
+
+
+def conversations_of(source: str) -> Iterator[Conversation]:
+    """The questions and answers that a Python source gives."""
+    for kind, name, docstring in embedded.definitions_of(source):
+        words = docstring.split("\n\n")[0].split()
+        if len(words) >= MIN_WORDS:
+            yield [
+                {"role": "user", "content": QUESTIONS[kind].format(name)},
+                {"role": "assistant", "content": " ".join(words)},
+            ]
+
+
+def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[int], list[int]] | None:
+    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an answer is within C.
+
+    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand in the tokens' own
+    places, so that the target at i is predicted from the tokens before i.
+    """
+    ids, targets = list(layout.first), [IGNORED] * len(layout.first)
+    for message in messages:
+        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(message["content"].strip()))
+        answer: list[int] = []
+        if message["role"] == "assistant":
+            answer = [*encode(layout.tokenizer, " " + message["content"].strip()), layout.eos_id]
+        ids += prompt + answer
+        targets += [IGNORED] * len(prompt) + answer
+    end = layout.context_length + 1
+    ids, targets = ids[:end], targets[:end]
+    return (ids, targets) if any(target != IGNORED for target in targets) else None
+
+
+def make_pairs(
+    source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str, progress: bool = True
+) -> list[Pairs]:
+    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in order.
+
+    Raises ValueError, naming the source, where there are fewer than all of `counts`.
+    """
+    needed, seen = sum(counts), set()
+    rows = np.empty((needed, 2, layout.context_length + 1), dtype=np.int32)
+    rows[:, 0], rows[:, 1] = layout.eos_id, IGNORED
+    lengths = np.zeros(needed, dtype=np.int64)
+    found = read = 0
+    with tqdm(total=needed, desc=f"instructions from {name}", unit="pair", disable=not progress, leave=False) as bar:
+        for messages in source:
+            read += 1
+            answers = " ".join(message["content"] for message in messages if message["role"] == "assistant")
+            digest = embedded.text_digest(answers)
+            encoded = None if digest in seen else encode_conversation(messages, layout)
+            if encoded is None:
+                continue
+            seen.add(digest)
+            lengths[found] = len(encoded[0])
+            rows[found, :, : lengths[found]] = encoded
+            found += 1
+            bar.update()
+            if found == needed:
+                break
+    if found < needed:
+        raise ValueError(
+            f"instructions {name!r} have {found} conversations with different answers that begin within C = "
+            f"{layout.context_length} tokens (of {read}), and {needed} are needed: give more, or ask for fewer pairs"
+        )
+    edges = np.cumsum([0, *counts])
+    return [Pairs(rows[a:b], lengths[a:b]) for a, b in itertools.pairwise(edges)]

@@ -1,0 +1,111 @@
+"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinkutils.checks import flag, instance, is_count, real, require
+from sinkutils.data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What a run trains on. Positions are 1-based, as in the paper."""
+
+    corpus: str = "docstrings"
+    share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
+    random_positions: tuple[int, ...] = ()  # redrawn uniformly from the vocabulary, once for each chunk
+    fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
+    bos: bool = False  # BOS before every document
+
+    def __post_init__(self) -> None:
+        instance("corpus", self.corpus, str)
+        real("share", self.share, "in (0, 1]", high=1.0, ends="high")
+        positions = self.random_positions
+        require(isinstance(positions, tuple) and all(map(is_count, positions)),
+                f"random_positions count from 1: a tuple of integers, got {positions!r}")  # fmt: skip
+        require(self.fixed_position is None or is_count(self.fixed_position),
+                f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}")  # fmt: skip
+        flag("bos", self.bos)
+
+
+class Batches:
+    """Rows that are drawn in an order that depends on seed and step only."""
+
+    tokens: np.ndarray  # all that the rows hold
+    length: int  # number of rows
+    _orders: dict[tuple[int, int], np.ndarray]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """Rows by index, (n, ..) int64."""
+        raise NotImplementedError
+
+    def batch(self, step: int, size: int, seed: int) -> Tensor:
+        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
+        positions = np.arange(step * size, (step + 1) * size)
+        epochs = positions // self.length
+        indices = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = self._permutation(seed, int(epoch))[positions[chosen] % self.length]
+        return self.take(indices)
+
+    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
+        if (seed, epoch) not in self._orders:
+            order = np.random.default_rng([seed, 1, epoch]).permutation(self.length)
+            self._orders = {(seed, epoch): order}  # one is kept
+        return self._orders[seed, epoch]
+
+
+class Chunks(Batches):
+    """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
+
+    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a document and the
+    next chunk begins with the token that this one only predicts. Random access by index; nothing is copied.
+    """
+
+    def __init__(self, corpus: Corpus, split: str, context_length: int, data: DataConfig, seed: int = 0) -> None:
+        self.tokens = corpus.tokens(split, bos=data.bos)
+        if split == "train":
+            self.tokens = self.tokens[: int(len(self.tokens) * data.share)]
+        self.context_length = context_length
+        self.data = data
+        self.fix_id = corpus.fix_id
+        self.length = (len(self.tokens) - 1) // context_length
+        if self.length < 1:
+            raise ValueError(
+                f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one "
+                f"chunk of context_length + 1 = {context_length + 1}: give more text or a smaller context_length"
+            )
+        for position in (*data.random_positions, *([data.fixed_position] if data.fixed_position else ())):
+            if position > context_length:
+                raise ValueError(f"position {position} is beyond context_length={context_length}")
+        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
+        generator = np.random.default_rng([seed, 5])
+        size = (self.length, len(data.random_positions))
+        self.redrawn = generator.integers(corpus.first_text_id, corpus.vocab_size, size=size)
+        self._orders = {}
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        """Chunks by index, (n, C + 1) int64, with the interventions made."""
+        starts = np.asarray(indices)[:, None] * self.context_length
+        ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
+        for column, position in enumerate(self.data.random_positions):
+            ids[:, position - 1] = self.redrawn[indices, column]
+        return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
+
+
+def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
+    """`ids` (n, T) with x_fix at 1-based `position`; unchanged when position is None or beyond T."""
+    if position is None or position > ids.shape[1]:
+        return ids
+    ids = ids.clone()
+    ids[:, position - 1] = fix_id
+    return ids

@@ -1,0 +1,137 @@
+"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sinkutils.checks import choice, flag, integer, require
+from sinkutils.data.corpus import Corpus, load_corpus
+
+KINDS = ("natural", "random", "repeat")
+BOS_NAMES = ("<bos>", "<s>", "[BOS]", "<|begin_of_text|>", "<|bos|>")
+CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
+
+
+def probe(
+    kind: str,
+    tokenizer: Any,
+    n: int = 100,
+    length: int = 64,
+    seed: int = 0,
+    *,
+    bos: bool = False,
+    corpus: str | Corpus = "docstrings",
+    texts: Iterable[str] | None = None,
+) -> Tensor:
+    """Token ids (n, length), int64, a function of the arguments only.
+
+    kind: "natural" is the first tokens of n documents outside the training text, "random" is uniform over the
+    vocabulary without special tokens, "repeat" is one such token a sequence, repeated.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer; its own special tokens are never added.
+    bos: whether the tokenizer's BOS stands first, within `length`.
+    corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
+
+    Raises ValueError for an unknown kind, a tokenizer without BOS where one is asked for, or too few documents.
+    """
+    choice("kind", kind, KINDS)
+    flag("bos", bos)
+    integer("n", n, least=1)
+    integer("length", length, least=1 + bos)
+    integer("seed", seed, least=0)
+    needed = length - bos
+    generator = np.random.default_rng([seed, KINDS.index(kind)])
+    if kind == "natural":
+        ids = _natural(tokenizer, n, needed, generator, corpus, texts)
+    else:
+        vocabulary = text_ids(tokenizer)
+        require(len(vocabulary) > 0, "the tokenizer has special tokens only, none that could stand in a text")
+        drawn = generator.choice(vocabulary, size=(n, needed if kind == "random" else 1))
+        ids = np.broadcast_to(drawn, (n, needed))
+    if bos:
+        ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
+    return torch.from_numpy(np.array(ids, dtype=np.int64))
+
+
+def _natural(
+    tokenizer: Any,
+    n: int,
+    needed: int,
+    generator: np.random.Generator,
+    corpus: str | Corpus,
+    texts: Iterable[str] | None,
+) -> np.ndarray:
+    """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
+    if texts is None:
+        source = load_corpus(corpus) if isinstance(corpus, str) else corpus
+        if tokenizer is source.tokenizer:
+            documents = list(source.documents("probe"))
+            found = _long_enough(documents, needed, generator, lambda document: document)
+            return _stack(found, n, needed, len(documents), f"corpus {source.name!r}")
+        where, texts = f"corpus {source.name!r}", source.texts("probe")
+    else:
+        where = "texts"
+    several = isinstance(texts, Iterable) and not isinstance(texts, str)
+    listed = list(texts) if several else []
+    good = several and all(isinstance(text, str) for text in listed)
+    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
+    return _stack(_long_enough(listed, needed, generator, lambda text: head(tokenizer, text, needed)),
+                  n, needed, len(listed), where)  # fmt: skip
+
+
+def _long_enough(
+    items: Sequence[Any], needed: int, generator: np.random.Generator, tokens: Callable[[Any], Sequence[int]]
+) -> Iterator[np.ndarray]:
+    for index in generator.permutation(len(items)):
+        ids = tokens(items[index])
+        if len(ids) >= needed:
+            yield np.asarray(ids[:needed])
+
+
+def _stack(found: Iterator[np.ndarray], n: int, needed: int, available: int, where: str) -> np.ndarray:
+    chosen = [ids for ids, _ in zip(found, range(n), strict=False)]
+    if len(chosen) < n:
+        raise ValueError(
+            f"{where} has {len(chosen)} documents of at least {needed} tokens (of {available}), n={n} are needed: "
+            "give more text, a smaller n or a smaller length"
+        )
+    return np.stack(chosen)
+
+
+def head(tokenizer: Any, text: str, needed: int) -> list[int]:
+    """The first tokens of a text, without special tokens; at least `needed` of them if the text has so many."""
+    ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
+    # The last token of a cut text may not be a token of the whole text.
+    return ids if len(ids) > needed or len(text) <= CHARACTERS_A_TOKEN * needed else encode(tokenizer, text)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text without special tokens, for both kinds of tokenizer."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids.ids if isinstance(tokenizer, Tokenizer) else list(ids)
+
+
+def text_ids(tokenizer: Any) -> np.ndarray:
+    """The vocabulary without special tokens: what random and repeated tokens are drawn from."""
+    if isinstance(tokenizer, Tokenizer):
+        vocabulary = tokenizer.get_vocab().values()
+        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    else:
+        vocabulary, special = tokenizer.get_vocab().values(), set(tokenizer.all_special_ids)
+    return np.array(sorted(set(vocabulary) - special), dtype=np.int64)
+
+
+def bos_id(tokenizer: Any) -> int:
+    """The id of the tokenizer's BOS. Raises ValueError if it has none."""
+    if isinstance(tokenizer, Tokenizer):
+        found = next(filter(lambda i: i is not None, map(tokenizer.token_to_id, BOS_NAMES)), None)
+    else:
+        found = tokenizer.bos_token_id
+    if found is None:
+        raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
+    return int(found)

@@ -1,0 +1,411 @@
+"""Capture for models of transformers (used by `capture.measure`).
+
+transformers lets a model choose its attention function by name. The one registered here computes the module's own
+output and, beside it, what a report needs, by one of two paths:
+
+- fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; it is compared with the exact
+  path on a few rows of every module before it is trusted, and not used where a module asks for more than it can do
+- exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
+
+Families outside that interface are measured by hooks on the weights that their eager attention returns.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkutils.measuring.report import NotFinite, Request, Tally, keep_products, mean_over_queries
+from sinkutils.model import flash
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import sdpa_mask
+except ImportError as error:
+    raise ImportError(
+        "measuring models other than TransformerLM needs transformers: pip install transformers"
+    ) from error
+
+NAME = "sinkutils"  # of the attention function and of its mask
+EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
+CHECK_ROWS = 16  # queries on which the fused path is compared with the exact one
+# Keyword arguments that do not change what attention computes, or that the fused path takes into account.
+KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
+         "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
+NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rotary|Norm")
+
+_current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
+
+
+@contextmanager
+def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = False) -> Iterator[Capture]:
+    """While this is open, forward passes of `model` (in eval mode) add to the tally; their logits do not change.
+
+    Raises ValueError for a model that is no causal LM with softmax attention.
+    """
+    capture = Capture(model, request, tally, exact)
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    token = _current.set(capture)
+    handles = []
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = "eager" if capture.legacy else NAME
+        handles = capture.hook()
+        yield capture
+    finally:
+        for handle in handles:
+            handle.remove()
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        _current.reset(token)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    capture = _current.get()
+    if capture is None:
+        raise RuntimeError(f"attention {NAME!r} works within sinkutils.measure only: choose another implementation")
+    return capture.attention(module, query, key, value, attention_mask, kwargs), None
+
+
+# A name without a mask of its own would get none at all, and the model would see later tokens.
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class Capture:
+    """What is known of one model, and what its attention modules report while it runs."""
+
+    def __init__(self, model: nn.Module, request: Request, tally: Tally, exact: bool) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"model must be a TransformerLM or a causal LM of transformers, got {type(model).__name__}: "
+                "take it out of its wrapper"
+            )
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
+        self.model, self.base = model, model.base_model
+        self.request, self.tally, self.exact = request, tally, exact
+        self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        self.recording = True
+        self.calls: Counter[nn.Module] = Counter()
+        self.fused: dict[nn.Module, bool] = {}  # whether the fused path proved right
+        self.last_hidden: Tensor | None = None
+        self.blocks, self.layers = attention_layers(self.base)
+        eager = [eager_function(module) is not None for module in self.layers]
+        if any(eager) != all(eager):
+            raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
+        self.legacy = not any(eager)
+
+    @property
+    def path(self) -> str:
+        """How alpha was computed."""
+        if self.legacy:
+            return "eager weights"
+        trusted = sum(self.fused.get(module, False) for module in self.layers)
+        return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ids go; a model whose embedding is offloaded (accelerate) moves them itself."""
+        return torch.device("cpu") if self.embedding.is_meta else self.embedding.device
+
+    def hook(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hooks for the blocks' inputs and outputs and, outside the interface, for attention weights."""
+        handles = [self.blocks[0].register_forward_pre_hook(self._see_embedding, with_kwargs=True)]
+        handles += [
+            block.register_forward_hook(lambda _, __, output, layer=layer: self._see_block(layer, output))
+            for layer, block in enumerate(self.blocks)
+        ]
+        if self.legacy:
+            handles += [module.register_forward_hook(self._see_weights) for module in self.layers]
+        return handles
+
+    def run(self, ids: Tensor) -> None:
+        """One forward pass of ids (B, T), without the unembedding. Raises ValueError if a layer did not report."""
+        self.calls.clear()
+        legacy = {"output_attentions": True} if self.legacy else {}
+        try:
+            self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
+        except IndexError as error:  # of an embedding: of the ids, or of learned positions
+            raise ValueError(
+                f"ids have {ids.shape[1]} positions, tokens {int(ids.min())}..{int(ids.max())}, and the model has no "
+                f"embedding for one of them: it has {len(self.embedding)} tokens; give fewer positions or other tokens"
+            ) from error
+        wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
+        if wrong:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be measured: {len(wrong)} of {len(self.layers)} attention modules "
+                f"({wrong[0]}, ..) did not show their weights exactly once, so that numbers would miss them"
+            )
+
+    def names(self) -> dict[nn.Module, str]:
+        return {module: name for name, module in self.base.named_modules() if module in self.layers}
+
+    def check_causal(self, ids: Tensor) -> None:
+        """Raise ValueError if another last token changes what earlier positions compute; ids (T,)."""
+        pair = ids[:8].repeat(2, 1)
+        pair[1, -1] = (pair[1, -1] + 1) % len(self.embedding)
+        self.recording = False
+        self.run(pair)
+        self.recording = True
+        assert self.last_hidden is not None
+        first, second = self.last_hidden[:, :-1].float()
+        if not (first.isfinite().all() and second.isfinite().all()):
+            raise NotFinite("hidden states are not finite: the model's weights hold nan or infinite values")
+        tolerance = 1e-3 if self.last_hidden.dtype == torch.float32 else 5e-2
+        if first.numel() and (first - second).abs().max() > tolerance * first.abs().max():
+            raise ValueError(f"{type(self.model).__name__} sees later tokens: it is no causal LM (encoder-only?)")
+
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The module's own output, (B, T, H, D); q (B, H, T, D), k and v (B, H or fewer, T, D), mask (B, 1, T, T)."""
+        if module not in self.layers:
+            raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
+        if mask is None and not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+            raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
+        self.calls[module] += 1
+        layer = self.layers[module]
+        if self.recording:
+            for name, x in (("query", q), ("key", k), ("value", v)):
+                self.tally.add_norms(name, layer, x)
+            for head in self.request.heads_of(layer) if "qk" in self.request.keep else ():
+                if head < q.shape[1]:
+                    keep_products(self.tally, layer, head, q[:, head], k[:, head // (q.shape[1] // k.shape[1])])
+        if self._may_fuse(module, kwargs):
+            out = self._fused(module, layer, q, k, v, mask, kwargs)
+            if out is not None:
+                return out
+        return self._exact(module, layer, q, k, v, mask, kwargs)
+
+    def _may_fuse(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
+        unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
+        if self.exact or unknown or not self.recording or not self.fused.get(module, True):
+            return False
+        return not (self.request.mass or self.request.heads_of(self.layers[module]))
+
+    def _fused(
+        self,
+        module: nn.Module,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
+        scale = kwargs.get("scaling")
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
+            return None
+        if not flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+            return None
+        found = flash.fused(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), mask=mask, scale=scale)
+        if found is None:
+            return None
+        out, lse = found
+        columns = torch.tensor(self.request.targets, device=q.device) - 1
+        chosen = repeat_heads(k[:, :, columns], q.shape[1]).float()
+        logits = q.float() @ chosen.mT * scale  # (B, H, T, K)
+        rows = torch.arange(q.shape[2], device=q.device)
+        seen = rows[:, None] >= columns if mask is None else mask[..., columns]
+        if mask is not None and mask.dtype != torch.bool:
+            logits, seen = logits + mask[..., columns], torch.ones_like(logits, dtype=torch.bool)
+        shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
+        values = {"alpha": shares}
+        if kwargs.get("s_aux") is not None:
+            # A learned sink logit joins the softmax through its log-sum-exp.
+            sink = kwargs["s_aux"].float().reshape(1, -1, 1)
+            total = torch.logaddexp(lse, sink)
+            kept = torch.exp(lse - total)
+            values = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
+            out = out * kept[..., None].to(out.dtype)
+        out = out.transpose(1, 2).contiguous()
+        if module not in self.fused:
+            self.fused[module] = self._agrees(module, q, k, v, mask, kwargs, columns, values["alpha"], out)
+            if not self.fused[module]:
+                return None
+        self._add(layer, {
+            name: value.mean(dim=-1) if name == "star" else mean_over_queries(value, columns)
+            for name, value in values.items()
+        })  # fmt: skip
+        return out
+
+    def _agrees(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+        columns: Tensor,
+        shares: Tensor,
+        out: Tensor,
+    ) -> bool:
+        """Whether the fused path gives what the family's eager function gives, on the last rows of one sample."""
+        rows = slice(-CHECK_ROWS, None)
+        expected, weights = chunk(module, q[:1], k[:1], v[:1], mask if mask is None else mask[:1], kwargs, rows)
+        tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
+        close = (shares[:1, :, rows] - weights[..., columns]).abs().max() <= tolerance
+        return bool(close and (out[:1, rows] - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
+
+    def _exact(
+        self,
+        module: nn.Module,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Output and weights by the family's eager function, chunk by chunk of queries."""
+        batch, heads, length, _ = q.shape
+        step = max(1, EXACT_ELEMENTS // (batch * heads * length))
+        if any(isinstance(value, Tensor) and value.ndim >= 3 for value in kwargs.values()):
+            step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
+        reduce = Reduction(self.request, self.tally, layer, length, sink=kwargs.get("s_aux") is not None)
+        outs = []
+        for start in range(0, length, step):
+            out, weights = chunk(module, q, k, v, mask, kwargs, slice(start, min(start + step, length)))
+            outs.append(out)
+            if self.recording:
+                reduce.take(weights)
+        if self.recording:
+            self._add(layer, reduce.means())
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _see_weights(self, module: nn.Module, _: Any, output: tuple) -> tuple:
+        """Legacy families: reduce the weights that a module returns, and drop them."""
+        found = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
+                 and part.shape[-1] == part.shape[-2]]  # fmt: skip
+        if len(found) != 1:
+            return output
+        self.calls[module] += 1
+        if self.recording:
+            weights = output[found[0]]
+            reduce = Reduction(self.request, self.tally, self.layers[module], weights.shape[-1], sink=False)
+            reduce.take(weights)
+            self._add(self.layers[module], reduce.means())
+        return tuple(None if i == found[0] else part for i, part in enumerate(output))
+
+    def _add(self, layer: int, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.tally.add(name, layer, value)
+
+    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.recording:
+            self.tally.add_norms("embedding", 0, (args[0] if args else kwargs["hidden_states"])[:, None])
+
+    def _see_block(self, layer: int, output: Any) -> None:
+        self.last_hidden = output if isinstance(output, Tensor) else output[0]
+        if self.recording:
+            self.tally.add_norms("hidden", layer, self.last_hidden[:, None])
+
+
+class Reduction:
+    """Sums over queries of one layer's attention weights, given in chunks of rows."""
+
+    def __init__(self, request: Request, tally: Tally, layer: int, length: int, sink: bool) -> None:
+        self.request, self.tally, self.layer, self.length, self.sink = request, tally, layer, length, sink
+        self.sums: dict[str, Tensor] = {}
+        self.maps: list[Tensor] = []
+
+    def take(self, weights: Tensor) -> None:
+        """Add rows of weights, (B, H, R, T)."""
+        columns = torch.tensor(self.request.targets, device=weights.device) - 1
+        chosen = weights[..., columns].float()
+        self._sum("alpha", chosen)
+        if self.sink:
+            kept = weights.float().sum(dim=-1, keepdim=True)  # what the learned sink logit left
+            self._sum("renormalised", chosen / kept)
+            self._sum("star", 1 - kept)
+        if self.request.mass:
+            self._sum("mass", weights)
+        if self.request.heads_of(self.layer) and "map" in self.request.keep:
+            heads = [head for head in self.request.heads_of(self.layer) if head < weights.shape[1]]
+            self.maps.append(weights[:, heads])
+
+    def _sum(self, name: str, rows: Tensor) -> None:
+        total = rows.sum(dim=2, dtype=torch.float32)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def means(self) -> dict[str, Tensor]:
+        """alpha (B, K, H) and whatever else was asked for; weights of hidden keys are 0, so sums run over i >= k."""
+        device = self.sums["alpha"].device
+        columns = torch.tensor(self.request.targets, device=device) - 1
+        means = {name: (total / (self.length - columns)).transpose(1, 2)
+                 for name, total in self.sums.items() if name in ("alpha", "renormalised")}  # fmt: skip
+        if "star" in self.sums:
+            means["star"] = self.sums["star"][..., 0] / self.length
+        if "mass" in self.sums:
+            means["mass"] = self.sums["mass"] / torch.arange(self.length, 0, -1, device=device)
+        if self.maps:
+            for head, kept in zip(
+                self.request.heads_of(self.layer), torch.cat(self.maps, dim=2).unbind(1), strict=False
+            ):
+                self.tally.keep(self.layer, head, "map", kept)
+        return means
+
+
+def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
+    """The blocks of a model, and its softmax attention modules with the index of their block.
+
+    Raises ValueError where there are none, or where they do not stand in one list of blocks.
+    """
+    found = {name: module for name, module in base.named_modules()
+             if "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)}  # fmt: skip
+    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
+    leaves = {
+        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
+    }
+    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
+    if not leaves:
+        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
+    lists = {place.group(1) if place else "" for place in places.values()}
+    if len(lists) != 1 or not all(places.values()):
+        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
+                         "text decoder, a causal LM")  # fmt: skip
+    blocks = base.get_submodule(lists.pop())
+    return blocks, {module: int(places[name].group(2)) for name, module in leaves.items()}  # type: ignore[return-value, union-attr]
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The family's reference attention, which its modelling file defines beside the module."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def chunk(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any], rows: slice
+) -> tuple[Tensor, Tensor]:
+    """The family's eager attention for some queries: out (B, R, H, D) and weights (B, H, R, T)."""
+    length = q.shape[2]
+    if mask is None:
+        positions = torch.arange(length, device=q.device)
+        seen = positions[rows, None] >= positions
+    else:
+        seen = mask[:, :, rows]
+    if seen.dtype == torch.bool:
+        zero = torch.zeros((), device=q.device, dtype=q.dtype)
+        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
+    function = eager_function(module)
+    assert function is not None
+    return function(module, q[:, :, rows], k, v, seen if seen.ndim == 4 else seen[None, None], **kwargs)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,0 +1,162 @@
+"""`measure`: the sink numbers of any causal language model, for about the cost of its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from sinkutils.checks import instance, integer, require
+from sinkutils.measuring.report import NotFinite, Report, Request, Tally, check_epsilons, check_targets, run_own
+from sinkutils.model.decoder import TransformerLM
+
+KEPT = ("map", "qk")
+TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    ids: Tensor,
+    targets: Sequence[int] = (1,),
+    epsilons: Sequence[float] = (0.3,),
+    *,
+    attention_mask: Tensor | None = None,
+    batch_size: int | None = None,
+    norms: bool = True,
+    mass: bool = False,
+    heads: Sequence[tuple[int, int]] = (),
+    keep: Sequence[str] = KEPT,
+    exact: bool = False,
+    name: str = "",
+    bos: bool | None = None,
+) -> Report:
+    """Measure the attention sinks of a causal LM on token ids (samples, T) (Section 3.2).
+
+    model: a `TransformerLM`, or a causal LM of transformers; it is left as it was found, also after an exception.
+    targets: the keys k of alpha_k, counted from 1. epsilons: the thresholds that the printed table shows.
+    attention_mask: (samples, T), 0 at padding. Padding is cut off and sequences of one length run together, so that
+        a padded sequence has the numbers that it has alone; positions count from its first token. Sequences shorter
+        than the largest target are skipped and counted.
+    batch_size: sequences a forward pass. norms: whether l2-norms are taken.
+    mass: also alpha of every key. heads: 0-based (layer, head) pairs for which `keep` is kept: "map" is A_ij, "qk"
+        are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
+    exact: never use the fused kernel (transformers models only).
+    name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
+
+    Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
+    that cannot be measured; NotFinite (a ValueError) where weights are nan.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a TransformerLM or a transformers model, got {type(model).__name__}")
+    rows, skipped = sequences(ids, attention_mask, targets)
+    targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
+    if batch_size is not None:
+        integer("batch_size", batch_size, least=1)
+    if not isinstance(keep, Sequence) or any(what not in KEPT for what in keep):
+        raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
+    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    lengths = torch.tensor([len(row) for row in rows])
+    tally = Tally(int(lengths.max()), norms)
+    order: list[int] = []
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model))
+        path = "log-mass"
+        if isinstance(model, TransformerLM):
+            run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
+        else:
+            from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
+
+            capture = stack.enter_context(capturing(model, request, tally, exact))
+            capture.check_causal(rows[0])
+            run = capture.run
+        for length in lengths.unique().tolist():
+            same = (lengths == length).nonzero()[:, 0]
+            for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
+                tally.add_batch(len(indices), length)
+                run(torch.stack([rows[i] for i in indices]))
+                order += indices.tolist()
+        if not isinstance(model, TransformerLM):
+            path = capture.path
+    missing = sorted(set(request.heads) - set(tally.kept)) if request.keep else []
+    if missing:
+        raise ValueError(f"heads names (layer, head) pairs that the model does not have: {missing}; they count from 0")
+    report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
+    if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
+        raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
+    config = getattr(model, "config", None)
+    report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
+    report.path = path
+    report.skipped = skipped
+    report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
+    bos_id = getattr(config, "bos_token_id", None)
+    report.bos = bool(all(int(row[0]) == bos_id for row in rows)) if bos is None and bos_id is not None else bos
+    return report
+
+
+def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
+    """The rows of ids without their padding, and how many were skipped as shorter than the largest target.
+
+    Raises ValueError for wrong shapes or dtypes, a row of padding only, padding inside a row, targets that are not
+    positions of the ids, and when nothing is left to measure.
+    """
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
+    longest = max(check_targets(targets, ids.shape[1]))
+    if mask is None:
+        return list(ids), 0
+    instance("attention_mask", mask, Tensor)
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
+    real = mask.bool().to(ids.device)
+    if not real.any(dim=1).all():
+        empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
+        raise ValueError(f"attention_mask has rows that are all padding: {empty}")
+    changes = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()).clamp(min=0)
+    if (changes.sum(dim=1) > 1).any():
+        raise ValueError("attention_mask has padding between the tokens of a row: put it before or after them")
+    rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
+    kept = [row for row in rows if len(row) >= longest]
+    if not kept:
+        raise ValueError(f"no row of ids has {longest} tokens, which target {longest} needs, once padding is cut off")
+    return kept, len(rows) - len(kept)
+
+
+def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The (layer, head) pairs. Raises ValueError unless they are pairs that count from 0, of our own model its own.
+
+    Of other models only a forward pass tells which layers have attention.
+    """
+    require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
+    for pair in heads:
+        good = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
+        require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
+    chosen = tuple((layer, head) for layer, head in heads)
+    if isinstance(model, TransformerLM):
+        config = model.config
+        wrong = [(layer, head) for layer, head in chosen if layer >= config.num_layers or head >= config.num_heads]
+        if wrong:
+            raise ValueError(
+                f"heads names (layer, head) pairs that the model does not have: {wrong}; it has {config.num_layers} "
+                f"layers of {config.num_heads} heads, counted from 0"
+            )
+    return chosen
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

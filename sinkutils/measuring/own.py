@@ -1,0 +1,94 @@
+"""A language model together with what is needed to give it inputs as in its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkutils.data.corpus import Corpus
+from sinkutils.data.packing import fix_position
+from sinkutils.data.probes import bos_id, probe
+from sinkutils.data.tokenizer import special_ids
+from sinkutils.measuring.load import find, load_lm
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.study.record import RUNS
+
+X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what stands first
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A language model with what is needed to give it inputs as in its training."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    fixed_position: int | None = None  # where training put x_fix (Table 10 right)
+    corpus: str | Corpus = "docstrings"  # of natural text
+    length: int = 64  # T at which training measured it
+
+    @property
+    def context(self) -> int:
+        """C, the longest input that the model was made for."""
+        shape: Any = self.model.config
+        return shape.context_length if isinstance(self.model, TransformerLM) else shape.max_position_embeddings
+
+    @property
+    def firsts(self) -> tuple[str, ...]:
+        """What can stand first in an input: x_fix where the model was trained with it, plain text, a BOS if any."""
+        try:
+            bos_id(self.tokenizer)
+        except ValueError:
+            bos: tuple[str, ...] = ()
+        else:
+            bos = (BOS,)
+        return ((X_FIX,) if self.fixed_position else ()) + (TEXT, *bos)
+
+    def inputs(
+        self,
+        kind: str,
+        n: int = 100,
+        length: int = 64,
+        seed: int = 0,
+        *,
+        first: str | None = None,
+        texts: Iterable[str] | None = None,
+    ) -> Tensor:
+        """A probe of Section 3.3 (n, length), by default with what training put first; see `probes.probe`.
+
+        With x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens to be equal,
+        and another token repeated would have no sink for want of x_fix, whatever repetition does.
+        Raises ValueError for a `first` that the model does not have.
+        """
+        first = first or self.firsts[0]
+        if first not in self.firsts:
+            raise ValueError(f"first must be one of {', '.join(self.firsts)} for {self.name}, got {first!r}")
+        ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, corpus=self.corpus, texts=texts)
+        if first != X_FIX:
+            return ids
+        fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
+        return torch.full_like(ids[:1], fix_id) if kind == "repeat" else fix_position(ids, self.fixed_position, fix_id)
+
+    def measure(self, ids: Tensor, **options: Any) -> Report:
+        """`capture.measure`, under this name."""
+        return measure(self.model, ids, name=self.name, **options)
+
+
+def subject(name: str, device: str | None = None, **options: Any) -> Subject:
+    """Load any model that `zoo.load_lm` takes, with its options; of a record also its T and where a token was fixed."""
+    model, tokenizer = load_lm(name, device, **options)
+    if not isinstance(model, TransformerLM):
+        known = find(name)
+        return Subject(known.name if known else Path(name).name, model, tokenizer)
+    folder = Path(name) if (Path(name) / "config.json").exists() else RUNS / name
+    record = json.loads((folder / "config.json").read_text())
+    return Subject(record["experiment"], model, tokenizer, record["data"]["fixed_position"],
+                   length=record["train"]["eval_length"])  # fmt: skip

@@ -1,0 +1,142 @@
+"""Propositions 1-4 (Appendix B.1) on models with random weights: what repeated tokens do to attention, in float64.
+
+Where nothing is added to the embeddings, one token repeated has one hidden state at every position (Eqs. 10-16), so
+attention depends on the distance alone:
+
+    NoPE (Prop. 1)                   A_ti = 1/t
+    relative, ALiBi (Props. 2, 3)    A_ti = e^g(t-i) / sum_j e^g(t-j)
+    rotary (Prop. 4)                 A_ti = e^s(t-i) / sum_j e^s(t-j) <= e^(2 xi) / (e^(2 xi) + t - 1)
+
+with s(m) the logit of q and k at distance m and xi >= |s|. The 1/sqrt(d_h) of Eq. 4 is part of s and xi here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.model.positions import rotate
+
+PROPOSITION = {"nope": 1, "relative": 2, "relative_learned": 2, "alibi": 3, "rotary": 4}
+
+
+@dataclass
+class RepeatedTokens:
+    """One model on one token repeated T times, observed; all float64."""
+
+    position: str
+    hidden: Tensor  # (L + 1, T, d): h^0 .. h^L
+    weights: Tensor  # (L, H, T, T): A_ti
+    logits: Tensor  # (L, H, T): the closed form's exponent by distance m = t - i
+    xi: Tensor  # (L, H): ||q|| ||k|| / sqrt(d_h)
+
+    @property
+    def hidden_difference(self) -> float:
+        """max |h_t^l - h_1^l| over l and t."""
+        return float((self.hidden - self.hidden[:, :1]).abs().max())
+
+    def closed_form(self) -> Tensor:
+        """A_ti of Eqs. 18, 20, 22 and 27, (L, H, T, T)."""
+        t = torch.arange(self.logits.shape[-1])
+        distance = t[:, None] - t
+        return self.logits[..., distance.clamp(min=0)].masked_fill(distance < 0, -torch.inf).softmax(dim=-1)
+
+    def bound(self) -> Tensor:
+        """e^(2 xi) / (e^(2 xi) + t - 1) of Eq. 28 for t = 1..T, (L, H, T)."""
+        t = torch.arange(1, self.logits.shape[-1] + 1, dtype=torch.float64)
+        return 1 / (1 + (t - 1) * torch.exp(-2 * self.xi[..., None]))
+
+
+@dataclass
+class _Observer:
+    """Collects hidden states, and per layer the weights, the exponent by distance, and xi."""
+
+    position: str
+    hidden: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    xi: list[Tensor] = field(default_factory=list)
+
+    def embedding(self, hidden: Tensor) -> None:
+        self.hidden.append(hidden[0])
+
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
+    ) -> None:
+        length, head_dim = q.shape[-2:]
+        self.weights.append(attend(q, k, v, spec, **extras)[1][0])
+        # The first position is not rotated: from its q and k alone follow the logits at every distance.
+        first_q, first_k = q[0, :, :1], k[0, :, :1]  # (H, 1, D)
+        self.xi.append((first_q.norm(dim=-1) * first_k.norm(dim=-1))[:, 0] * head_dim**-0.5)
+        if self.position == "rotary":
+            first_q = rotate(
+                first_q.expand(-1, length, -1), *exact_rotary(length, head_dim)
+            )  # query m positions after the key
+        logits = (first_q * first_k).sum(dim=-1) * head_dim**-0.5
+        if "distance_bias" in extras:
+            logits = logits + extras["distance_bias"][:, :length]
+        self.logits.append(logits.expand(q.shape[1], length))
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        self.hidden.append(hidden[0])
+
+
+def exact_rotary(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of Eq. 9 in float64, (length, head_dim / 2): the model's own tables are rounded to float32."""
+    omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
+    return angle.cos(), angle.sin()
+
+
+@torch.no_grad()
+def repeated_tokens(
+    position: str, length: int = 160, *, num_layers: int = 3, num_heads: int = 4, hidden_size: int = 32, seed: int = 0
+) -> RepeatedTokens:
+    """Run one repeated token through a `TransformerLM` with random weights and this position embedding.
+
+    Raises ValueError for a position embedding that the propositions do not speak of.
+    """
+    if position not in PROPOSITION:
+        raise ValueError(f"position must be one of {', '.join(PROPOSITION)}; got {position!r}: the propositions are "
+                         "about embeddings that leave h^0 alone")  # fmt: skip
+    config = LMConfig(vocab_size=64, context_length=length, num_layers=num_layers, num_heads=num_heads,
+                      hidden_size=hidden_size, intermediate_size=2 * hidden_size, position=position)  # fmt: skip
+    model = TransformerLM(config, torch.Generator().manual_seed(seed)).double().eval()
+    if position == "rotary":
+        model.cos, model.sin = exact_rotary(length, config.head_dim)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bucket_bias"):  # T5's buckets start near zero, where they would say little
+            parameter.normal_(generator=torch.Generator().manual_seed(seed))
+    observer = _Observer(position)
+    model(torch.full((1, length), 7), observer, dense=True)
+    stacked = (torch.stack(part) for part in (observer.hidden, observer.weights, observer.logits, observer.xi))
+    return RepeatedTokens(position, *stacked)
+
+
+def propositions(length: int = 160, seed: int = 0) -> list[dict[str, Any]]:
+    """One row for each position embedding: how far its proposition holds, as numbers.
+
+    hidden_difference and closed_form_difference should be rounding errors; bound_slack is the least distance below
+    Eq. 28's bound (None where there is none); premise says whether g (or A_ti) never grows with the distance, as
+    Props. 2 and 3 take it to; first_token is the largest A_t,1 over layers, heads and t = 2..T.
+    """
+    rows = []
+    for position, number in PROPOSITION.items():
+        seen = repeated_tokens(position, length, seed=seed)
+        slack = seen.bound()[..., None] - seen.weights if position == "rotary" else None
+        rows.append({
+            "proposition": number,
+            "position": position,
+            "hidden_difference": seen.hidden_difference,
+            "closed_form_difference": float((seen.weights - seen.closed_form()).abs().max()),
+            "bound_slack": None if slack is None else float(slack.min()),
+            "premise": bool((seen.logits.diff(dim=-1) <= 1e-12).all()) if number in (2, 3) else None,
+            "first_token": float(seen.weights[:, :, 1:, 0].max()),
+            "alpha_1": float(seen.weights[..., 0].mean(dim=-1).max()),
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,394 @@
+"""The sink metric of Section 3.2: alpha_k, Sink_k^eps, the l2-norms beside them, and our own model's way to them.
+
+    alpha_k = mean over i = k..T of A_ik          Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
+
+A_ik needs no attention map: it is |f(s_ik)| exp(-log_mass_i), with log_mass_i the logarithm of the row's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinkutils.checks import numbers
+from sinkutils.model import fast
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, features, visible
+from sinkutils.model.decoder import TransformerLM
+
+CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
+
+
+class NotFinite(ValueError):
+    """The model computed nan or infinite attention, so that no number of it means anything."""
+
+
+@dataclass
+class Kept:
+    """What was kept of one chosen (layer, head), for figures: each (samples, T, T), or None."""
+
+    map: Tensor | None = None  # A_ij
+    cosine: Tensor | None = None  # cos(q_i, k_j), Fig. 2 bottom
+    norm_product: Tensor | None = None  # ||q_i|| ||k_j||
+
+
+@dataclass
+class Report:
+    """What `measure` returns; tensors are float32 on the CPU. Positions k count from 1, layers from 0."""
+
+    alpha: Tensor  # (samples, targets, layers, heads)
+    targets: tuple[int, ...]
+    epsilons: tuple[float, ...]
+    lengths: Tensor  # (samples,): T of each sequence, without padding
+    layers: tuple[int, ...]  # the attention layers' indices among the model's blocks
+    hidden_norms: Tensor | None = None  # (blocks, positions): h^l, l = 1..L, before the final norm
+    key_norms: Tensor | None = None  # (layers, positions): after rotary, mean over samples and heads
+    value_norms: Tensor | None = None
+    query_norms: Tensor | None = None
+    embedding_norms: Tensor | None = None  # (positions,): h^0
+    before_norm_norms: Tensor | None = None  # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
+    star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
+    renormalised: Tensor | None = None  # alpha of the rows divided by their sum, where a sink logit takes a part
+    mass: Tensor | None = None  # (samples, layers, heads, positions): alpha of every key
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by (layer, head)
+    bos: bool | None = None  # whether each sequence starts with a BOS; None: not known
+    skipped: int = 0
+    skipped_why: str = ""
+    name: str = ""
+    path: str = ""  # how alpha was computed
+
+    @property
+    def length(self) -> int:
+        """T, the length of the longest sequence."""
+        return int(self.lengths.max())
+
+    @property
+    def samples(self) -> int:
+        return self.alpha.shape[0]
+
+    @property
+    def floor(self) -> float:
+        """alpha_1 of uniform causal attention: H_T / T, 0.074 at T = 64. A mean over unequal lengths."""
+        return float(np.mean([uniform_alpha(int(length)) for length in self.lengths]))
+
+    def sink(self, k: int = 1, eps: float = 0.3) -> float:
+        """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean."""
+        return 100 * float(self._active(self._of(k), eps).mean())
+
+    def sink_star(self, eps: float = 0.3) -> float:
+        """Sink_*^eps in percent, for models with a key bias, a sink token or a learned sink logit."""
+        return 100 * float(self._active(self._star(), eps).mean())
+
+    def curve(self, k: int = 1, epsilons: Sequence[float] = CURVE_EPSILONS) -> np.ndarray:
+        """Sink_k^eps in percent at each eps (Fig. 3)."""
+        return np.array([self.sink(k, eps) for eps in epsilons])
+
+    def interval(
+        self, k: int | str = 1, eps: float = 0.3, level: float = 0.95, draws: int = 2000, seed: int = 0
+    ) -> tuple[float, float]:
+        """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must be in (0, 1), got {level}")
+        alpha = self._star() if k == "star" else self._of(int(k))
+        each = self._active(alpha, eps).flatten(1).mean(dim=1).numpy()
+        picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
+        low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+    def to_dict(self, digits: int = 5) -> dict[str, Any]:
+        """A JSON-able summary: Sink at every target and eps with intervals, mean alpha, norms."""
+        result: dict[str, Any] = {
+            "name": self.name,
+            "path": self.path,
+            "bos": self.bos,
+            "T": self.length,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "skipped_why": self.skipped_why,
+            "floor": round(self.floor, digits),
+            "targets": list(self.targets),
+            "epsilons": list(self.epsilons),
+            "layers": list(self.layers),
+            "sink": {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in self.epsilons}
+                     for k in self.targets},
+            "interval": {f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)]
+                                  for eps in self.epsilons} for k in self.targets},
+            "alpha": _rounded(self.alpha.mean(dim=0), digits),
+        }  # fmt: skip
+        if self.star is not None:
+            result["sink_star"] = {f"{eps}": round(self.sink_star(eps), digits) for eps in self.epsilons}
+            result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)
+        if self.renormalised is not None:
+            result["alpha_renormalised"] = _rounded(self.renormalised.mean(dim=0), digits)
+        for name in (
+            "embedding_norms",
+            "hidden_norms",
+            "before_norm_norms",
+            "query_norms",
+            "key_norms",
+            "value_norms",
+        ):
+            norms = getattr(self, name)
+            if norms is not None:
+                result[name] = _rounded(norms, digits)
+        return result
+
+    def __str__(self) -> str:
+        bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
+        shortest = int(self.lengths.min())
+        length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
+        lines = [
+            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, "
+            f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads, "
+            f"uniform attention: alpha_1 = {self.floor:.3f}"
+        ]
+        if self.skipped:
+            lines.append(f"skipped {self.skipped} sequences: {self.skipped_why}")
+        lines.append(
+            "  ".join(["key   mean alpha", *(f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons)])
+        )
+        rows: list[tuple[str, int | str, Tensor]] = [(f"{k}", k, self._of(k)) for k in self.targets]
+        if self.star is not None:
+            rows.append(("*", "star", self.star))
+        for label, key, alpha in rows:
+            cells = [f"{label:<5} {float(alpha.mean()):10.4f}"]
+            for eps in self.epsilons:
+                low, high = self.interval(key, eps)
+                percent = 100 * float(self._active(alpha, eps).mean())
+                cells.append(f"{percent:10.2f} % [{low:6.2f}, {high:6.2f}]")
+            lines.append("  ".join(cells))
+        return "\n".join(lines)
+
+    def _of(self, k: int) -> Tensor:
+        """alpha_k, (samples, layers, heads)."""
+        if k not in self.targets:
+            raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
+        return self.alpha[:, self.targets.index(k)]
+
+    def _star(self) -> Tensor:
+        if self.star is None:
+            raise ValueError("Sink_* needs a model with a key bias k*, a sink token x* or a learned sink logit")
+        return self.star
+
+    @staticmethod
+    def _active(alpha: Tensor, eps: float) -> Tensor:
+        check_epsilons((eps,))
+        return (alpha > eps).double()
+
+
+def uniform_alpha(length: int, k: int = 1) -> float:
+    """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric."""
+    return float(np.mean(1 / np.arange(k, length + 1)))
+
+
+def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+    """Raise ValueError unless every eps lies strictly between 0 and 1."""
+    values = numbers("epsilons", epsilons)
+    if not values or any(not 0 < eps < 1 for eps in values):
+        raise ValueError(f"eps must be in (0, 1), at least one; got {values}")
+    return values
+
+
+def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
+    """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
+    values = numbers("targets", targets)
+    if not values or any(not k.is_integer() or k < 1 for k in values):
+        raise ValueError(f"targets are positions that count from 1, at least one; got {values}")
+    if max(values) > length:
+        raise ValueError(f"target {max(values):g} is beyond the ids, which have {length} positions")
+    return tuple(int(k) for k in values)
+
+
+def mean_over_queries(shares: Tensor, columns: Tensor, first: int = 0) -> Tensor:
+    """alpha_k from A_ik of chosen keys: shares (B, H, T, K) -> (B, K, H), the mean over i = k..T.
+
+    columns (K,) are the keys' 0-based positions. `first` is where the sequence starts (after x*).
+    """
+    rows = torch.arange(shares.shape[2], device=shares.device)
+    counted = (rows[:, None] >= columns.clamp(min=first)).to(shares.dtype)  # (T, K)
+    return ((shares * counted).sum(dim=2) / counted.sum(dim=0)).transpose(1, 2)
+
+
+class Tally:
+    """A report in the making: batches add values a sample and sums of norms, a layer at a time."""
+
+    def __init__(self, length: int, norms: bool = True) -> None:
+        self.length = length  # positions of the longest sequence
+        self.norms = norms
+        self.values: dict[str, dict[int, list[Tensor]]] = {}  # name -> layer -> a (B, ..) for each batch
+        self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,)
+        self.counts = torch.zeros(length)  # sequences that have each position
+        self.kept: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
+
+    def add_batch(self, samples: int, length: int) -> None:
+        """Note that a batch of equally long sequences was run."""
+        self.counts[:length] += samples
+
+    def add(self, name: str, layer: int, value: Tensor) -> None:
+        """Add (B, ..) values of a layer."""
+        self.values.setdefault(name, {}).setdefault(layer, []).append(value)
+
+    def add_norms(self, name: str, layer: int, x: Tensor) -> None:
+        """Add the l2-norms of x (B, H, T, D), mean over heads."""
+        if not self.norms:
+            return
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).mean(dim=1).sum(dim=0)
+        norms = F.pad(norms, (0, self.length - len(norms)))
+        layers = self.sums.setdefault(name, {})
+        layers[layer] = layers[layer] + norms if layer in layers else norms
+
+    def keep(self, layer: int, head: int, name: str, value: Tensor) -> None:
+        """Keep (B, T, T) of one head for figures; shorter sequences are padded with zeros."""
+        missing = self.length - value.shape[-1]
+        padded = F.pad(value.float(), (0, missing, 0, missing))
+        self.kept.setdefault((layer, head), {}).setdefault(name, []).append(padded.cpu())
+
+    def report(self, order: Tensor, targets: tuple[int, ...], epsilons: tuple[float, ...], lengths: Tensor) -> Report:
+        """The report; `order` (samples,) says where each sample stands in the order of the batches."""
+        stacked = {
+            name: torch.stack([torch.cat(batches).cpu() for _, batches in sorted(layers.items())], dim=1)[order]
+            for name, layers in self.values.items()
+        }
+        for name in ("alpha", "renormalised"):
+            if name in stacked:
+                stacked[name] = stacked[name].transpose(1, 2)  # (samples, layers, targets, heads) before
+        mean = {
+            f"{name}_norms": torch.stack([total.cpu() / self.counts for _, total in sorted(layers.items())])
+            for name, layers in self.sums.items()
+        }
+        if "embedding_norms" in mean:
+            mean["embedding_norms"] = mean["embedding_norms"][0]
+        kept = {
+            chosen: Kept(**{name: torch.cat(batches)[order] for name, batches in values.items()})
+            for chosen, values in self.kept.items()
+        }
+        report = Report(
+            stacked.pop("alpha"), targets, epsilons, lengths, tuple(sorted(self.values["alpha"])), kept=kept
+        )
+        for name, tensor in (stacked | mean).items():
+            setattr(report, name, tensor)
+        return report
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `measure` is asked for, checked."""
+
+    targets: tuple[int, ...]
+    norms: bool = True
+    mass: bool = False
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs whose maps are kept
+    keep: tuple[str, ...] = ("map", "qk")
+
+    def heads_of(self, layer: int) -> list[int]:
+        return [head for chosen, head in self.heads if chosen == layer]
+
+
+def keep_products(tally: Tally, layer: int, head: int, q: Tensor, k: Tensor) -> None:
+    """Keep cos(q_i, k_j) and ||q_i|| ||k_j|| of one head (Fig. 2 bottom); q, k: (B, T, D)."""
+    q, k = q.float(), k.float()
+    tally.keep(layer, head, "cosine", F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT)
+    tally.keep(layer, head, "norm_product", q.norm(dim=-1)[:, :, None] * k.norm(dim=-1)[:, None])
+
+
+class OwnModelObserver:
+    """Adds to a tally what `TransformerLM.forward` shows; no attention map is kept that was not asked for."""
+
+    def __init__(self, tally: Tally, request: Request, first: int) -> None:
+        self.tally, self.request = tally, request
+        self.first = first  # 1 where x* stands at position 0
+
+    def embedding(self, hidden: Tensor) -> None:
+        self._norms("embedding", 0, hidden[:, None])
+
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
+    ) -> None:
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            self._norms(name, layer, x)
+        columns = torch.tensor(self.request.targets, device=q.device) - 1 + self.first
+        shares, star = chosen_shares(q, k, columns, spec, **extras)
+        self.tally.add("alpha", layer, mean_over_queries(shares, columns, self.first))
+        if self.first:
+            star = chosen_shares(q, k, columns.new_zeros(1), spec, **extras)[0][..., 0]
+        if star is not None:
+            # Only the sequence's own queries: x* seeing itself says nothing.
+            self.tally.add("star", layer, star[:, :, self.first :].mean(dim=-1))
+        if self.request.mass or self.request.heads_of(layer):
+            self._all_keys(layer, q, k, spec, extras)
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        self._norms("hidden", layer, hidden[:, None])
+        if before_norm is not hidden:
+            self._norms("before_norm", layer, before_norm[:, None])
+
+    def _norms(self, name: str, layer: int, x: Tensor) -> None:
+        self.tally.add_norms(name, layer, x[:, :, self.first :])
+
+    def _all_keys(self, layer: int, q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> None:
+        """alpha of every key, 128 of them at a time, and the maps of the chosen heads."""
+        positions = torch.arange(self.first, q.shape[2], device=q.device)
+        masses: list[Tensor] = []
+        maps: list[Tensor] = []
+        for columns in positions.split(128):
+            shares = chosen_shares(q, k, columns, spec, **extras)[0]
+            masses.append(mean_over_queries(shares, columns, self.first))
+            maps.append(shares[:, self.request.heads_of(layer), self.first :])
+        if self.request.mass:
+            self.tally.add("mass", layer, torch.cat(masses, dim=1).transpose(1, 2))
+        own = slice(self.first, None)
+        for index, head in enumerate(self.request.heads_of(layer)):
+            if "map" in self.request.keep:
+                self.tally.keep(layer, head, "map", torch.cat([part[:, index] for part in maps], dim=-1))
+            if "qk" in self.request.keep:
+                keep_products(self.tally, layer, head, q[:, head, own], k[:, head, own])
+
+
+def chosen_shares(
+    q: Tensor,
+    k: Tensor,
+    columns: Tensor,
+    spec: AttentionSpec,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A_ik (proxy scores where weights do not sum to one) of the keys at `columns` (K,), 0-based.
+
+    q, k: (B, H, T, D), after rotary. Returns shares (B, H, T, K), zero where key k is hidden from query i, and
+    the share of k*, (B, H, T), or None without a key bias.
+    """
+    mass = fast.log_mass(q, k, spec, distance_bias=distance_bias, key_bias=key_bias, mlp=mlp).float()[..., None]
+    # phi in the model's own precision, everything after it in float32.
+    phi_q, phi_k = features(q, spec, mlp).float(), features(k[:, :, columns], spec, mlp).float()
+    star = features(key_bias, spec, mlp).float() if key_bias is not None and spec.has_key_bias else None
+    rows = torch.arange(q.shape[2], device=q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = phi_q @ phi_k.mT * q.shape[-1] ** -0.5
+        if distance_bias is not None:
+            logits = logits + distance_bias[:, (rows[:, None] - columns).clamp(min=0)].float()
+        shares = share(logits, mass, spec).masked_fill(~visible(rows, columns, spec), 0)
+        if star is None:
+            return shares, None
+        return shares, share(phi_q @ star[:, :, None] * q.shape[-1] ** -0.5, mass, spec)[..., 0]
+
+
+def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
+    """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
+    return torch.exp(SIMILARITIES[spec.similarity].log(logits) - mass.masked_fill(mass == -torch.inf, 0))
+
+
+def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:
+    """Run one batch of ids (B, T) through our own model and add what the request asks for to the tally."""
+    model.hidden(ids.to(model.embed.weight.device), OwnModelObserver(tally, request, int(model.config.sink_token)))
+
+
+def _rounded(values: Tensor, digits: int) -> Any:
+    return np.round(values.double().numpy(), digits).tolist()

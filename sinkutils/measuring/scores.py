@@ -1,0 +1,196 @@
+"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install 'sinkutils[downstream]'.
+
+python -m sinkutils.measuring.scores MODEL    writes data/measurements/<task>/<name>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from sinkutils.data.probes import encode
+from sinkutils.ledger import open_models
+from sinkutils.ledger.evidence import Check
+from sinkutils.measuring.load import MODELS, ZooModel, find, load_lm
+from sinkutils.model.decoder import TransformerLM
+
+TASK = "hellaswag"
+METRICS = ("acc", "acc_norm")
+COMPARABLE_SIZE = 1.3  # times: OPT-125M and Pythia-160M, OPT-1.3B and Pythia-1.4B, .. stand beside each other
+COMPARABLE_SCORE = 5.0  # points of acc_norm: a tenth of a middling model's; from the smallest to the largest it is 40
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    task: str = TASK,
+    *,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+) -> dict[str, Any]:
+    """Zero-shot accuracy and length-normalised accuracy in percent, with standard errors, of a causal LM.
+
+    model: of transformers, or our own `TransformerLM`. limit: only so many questions (the paper: all).
+    include_path: a folder with tasks of one's own in lm-eval's format, which are then the only ones known.
+
+    Raises ImportError where lm-eval is not installed, ValueError for a task that it does not know or one that
+    reports neither metric.
+    """
+    try:
+        from lm_eval import __version__ as version
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
+    own = {} if include_path is None else {"include_path": str(include_path), "include_defaults": False}
+    tasks = TaskManager(**own)
+    if task not in tasks.all_tasks:
+        raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
+    scorer = _scorer_class()(model, tokenizer)
+    output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks)
+    found = output["results"][task]
+    scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
+    for metric in METRICS:
+        if f"{metric},none" in found:
+            scores[metric] = round(100 * found[f"{metric},none"], 3)
+            scores[f"{metric}_stderr"] = round(100 * float(found[f"{metric}_stderr,none"]), 3)
+    if not set(METRICS) & set(scores):
+        raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
+    return scores
+
+
+def save_scores(name: str, scores: dict[str, Any]) -> Path:
+    """Keep a model's scores where `saved_scores` finds them."""
+    path = open_models.MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
+    return path
+
+
+def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
+    """The kept scores on a task by model, under the registry's name where it has one.
+
+    Raises ValueError for a file that `save_scores` did not write.
+    """
+    found = {}
+    for path in sorted((open_models.MEASUREMENTS / task).glob("*.json")):
+        try:
+            scores = json.loads(path.read_text())
+            known = find(scores["model"])
+            found[known.name if known else scores["model"]] = scores
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name} in data/measurements/{task} is not what "
+                             "`python -m sinkutils.measuring.scores` writes: remake it") from error  # fmt: skip
+    return found
+
+
+def sink_and_scores() -> list[Check]:
+    """Fig. 10: within a family Sink_1 and acc_norm grow with size; more of a sink alone, OPT beside Pythia, does not
+    make a better model. Over the base models of Table 8 that were both measured and scored.
+    """
+    sinks, scores = open_models.measurements(), saved_scores()
+    found = {
+        model: (open_models.measured_sink(sinks[model.name]), float(scores[model.name]["acc_norm"]))
+        for model in sorted(MODELS, key=lambda model: model.parameters)
+        if model.in_paper and not model.chat and model.name in sinks and "acc_norm" in scores.get(model.name, {})
+    }
+    families: dict[str, list[ZooModel]] = {}
+    for model in found:
+        families.setdefault(model.family, []).append(model)
+    checks = []
+    for models in families.values():
+        small, large = models[0], models[-1]
+        for index, quantity in enumerate(("Sink_1 %", "acc_norm %")):
+            if small.parameters < large.parameters:
+                facts = tuple((quantity, f"{model.name} {found[model][index]:.1f}") for model in (small, large))
+                holds = found[large][index] > found[small][index]
+                checks.append(Check(f"{quantity}: {large.name} above {small.name}", holds, facts))
+    for one in families.get("OPT", []):
+        for other in families.get("Pythia", []):
+            if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
+                (sink, score), (less, as_good) = found[one], found[other]
+                says = f"{one.name}: more of a sink than {other.name}, acc_norm within {COMPARABLE_SCORE:g} points"
+                facts = (("acc_norm %", f"{one.name} {score:.1f}"), ("acc_norm %", f"{other.name} {as_good:.1f}"))
+                checks.append(Check(says, sink > less and abs(score - as_good) <= COMPARABLE_SCORE, facts))
+    command = "python -m sinkutils.measuring.scores and " + open_models.measure_command("EleutherAI/pythia-14m")
+    return checks or [Check("", None, missing=(f"two models of a family: {command}",))]
+
+
+@lru_cache
+def _scorer_class() -> type:
+    """lm-eval's interface to a causal LM: log-likelihoods of continuations, one at a time. It serves our models and
+    those of transformers. A class made on first use, because its base is in the optional package.
+    """
+    from lm_eval.api.model import TemplateLM
+
+    class Scorer(TemplateLM):
+        def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+            super().__init__()
+            self.model, self.tokenizer = model.eval(), tokenizer
+            shape: Any = model.config
+            own = isinstance(model, TransformerLM)
+            self.context_length: int = shape.context_length if own else shape.max_position_embeddings
+
+        @property
+        def eot_token_id(self) -> int:
+            own = isinstance(self.tokenizer, Tokenizer)
+            return int(self.tokenizer.token_to_id("<eos>") if own else self.tokenizer.eos_token_id)
+
+        def tok_encode(self, string: str, **_: Any) -> list[int]:
+            return encode(self.tokenizer, string)
+
+        @torch.no_grad()
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            device, answers = next(self.model.parameters()).device, []
+            for _texts, context, continuation in requests:
+                ids = torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
+                scored = min(len(continuation), len(ids) - 1)  # a long continuation loses its beginning
+                output = self.model(ids[None, :-1])
+                logits: torch.Tensor = getattr(output, "logits", output)
+                log_p, wanted = logits[0, -scored:].float().log_softmax(dim=-1), ids[-scored:].to(logits.device)
+                greedy = bool((log_p.argmax(dim=-1) == wanted).all())
+                answers.append((float(log_p.gather(1, wanted[:, None]).sum()), greedy))
+            return answers
+
+        def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+            raise NotImplementedError("only multiple-choice tasks are scored here")
+
+        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+            raise NotImplementedError("only multiple-choice tasks are scored here")
+
+    return Scorer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sinkutils.measuring.scores", description="Score a model with lm-eval."
+    )
+    parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
+    parser.add_argument("--task", default=TASK)
+    parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    options = parser.parse_args(arguments)
+    try:
+        model, tokenizer = load_lm(options.model, options.device, options.dtype)
+        scores = evaluate(model, tokenizer, options.task, limit=options.limit)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"sinkutils: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(scores, indent=1))
+    if options.limit is None:
+        save_scores(options.model, scores)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The decoder: attention, its fast forms, positions."""

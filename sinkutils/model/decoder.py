@@ -1,0 +1,363 @@
+"""The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
+
+Notable features: LLaMA-style by default (rotary, pre-norm RMSNorm, SwiGLU, no linear biases, untied embeddings);
+fused q, k, v and gate projections; the authors' published initialisation; `forward(ids, observer)` shows q, k, v
+and h to an observer as they are computed, so that nothing needs hooks and no attention map is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinkutils.checks import choice, flag, instance, is_count, require
+from sinkutils.model import fast
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.positions import (
+    ADDED_TO_EMBEDDING,
+    NUM_BUCKETS,
+    POSITIONS,
+    absolute_embedding,
+    distance_table,
+    relative_buckets,
+    rotary_tables,
+    rotate,
+)
+
+NORMS = ("pre", "post")
+# Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
+FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "swish": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
+HEAD_MERGES = ("concat", "add")
+BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned positions: N(0, 0.02^2), as the authors' code
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A language model as a value. Raises ValueError, naming the field, for shapes that do not fit."""
+
+    vocab_size: int = 1024
+    context_length: int = 64  # C, the longest sequence the model accepts
+    num_layers: int = 4  # L
+    num_heads: int = 4  # H
+    hidden_size: int = 64  # d
+    intermediate_size: int = 128  # width of the FFN
+    position: str = "rotary"  # rotary, nope, absolute, learnable, relative, relative_learned, alibi
+    norm: str = "pre"  # pre (Eq. 2) or post (Eq. 3)
+    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
+    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
+    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "vocab_size",
+            "context_length",
+            "num_layers",
+            "num_heads",
+            "hidden_size",
+            "intermediate_size",
+        )
+        for name in sizes:
+            value = getattr(self, name)
+            require(is_count(value), f"{name} must be a positive integer, got {value!r}")
+        flag("sink_token", self.sink_token)
+        instance("attention", self.attention, AttentionSpec)
+        for name, allowed in (
+            ("position", POSITIONS),
+            ("norm", NORMS),
+            ("ffn", tuple(FFNS)),
+            ("head_merge", HEAD_MERGES),
+        ):
+            choice(name, getattr(self, name), allowed)
+        if self.hidden_size % self.num_heads:
+            divisors = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
+            raise ValueError(
+                f"num_heads must divide hidden_size={self.hidden_size} (one of {divisors}), got {self.num_heads}"
+            )
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ValueError(f"position='rotary' needs an even head dimension, got {self.head_dim}")
+        spec = self.attention
+        if spec.prefix > self.context_length:
+            raise ValueError(f"prefix must be at most context_length={self.context_length}, got {spec.prefix}")
+        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
+            raise ValueError(
+                f"bias_dims (d_a) must be at most the head dimension {self.head_dim}, got {spec.bias_dims}"
+            )
+        if spec.prefix > 1 and self.position in ("relative", "relative_learned", "alibi"):
+            raise ValueError(
+                f"position={self.position!r} has no bias for keys after the query, which a prefix of "
+                f"{spec.prefix} shows: use rotary, nope, absolute or learnable"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """d_h = d / H."""
+        return self.hidden_size // self.num_heads
+
+
+class Observer(Protocol):
+    """What `TransformerLM.forward` shows while it computes; layers count from 0.
+
+    With a sink token the first position of every tensor is x*, so T is one more than the ids have.
+    """
+
+    def embedding(self, hidden: Tensor) -> None:
+        """h^0, (B, T, d)."""
+
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
+    ) -> None:
+        """q, k (after rotary) and v, (B, H, T, D), with the spec and the keyword arguments `attend` gets."""
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        """The block's output h^l and, for post-norm, the same before its last norm (else h^l again)."""
+
+
+class RMSNorm(nn.Module):
+    """LN of Section 3.1: h / RMS(h) * g."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), eps=1e-5)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (Eq. 4) with the biases of Table 4 and the kernels of Section 7.4."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        spec, width, head_dim = config.attention, config.hidden_size, config.head_dim
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
+        heads = 1 if spec.bias_shared else config.num_heads
+        if spec.has_key_bias:
+            self.key_bias = nn.Parameter(torch.empty(heads, spec.bias_dims or head_dim))
+        if spec.bias in ("kv", "v"):
+            self.value_bias = nn.Parameter(torch.empty(heads, head_dim))
+        if spec.kernel == "mlp":
+            self.mlp = nn.Sequential(
+                nn.Linear(head_dim, head_dim, bias=False),
+                nn.ReLU(),
+                nn.Linear(head_dim, head_dim, bias=False),
+            )
+        if config.position == "relative_learned":
+            self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, NUM_BUCKETS))
+
+    def forward(
+        self,
+        x: Tensor,
+        tables: dict[str, Tensor],
+        dense: bool = False,
+        show: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None = None,
+    ) -> Tensor:
+        """x: (B, T, d) -> (B, T, d). tables: position tables for T; show: called with q, k, v and extras."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            part.view(batch, length, self.config.num_heads, self.config.head_dim).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )  # (B, H, T, D) each
+        if "cos" in tables:
+            # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
+            q, k = (rotate(x, tables["cos"], tables["sin"]).to(v.dtype) for x in (q, k))
+        extras = self.extras(tables, v.dtype)
+        if show is not None:
+            show(q, k, v, extras)
+        spec = self.config.attention
+        out = attend(q, k, v, spec, **extras)[0] if dense else fast.attend(q, k, v, spec, **extras)
+        if self.config.head_merge == "add":
+            return self.out(out.sum(dim=1))
+        return self.out(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+        """The keyword arguments of `attend` that this layer's parameters supply."""
+        spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
+        extras: dict[str, Any] = {}
+        if spec.has_key_bias:
+            key = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1]))  # d_a of d_h learn (Table 13)
+            extras["key_bias"] = key.expand(shape).to(dtype)
+        if spec.bias in ("kv", "v"):
+            extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
+        elif spec.bias == "k" and spec.fixed_value != "zero":
+            extras["value_bias"] = fixed_value(spec, shape[1]).expand(shape).to(self.qkv.weight.device, dtype)
+        if spec.kernel == "mlp":
+            extras["mlp"] = self.mlp
+        if "distance_bias" in tables:
+            extras["distance_bias"] = tables["distance_bias"].to(dtype)
+        elif "buckets" in tables:
+            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(dtype)
+        return extras
+
+
+def fixed_value(spec: AttentionSpec, head_dim: int) -> Tensor:
+    """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5): (head_dim,)."""
+    if spec.fixed_value == "first":
+        return spec.fixed_value_norm * F.one_hot(torch.tensor(0), head_dim).float()
+    return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim))
+
+
+class FeedForward(nn.Module):
+    """The six FFNs of Table 11; gate and up projections are one matrix."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.activation, self.gated = FFNS[config.ffn]
+        width = config.intermediate_size
+        self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=False)
+        self.down = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.up(x)))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+class Block(nn.Module):
+    """One transformer block, pre-norm (Eq. 2) or post-norm (Eq. 3)."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.post_norm = config.norm == "post"
+        self.attention = Attention(config)
+        self.ffn = FeedForward(config)
+        self.norm_1 = RMSNorm(config.hidden_size)
+        self.norm_2 = RMSNorm(config.hidden_size)
+
+    def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
+        if self.post_norm:
+            middle = self.norm_1(self.attention(h, *args) + h)
+            before = self.ffn(middle) + middle
+            return self.norm_2(before), before
+        middle = self.attention(self.norm_1(h), *args) + h
+        h = self.ffn(self.norm_2(middle)) + middle
+        return h, h
+
+
+class TransformerLM(nn.Module):
+    """An auto-regressive LM: token ids (B, T) -> logits (B, T, V)."""
+
+    def __init__(self, config: LMConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size)
+        self.unembed = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.sink_token:
+            self.sink = nn.Parameter(torch.empty(config.hidden_size))
+        length = config.context_length + config.sink_token
+        if config.position == "learnable":
+            self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
+        for name, table in position_tables(config, length).items():
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initialise as the authors' code does.
+
+        Embeddings and linears N(0, 2/5/fan_in); the FFN's output projection has standard deviation
+        1/sqrt(fan_in)/L; biases, x* and learned positions N(0, 0.02^2); gains 1.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1 and name != "sink":
+                parameter.fill_(1.0)
+                continue
+            fan_in = parameter.shape[-1]
+            std = math.sqrt(2 / 5 / fan_in)
+            if name.endswith("ffn.down.weight"):
+                std = 1 / math.sqrt(fan_in) / self.config.num_layers
+            elif name == "sink" or name.rsplit(".", 1)[-1] in (
+                "key_bias",
+                "value_bias",
+                "position_embedding",
+                "bucket_bias",
+            ):
+                std = BIAS_INIT_STD
+            parameter.normal_(0.0, std, generator=generator)
+
+    def forward(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
+        """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
+
+        observer sees h, q, k, v on the way; dense=True computes attention by the reference.
+        Raises ValueError for ids of the wrong rank, dtype, range or length.
+        """
+        return self.unembed(self.hidden(ids, observer, dense))
+
+    def hidden(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
+        """The normed output of the last block, (B, T, d): what the unembedding reads."""
+        check_ids(ids, self.config.vocab_size, self.config.context_length)
+        h = self.embed(ids)
+        if self.config.sink_token:
+            h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
+        length = h.shape[1]
+        tables = {name: table[..., :length, :] if name in ("cos", "sin", "absolute") else table[..., :length]
+                  for name, table in self.named_buffers(recurse=False)}  # fmt: skip
+        if self.config.position == "learnable":
+            h = h + self.position_embedding[:length].to(h.dtype)
+        elif self.config.position == "absolute":
+            h = h + tables["absolute"].to(h.dtype)
+        if observer is not None:
+            observer.embedding(h)
+        for layer, block in enumerate(self.blocks):
+            show = None
+            if observer is not None:
+                show = _show_layer(observer, layer, self.config.attention)
+            h, before = block(h, tables, dense, show)
+            if observer is not None:
+                observer.block(layer, h, before)
+        return self.norm(h[:, 1:] if self.config.sink_token else h)
+
+
+def _show_layer(
+    observer: Observer, layer: int, spec: AttentionSpec
+) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None]:
+    return lambda q, k, v, extras: observer.attention(layer, q, k, v, spec, extras)
+
+
+def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
+    """The constant tables that a position embedding needs for `length` positions, by name."""
+    if config.position == "rotary":
+        cos, sin = rotary_tables(length, config.head_dim)
+        return {"cos": cos, "sin": sin}
+    if config.position == "absolute":
+        return {"absolute": absolute_embedding(length, config.hidden_size)}
+    if config.position == "relative_learned":
+        return {"buckets": relative_buckets(length)}
+    if config.position in ("nope", *ADDED_TO_EMBEDDING):
+        return {}
+    return {"distance_bias": distance_table(config.position, length, config.num_heads)}
+
+
+def check_ids(ids: Tensor, vocab_size: int, context_length: int) -> None:
+    """Raise ValueError, naming ids and the allowed values, unless ids are (B, T) integers in range."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of shape (B, T), got {shape}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
+    if not 1 <= ids.shape[1] <= context_length:
+        raise ValueError(f"ids must have 1 to {context_length} positions (context_length), got {ids.shape[1]}")
+    if torch.compiler.is_compiling() or ids.is_cuda or ids.numel() == 0:
+        return  # a range check would wait for the device; the embedding itself refuses bad ids
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"ids must be in 0..{vocab_size - 1} (vocab_size), got {low}..{high}")

@@ -1,0 +1,307 @@
+"""The attention algebra at speed: `attend` equals `attention.attend` in values and gradients.
+
+Which form serves which operation, and the memory it takes beside its inputs, for T queries of d_h dimensions:
+
+- softmax (f = exp, Z = sum), causal or with a prefix, any bias of Table 4: the fused kernel, O(T d_h).
+- kernels (f linear, Section 7.4) with Z = 1, max(|sum|, 1) or sum: linear attention by chunks, O(T d_h).
+- everything else on CUDA with f >= 0: FlexAttention over log f(s), whose log-sum-exp takes the normaliser out
+  again, O(T d_h). exp(lse) overflows where the row sum itself does.
+- everything else elsewhere: blocks of queries, computed again in the backward pass, O(T) for each of the
+  `BLOCK` queries at work. So on a CPU: sigmoid, elu, exp without a sum, p-norms, windows, position terms.
+- up to `DENSE_LENGTH` tokens all but the fused kernel are one dense block: O(T^2), and the fastest there.
+
+Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sinkutils.model import flash
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, check_inputs, divide, features, normalizer, visible
+
+DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
+BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
+ROWS = 128  # at least so many, over all sequences and heads, so that small products do not cost more than their sums
+SOFTMAX_LENGTH = 128  # from here the library's softmax beats its parts; below, records were made with the parts
+CHUNK = 64  # tokens a chunk of linear attention
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    value_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
+
+    Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
+    """
+    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
+    biases = (distance_bias, key_bias, value_bias)
+    long = q.device.type == "cpu" and q.shape[2] > DENSE_LENGTH.get("cpu", BLOCK)
+    fused = _is_softmax(spec) and _plain(spec, distance_bias, q.shape[2]) and key_bias is None and spec.prefix == 1
+    if long and not fused and not flash.flex_serves(q, spec):
+        out = _by_head(q, k, v, spec, *biases, mlp)
+    else:
+        out = _form(q, k, v, spec, *biases, mlp)
+    if spec.scale != 1:
+        out = out * spec.scale
+    if value_bias is not None and spec.bias == "v":
+        out = out + value_bias[:, None]
+    return out
+
+
+def _by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+    mlp: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`_form` a head at a time, so that what it holds beside inputs, output and gradients is that of one head.
+
+    What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
+    """
+    # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
+    again = torch.is_grad_enabled() and (key_bias is not None or _is_linear(spec) or _is_softmax(spec))
+    outs = []
+    for head, parts in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
+        rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias)]
+        line = distance_bias if distance_bias is None or len(distance_bias) == 1 else distance_bias[head : head + 1]
+        inputs = (*parts, spec, line, *rows, mlp)
+        if again:
+            outs.append(checkpoint(_form, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_form(*inputs))
+    return torch.cat(outs, dim=1)
+
+
+def _form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    key_bias: Tensor | None,
+    value_bias: Tensor | None,
+    mlp: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`attend` without alpha and value bias, by the form that serves the operation, its length and its device."""
+    length, star = q.shape[2], 0
+    if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
+        star = 1
+        k = _prepend(key_bias, k)
+        v = _prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
+    q, k = features(q, spec, mlp), features(k, spec, mlp)
+    short = length <= DENSE_LENGTH.get(q.device.type, BLOCK)
+    if _plain(spec, distance_bias, length) and _is_softmax(spec) and not (short and _slow_kernel(q)):
+        return _softmax(q, k, v, spec, star)
+    if _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
+        return _linear(q, k, v, spec, star)
+    if short:
+        return _block(q, k, v, spec, distance_bias, 0, length)
+    if flash.flex_serves(q, spec):
+        return flash.flex(q, k, v, spec, distance_bias, star)
+    return _blocks(q, k, v, spec, distance_bias)
+
+
+@torch.no_grad()
+def log_mass(
+    q: Tensor,
+    k: Tensor,
+    spec: AttentionSpec,
+    *,
+    distance_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    mlp: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """log of sum_j |f(s_ij)| over the keys that query i sees, k* among them: (B, H, T), float32 or float64.
+
+    What the sink metric needs (Section 3.2): A_ik, or its proxy of Section 7.4, is |f(s_ik)| exp(-log_mass_i).
+    -inf where a row has no mass. O(T) memory for each of `BLOCK` queries; for softmax the fused kernel's own
+    log-sum-exp where it has passed a comparison with a dense row. Takes no part in autograd.
+    """
+    check_inputs(q, k, k, AttentionSpec(bias="k" if spec.has_key_bias else "none"), distance_bias, key_bias, None)
+    length, star = q.shape[2], 0
+    if key_bias is not None:
+        star, k = 1, _prepend(key_bias, k)
+    q, k = features(q, spec, mlp), features(k, spec, mlp)
+    with torch.autocast(q.device.type, enabled=False):
+        if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
+            q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        fused = spec.similarity == "exp" and _plain(spec, distance_bias, length)
+        if fused and flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+            mass = _lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
+            if spec.prefix > 1:
+                first = _lse(q[:, :, : spec.prefix], k[:, :, : star + spec.prefix], causal=False)
+                mass = torch.cat([first, mass[:, :, spec.prefix :]], dim=2)
+            return mass
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        blocks = []
+        for start in range(0, length, BLOCK):
+            rows = q[:, :, start : start + BLOCK]
+            logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
+            blocks.append(SIMILARITIES[spec.similarity].log(logits).logsumexp(dim=-1))
+        return torch.cat(blocks, dim=-1)
+
+
+def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """The log-sum-exp (B, H, T) of a kernel that `flash.fused_trusted` has found; it wants values, any will do."""
+    found = flash.fused(q, k, k, causal=causal)
+    assert found is not None
+    return found[1]
+
+
+def _is_softmax(spec: AttentionSpec) -> bool:
+    return spec.similarity == "exp" and spec.normalizer == "sum"
+
+
+def _is_linear(spec: AttentionSpec) -> bool:
+    return spec.similarity == "linear" and spec.normalizer != "p_norm"
+
+
+def _slow_kernel(q: Tensor) -> bool:
+    """In half precision a CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512."""
+    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _plain(spec: AttentionSpec, distance_bias: Tensor | None, length: int) -> bool:
+    """Whether neither a position term nor a window (shorter than the sequence) tells the visible keys apart."""
+    return distance_bias is None and (spec.window is None or spec.window >= length)
+
+
+def _prepend(bias: Tensor, x: Tensor) -> Tensor:
+    """bias (H, D) in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
+    """Eq. 4 by the fused kernel. k* before the keys is matched by a query whose output is dropped, so that the
+    kernel's causal mask still fits; a prefix shows its keys to the first p queries in a second call.
+    """
+    out = F.scaled_dot_product_attention(F.pad(q, (0, 0, star, 0)), k, v, is_causal=True)[:, :, star:]
+    if spec.prefix > 1:
+        keys = star + spec.prefix
+        first = F.scaled_dot_product_attention(q[:, :, : spec.prefix], k[:, :, :keys], v[:, :, :keys])
+        out = torch.cat([first, out[:, :, spec.prefix :]], dim=2)
+    return out
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
+    """Linear attention: within a chunk by its small map, from the chunks before by sum_j phi(k_j) v_j^T.
+
+    A column of ones beside v gives the row sums that a normaliser needs.
+    """
+    q = q * q.shape[-1] ** -0.5
+    if spec.normalizer != "none":
+        v = F.pad(v, (0, 1), value=1.0)
+    state = k[:, :, :star].mT @ v[:, :, :star]  # (B, H, D, E), zero without k*
+    k, v = k[:, :, star:], v[:, :, star:]
+    length = q.shape[2]
+    tail = -length % CHUNK  # zero keys add nothing
+    qs, ks, vs = (F.pad(x, (0, 0, 0, tail)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))  # (B, H, N, CHUNK, .)
+    sums = ks.mT @ vs  # (B, H, N, D, E)
+    wide = torch.promote_types(sums.dtype, torch.float32)
+    before = (sums.cumsum(dim=2, dtype=wide) - sums).to(sums.dtype) + state[:, :, None]
+    out = ((qs @ ks.mT).tril() @ vs + qs @ before).flatten(2, 3)[:, :, :length]
+    if spec.prefix > 1:
+        p = spec.prefix
+        first = q[:, :, :p] @ (state + k[:, :, :p].mT @ v[:, :, :p])
+        out = torch.cat([first, out[:, :, p:]], dim=2)
+    if spec.normalizer == "none":
+        return out
+    out, total = out[..., :-1], out[..., -1:]
+    return divide(out, total.abs().clamp(min=1) if spec.normalizer == "max_abs_sum" else total)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
+    """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
+    length, blocks = q.shape[2], []
+    rows = max(BLOCK, ROWS // (q.shape[0] * q.shape[1]))
+    for start in range(0, length, rows):
+        inputs = (q[:, :, start : start + rows], k, v, spec, distance_bias, start, length)
+        if torch.is_grad_enabled():
+            blocks.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(_block(*inputs))
+    return torch.cat(blocks, dim=2)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    distance_bias: Tensor | None,
+    start: int,
+    length: int,
+) -> Tensor:
+    """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
+    k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
+    if _is_softmax(spec) and not _slow_kernel(q):
+        return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
+    logits = _logits(q, k, spec, distance_bias, start, length)
+    if _is_softmax(spec) and distance_bias is None and length >= SOFTMAX_LENGTH:
+        return logits.softmax(dim=-1) @ v
+    if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
+        # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
+        peak = logits.amax(dim=-1, keepdim=True).detach()
+        logits = logits - peak.masked_fill(~peak.isfinite(), 0)
+    sim = SIMILARITIES[spec.similarity].value(logits)
+    return divide(sim @ v, normalizer(sim, spec))
+
+
+def _bounds(rows: int, spec: AttentionSpec, start: int, length: int) -> tuple[int, int]:
+    """The range of the sequence's own keys that contains all that queries start..start + rows - 1 see."""
+    low = 0 if spec.window is None else max(0, start - spec.window + 1)
+    return low, min(length, max(start + rows, spec.prefix))
+
+
+def _seen_keys(x: Tensor, q: Tensor, spec: AttentionSpec, start: int, length: int) -> Tensor:
+    """What the queries of a block may see of keys or values (B, H, S, D); k*, if any, stays in front."""
+    low, high = _bounds(q.shape[2], spec, start, length)
+    star = x.shape[2] - length
+    if low == 0 or star == 0:
+        return x[:, :, low : star + high]
+    return torch.cat([x[:, :, :star], x[:, :, star + low : star + high]], dim=2)
+
+
+def _logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int) -> Tensor:
+    """s_ij (B, H, R, S) of a block's queries and the keys of `_seen_keys`; f of a hidden one is zero."""
+    batch, heads, _, head_dim = q.shape
+    bias, hidden = _bias(q, k, spec, distance_bias, start, length)
+    bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
+    logits = logits.unflatten(0, (batch, heads))
+    return logits.masked_fill(hidden, 0) if spec.similarity == "linear" else logits
+
+
+def _bias(
+    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """What is added to a block's logits, (1 or H, R, S): g, and -inf (f linear: 0) at the keys `hidden` (R, S)."""
+    size = q.shape[2]
+    low, high = _bounds(size, spec, start, length)
+    star = k.shape[2] - (high - low)
+    rows, columns = (torch.arange(*bounds, device=q.device) for bounds in ((start, start + size), (low, high)))
+    hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # every query sees k*
+    bias = q.new_zeros(1, size, k.shape[2])
+    if distance_bias is not None:
+        # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
+        line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
+        bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
+    return bias if spec.similarity == "linear" else bias.masked_fill(hidden, -torch.inf), hidden

@@ -1,0 +1,11 @@
+"""Where things are: the one place that knows the folders of a checkout."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAPER = ROOT / "data" / "paper"
+RUNS = ROOT / "data" / "runs"
+MEASUREMENTS = ROOT / "data" / "measurements"
+FIGURES = ROOT / "figures"
+NOTEBOOKS = ROOT / "notebooks"
+BENCHMARKS = ROOT / "benchmarks" / "results"

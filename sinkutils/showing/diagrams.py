@@ -1,0 +1,187 @@
+"""Pictures of how things work, drawn from the code that does them: packing, and which keys a query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import seaborn as sns
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyBboxPatch, Patch, Rectangle
+from torch import Tensor
+
+from sinkutils.data.corpus import Corpus
+from sinkutils.data.packing import Chunks, DataConfig
+from sinkutils.model.attention import AttentionSpec, visible
+
+EOS, BOS, FIX, REDRAWN = "EOS", "BOS", "fix", "?"
+HIDDEN, SEEN, FIRST, RELATIVE = range(4)  # what a key is to a query
+MARKED = {EOS: "#333333", BOS: "#777777", FIX: "#d55e00", REDRAWN: "#ffffff"}
+
+
+class ToyCorpus(Corpus):
+    """A few documents A, B, .. of a few tokens each, in memory, for `packing` to pack."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """lengths: the tokens of each document. Token i of document d is named by its letter and i."""
+        self.names = [EOS, BOS, FIX]
+        self.eos_id, self.bos_id, self.fix_id = range(3)
+        self.first_text_id = len(self.names)
+        stream: list[int] = []
+        for document, length in enumerate(lengths):
+            stream += [*range(len(self.names), len(self.names) + length), self.eos_id]
+            self.names += [f"{chr(ord('A') + document)}{i}" for i in range(1, length + 1)]
+        self.name = "toy"
+        self.vocab_size = len(self.names)
+        self._tokens = {("train", False): np.array(stream, dtype=np.uint16)}
+
+
+def packed(corpus: ToyCorpus, context_length: int, data: DataConfig) -> list[list[str]]:
+    """The names of the tokens in each training chunk, C inputs and the token that the last of them predicts.
+
+    REDRAWN stands for a token that a uniform draw has replaced.
+    """
+    chunks = Chunks(corpus, "train", context_length, data)
+    rows = chunks.take(np.arange(len(chunks)))
+    names = [[corpus.names[token] for token in row] for row in rows.tolist()]
+    for row in names:
+        for position in data.random_positions:
+            row[position - 1] = REDRAWN
+    return names
+
+
+def packing(
+    interventions: Mapping[str, DataConfig], lengths: Sequence[int] = (6, 11, 3, 13), context_length: int = 8
+) -> Figure:
+    """Documents joined by EOS and cut into chunks of C (Fig. 1 right); a panel for each intervention of Section 5."""
+    corpus = ToyCorpus(lengths)
+    stream = [corpus.names[token] for token in corpus.tokens("train")]
+    figure = plt.figure(figsize=(9.6, 3.8))
+    top, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 2.2))[:, 0]
+    axis = top.subplots()
+    _cells(axis, [stream])
+    used = len(packed(corpus, context_length, DataConfig())) * context_length
+    for cut in range(0, used + 1, context_length):
+        axis.plot([cut, cut], [-0.35, 1.35], color="black", linewidth=2)
+    axis.set_title(f"documents A to {chr(ord('A') + len(lengths) - 1)}, each followed by EOS; "
+                   f"cut after every C = {context_length} tokens, the rest is left over")  # fmt: skip
+    for panel, (name, data) in zip(below.subplots(1, len(interventions), squeeze=False)[0], interventions.items(),
+                                   strict=True):  # fmt: skip
+        rows = packed(corpus, context_length, data)
+        _cells(panel, rows, predicted=context_length)
+        panel.set_title(name)
+        panel.set_ylabel("chunk")
+        panel.set_yticks([row + 0.5 for row in range(len(rows))], [str(row + 1) for row in range(len(rows))])
+        panel.set_xlabel("position $t$ (faint: only predicted)")
+        panel.set_xticks([t + 0.5 for t in range(context_length)], [str(t + 1) for t in range(context_length)])
+    return figure
+
+
+def _cells(axis: Axes, rows: Sequence[Sequence[str]], predicted: int | None = None) -> None:
+    """Rows of named tokens as coloured squares, the first row on top; the column `predicted` is faint."""
+    palette = sns.color_palette("colorblind")
+    for y, row in enumerate(rows):
+        for x, name in enumerate(row):
+            color = MARKED.get(name) or palette[(0, 2, 8, 4, 9, 6)[(ord(name[0]) - ord("A")) % 6]]
+            faint = 0.3 if x == predicted else 1.0
+            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white" if name != REDRAWN else "black",
+                                     alpha=faint))  # fmt: skip
+            dark = name in (EOS, BOS, FIX)
+            axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=6.5, alpha=faint,
+                      color="white" if dark else "black", rotation=90 if dark else 0)  # fmt: skip
+    axis.set(xlim=(-0.1, max(map(len, rows)) + 0.1), ylim=(len(rows) + 0.4, -0.4), xticks=[], yticks=[])
+    axis.grid(False)
+    sns.despine(ax=axis, left=True, bottom=True)
+
+
+def regions(length: int, spec: AttentionSpec) -> Tensor:
+    """What each key is to each query under a mask, (T, T) of HIDDEN, SEEN, FIRST, RELATIVE (Figs. 5 and 6 left).
+
+    FIRST: one of the first p keys (p = 1: x_1). RELATIVE: the first key of a query's window, t - w + 1, once that is
+    no longer x_1.
+    """
+    positions = torch.arange(length)
+    seen = visible(positions, positions, spec)
+    found = seen.long() * SEEN
+    found[seen & (positions < spec.prefix)] = FIRST
+    if spec.window is not None:
+        beyond = positions[spec.window :]
+        found[beyond, beyond - spec.window + 1] = RELATIVE
+    return found
+
+
+def masks(specs: Mapping[str, AttentionSpec], length: int = 14) -> Figure:
+    """Which keys each query sees, and where the paper finds the sink, a panel a mask (Figs. 5 left, 6 left)."""
+    palette = sns.color_palette("colorblind")
+    colors = {HIDDEN: (0.96, 0.96, 0.96), SEEN: (0.68, 0.8, 0.9), FIRST: palette[3], RELATIVE: palette[2]}
+    labels = {
+        HIDDEN: "hidden",
+        SEEN: "seen",
+        FIRST: "first keys of all: sink",
+        RELATIVE: "first key of a window: no sink",
+    }
+    found = {name: regions(length, spec) for name, spec in specs.items()}
+    figure, axes = plt.subplots(1, len(specs), figsize=(3.1 * len(specs) + 2.2, 3.3), squeeze=False)
+    for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
+        axis.imshow(np.array([colors[code] for code in range(4)])[cells.numpy()],
+                    extent=(0.5, length + 0.5, length + 0.5, 0.5))  # fmt: skip
+        axis.set(title=name, xlabel="key $k$", ylabel="query $t$")
+        axis.set_xticks(np.arange(length) + 0.5, minor=True)
+        axis.set_yticks(np.arange(length) + 0.5, minor=True)
+        axis.grid(False)
+        axis.grid(True, which="minor", color="white", linewidth=1)
+        axis.tick_params(which="minor", length=0)
+    shown = sorted({code for cells in found.values() for code in cells.unique().tolist()})
+    axes[0, -1].legend(handles=[Patch(color=colors[code], label=labels[code]) for code in shown],
+                       loc="center left", bbox_to_anchor=(1.02, 0.5))  # fmt: skip
+    return figure
+
+
+# The steps of a block from its input up (Eqs. 2 and 3). At each "+" a residual comes in: to the first one from the
+# input, to the second one from what the third step puts out.
+BLOCKS = {
+    "pre": ("LN", "MHSA", "+", "LN", "FFN", "+"),
+    "post": ("MHSA", "+", "LN", "FFN", "+", "LN"),
+}
+BRANCHES = (0, 3)  # the residuals leave before these steps
+
+
+def block_diagram() -> Figure:
+    """A pre-norm and a post-norm transformer block, Eqs. 2 and 3 (Fig. 1 left), from BLOCKS."""
+    figure, axes = plt.subplots(1, len(BLOCKS), figsize=(7.2, 5.0))
+    for axis, (norm, steps) in zip(axes, BLOCKS.items(), strict=True):
+        _block(axis, steps)
+        axis.set_title(f"{norm}-norm (Eq. {2 if norm == 'pre' else 3})")
+    return figure
+
+
+def _block(axis: Axes, steps: Sequence[str]) -> None:
+    """One block from bottom to top, a step every unit of height, residuals on the right."""
+    colors = dict(zip(("LN", "MHSA", "FFN"), sns.color_palette("pastel", 3), strict=True))
+    outputs = {"MHSA": "$O^l$", "FFN": "$F^l$"}
+    arrow = {"arrowstyle": "-|>", "color": "black", "shrinkA": 0, "shrinkB": 0}
+    branches = iter(BRANCHES)
+    for y, step in enumerate(steps):
+        half = 0.14 if step == "+" else 0.25
+        before = y - 1 + (0.14 if y and steps[y - 1] == "+" else 0.25)
+        axis.annotate("", (0, y - half), (0, before), arrowprops=arrow)
+        if step == "+":
+            axis.add_patch(Circle((0, y), half, facecolor="white", edgecolor="black"))
+            start = next(branches) - 0.55
+            axis.plot([0, 1.1, 1.1], [start, start, y], color="black", linewidth=1)
+            axis.annotate("", (half, y), (1.1, y), arrowprops=arrow)
+        else:
+            axis.add_patch(FancyBboxPatch((-0.6, y - half), 1.2, 2 * half, boxstyle="round,pad=0,rounding_size=0.08",
+                                          facecolor=colors[step], edgecolor="black"))  # fmt: skip
+        axis.text(0, y, step, ha="center", va="center")
+        axis.text(-0.1, y + 0.5, outputs.get(step, ""), ha="right", va="center")
+    axis.annotate("", (0, len(steps) - 0.2), (0, len(steps) - 1 + half), arrowprops=arrow)
+    axis.text(0, -0.85, "$H^{l-1}$", ha="center", va="top")
+    axis.text(0, len(steps) - 0.15, "$H^l$", ha="center", va="bottom")
+    if steps[-1] == "LN":
+        axis.text(-0.1, len(steps) - 1.5, "before LN\n(Fig. 7 left)", ha="right", va="center", fontsize="small")
+    axis.set(xlim=(-1.5, 1.5), ylim=(-1.3, len(steps) + 0.3), aspect="equal")
+    axis.axis("off")

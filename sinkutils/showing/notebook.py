@@ -1,0 +1,175 @@
+"""What the notebooks share: executing them headlessly, the live run, records that are trained when missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import display
+from tqdm.auto import tqdm
+
+from sinkutils.paths import NOTEBOOKS
+from sinkutils.showing.tables import plain
+from sinkutils.study.grid import config, keeps_weights, paper_rows, resolve, unavailable
+from sinkutils.study.record import Record, find_record, record_folder
+from sinkutils.training.finetune import finetune, finetune_config
+from sinkutils.training.trainer import train
+
+CELL_SECONDS = 1200
+
+
+def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
+    """The numbered notebooks, or those whose names start with one of `only`. Raises ValueError if none does."""
+    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    chosen = [path for path in paths if only is None or any(path.name.startswith(start) for start in only)]
+    if not chosen:
+        raise ValueError(f"no notebook starts with {' or '.join(only or ())}; there are {[p.stem for p in paths]}")
+    return chosen
+
+
+def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] | None = None) -> list[str]:
+    """Execute the notebooks into `output` with these parameters; returns the names of those that failed."""
+    import papermill
+
+    output.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for path in tqdm(find_notebooks(only), unit="notebook"):
+        try:
+            papermill.execute_notebook(
+                path,
+                output / path.name,
+                parameters,
+                cwd=NOTEBOOKS,
+                progress_bar=False,
+                execution_timeout=CELL_SECONDS,
+                kernel_name="python3",
+            )
+        except papermill.PapermillExecutionError as error:
+            failed.append(path.stem)
+            tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
+        else:
+            tqdm.write(f"{path.stem} -> {output / path.name}")
+    return failed
+
+
+def refresh_notebooks(only: Sequence[str] | None = None) -> None:
+    """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs.
+
+    What differs on every run is left out: progress bars, warnings, widgets, times. Raises nbclient's CellExecutionError
+    for a cell that fails.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    for path in tqdm(find_notebooks(only), unit="notebook"):
+        book = nbformat.read(path, as_version=4)
+        NotebookClient(
+            book, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True,
+            resources={"metadata": {"path": NOTEBOOKS}}
+        ).execute()  # fmt: skip
+        book.metadata.pop("widgets", None)
+        for cell in book.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if not _differs_always(output)]
+        nbformat.write(book, path)
+
+
+def _differs_always(output: Any) -> bool:
+    widget = "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+    return widget or output.get("name") == "stderr"
+
+
+def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 1500) -> Record:
+    """Train the quickstart's model, the laptop's with any first token and a bias of Table 4, in about a minute.
+
+    It is trained anew each time, in a temporary folder: it is a demonstration, not a record of the study.
+    """
+    base = config("default", "laptop", seed)
+    spec = dataclasses.replace(base.model.attention, bias=bias)
+    run = dataclasses.replace(
+        base,
+        experiment=f"quickstart_{bias}_bias",
+        model=dataclasses.replace(base.model, attention=spec),
+        train=dataclasses.replace(base.train, steps=steps, eval_every=steps // 15),
+    )
+    return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True)
+
+
+def record_or_train(
+    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> Record | None:
+    """The record of an experiment; if it is missing, train it, or return None where recompute is "never"."""
+    if recompute not in ("never", "missing"):
+        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
+    run = config(name, preset, seed)
+    found = find_record(record_folder(preset, run.experiment, seed), run)
+    if found is not None or recompute == "never":
+        return found
+    return train(run, device=device, keep_weights=keeps_weights(run))
+
+
+def records_of(
+    item: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> dict[str, Record | None]:
+    """`record_or_train` for the rows of an item of the paper, by row; prints what is not run, and the command for it.
+
+    Rows that the preset cannot hold are left out. Raises ValueError for an unknown item, preset or `recompute`.
+    """
+    held = [row for row in paper_rows(item) if row.experiment not in unavailable(preset)]
+    found = {row.row: record_or_train(row.experiment, preset, seed, recompute, device) for row in held}
+    missing = dict.fromkeys(resolve(row.experiment, preset) for row in held if found[row.row] is None)
+    if missing:
+        print(f"not run: {', '.join(missing)} (python -m sinkutils train NAME --preset {preset} --seed {seed})")
+    return found
+
+
+def finetuned_or_train(
+    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> Record | None:
+    """`record_or_train` for a fine-tuning: what it starts from is trained first where no record has its weights.
+
+    Prints the command where nothing may be trained.
+    """
+    if recompute not in ("never", "missing"):
+        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
+    run = finetune_config(name, preset, seed)
+    found = find_record(record_folder(preset, name, seed), run)
+    if found is None and recompute == "never":
+        print(f"not run: {name} (python -m sinkutils finetune {name} --preset {preset} --seed {seed})")
+        return None
+    if found is not None:
+        return found
+    train(config(run.start, preset, seed), device=device, keep_weights=True)
+    return finetune(run, device=device)
+
+
+def show(table: pd.DataFrame) -> None:
+    """Show a table of `paper_beside_ours`, rounded, the same on every run."""
+    show_frame(plain(table))
+
+
+def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
+    """Show all of a table, "-" where there is no value; rows that are only numbered are shown without their numbers."""
+    frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
+    _display(frame.to_string(index=index, na_rep="-"), frame.to_html(index=index, na_rep="-"))
+
+
+def show_claims(ledger: pd.DataFrame) -> None:
+    """Show the ledger, the same on every run: as HTML a row a claim, as text a paragraph a claim."""
+    paragraphs = [
+        f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}\n"
+        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}{'; ' + row['why'] if row['why'] else ''}"
+        for _, row in ledger.iterrows()
+    ]
+    columns = ["verdict", "claim", "source", "paper", "ours", "why"]
+    with pd.option_context("display.max_colwidth", None):
+        _display("\n".join(paragraphs), ledger[columns].to_html(index=False, justify="left"))
+
+
+def _display(text: str, html: str) -> None:
+    # A page scrolls an HTML table that is wide, and wraps lines of text; a console, a diff and nbval read the text.
+    display({"text/plain": text, "text/html": html}, raw=True)

@@ -1,0 +1,91 @@
+"""The attention operations of Section 7.4 side by side: their formulas, and what each does to the same q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from sinkutils.ledger.evidence import ratio_by_block
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.study.grid import config, paper_rows
+from sinkutils.study.record import Record
+
+ITEMS = ("Table 15", "Section 7.4")  # its rows, and exp without normalisation, of which the text alone speaks
+SIMILARITY = {"exp": "exp(s)", "sigmoid": "sigmoid(s)", "elu": "elu(s) + 1", "linear": "s"}
+KERNEL = {"identity": "x", "elu": "elu(x) + 1", "mlp": "mlp(x)"}
+NORMALIZER = {"sum": "sum f", "none": "1", "max_abs_sum": "max(|sum f|, 1)", "p_norm": "(sum f^p)^(1/p)"}
+STRETCH = 3.0  # what k_1 is multiplied by, to see which other weights it moves
+ROUNDING = 1e-9  # float64
+
+
+def specs() -> dict[str, AttentionSpec]:
+    """The twelve operations of Section 7.4 by the names of the paper's rows, "similarity, Z"."""
+    rows = [row for item in ITEMS for row in paper_rows(item)]
+    return {row.row: config(row.experiment, "paper").model.attention for row in rows}
+
+
+def inputs(stretch: float = 1.0, length: int = 8, head_dim: int = 16) -> tuple[Tensor, Tensor, Callable]:
+    """Queries, keys (T, D) and an MLP kernel, the same on every call, in float64; k_1 is multiplied by `stretch`.
+
+    All queries point somewhat towards k_1, so that s_i1 is positive, about 1 before stretching.
+    """
+    draw = torch.Generator().manual_seed(0)
+    q, k, first, second = (
+        torch.randn(rows, head_dim, dtype=torch.float64, generator=draw) for rows in (length, length, *[head_dim] * 2)
+    )
+    q, k[0] = q + 1, stretch / 4
+    return q, k, lambda x: torch.relu(x @ first) @ second / head_dim
+
+
+def weights(spec: AttentionSpec, stretch: float = 1.0) -> Tensor:
+    """A_ij (T, T) of an operation on `inputs` (Eq. 29)."""
+    q, k, mlp = inputs(stretch)
+    q, k = q[None, None], k[None, None]
+    return attend(q, k, torch.zeros_like(k), spec, mlp=mlp)[1][0, 0]
+
+
+def operations() -> pd.DataFrame:
+    """The twelve operations, a row each: phi, f and Z, and what `attend` gives for them on `inputs`.
+
+    least A_ij and row sums: whether weights can be negative, and what they sum to. moved: the largest change of another
+    key's weight when k_1 is stretched, 0 where weights are independent. metric: what Sink_k reads, the weights or
+    proxy scores |f| / sum |f|, where these differ.
+    """
+    return pd.DataFrame({name: _row(spec) for name, spec in specs().items()}).T
+
+
+def _row(spec: AttentionSpec) -> dict[str, str]:
+    before, after = weights(spec), weights(spec, STRETCH)
+    seen = torch.ones_like(before).tril().bool()
+    proxy = before.abs() / before.abs().sum(dim=-1, keepdim=True)
+    sums, moved = before.sum(dim=-1), (after - before)[:, 1:].abs().max()
+    return {
+        "phi(x)": KERNEL[spec.kernel],
+        "f(s)": SIMILARITY[spec.similarity],
+        "Z": NORMALIZER[spec.normalizer],
+        "least A_ij": f"{before[seen].min():.2f}",
+        "row sums": f"{sums.min():.2f} to {sums.max():.2f}",
+        "moved": f"{moved:.2f}",
+        "metric": "weights" if (proxy - before).abs().max() < ROUNDING else "proxy scores",
+    }
+
+
+def outcome(run: Record | None) -> str:
+    """How a run ended, for a legend or a table: done, failed (which is a result), or not run."""
+    return "not run" if run is None else run.status
+
+
+def norm_ratios(runs: Mapping[str, Record | None], key: str = "hidden_norms") -> dict[str, list[float] | str]:
+    """||h_1^l|| over the mean of the others' norms by block (Figs. 7, 8, 29), or how a run ended without them.
+
+    key: the norms in the report, such as "before_norm_norms" of a post-norm model.
+    """
+    return {
+        name: ratio_by_block(run.metrics["final"]["report"][key])
+        if run is not None and run.status == "done"
+        else outcome(run)
+        for name, run in runs.items()
+    }

@@ -1,0 +1,167 @@
+"""Records as tables: every run of a preset, and any item of the paper with its numbers beside ours."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkutils.measuring.report import Report
+from sinkutils.study.grid import config, experiment, largest_alpha, paper_rows, preset, resolve
+from sinkutils.study.record import RUNS, CorruptRecord, Record, config_dict, read_record
+from sinkutils.training.finetune import FINETUNINGS, planned
+
+SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
+VALUES = (*SINKS, "valid_loss")
+NUMERIC = ("steps", *VALUES, "train_loss", "wall_seconds")
+COLUMNS = ("preset", "experiment", "seed", "status", "reason", *NUMERIC, "section", "item")
+EPSILON = 0.3
+HEADINGS = {
+    **{f"sink_{k}": f"Sink_{k} %" for k in (1, 2, 3, 4)},
+    "sink_star": "Sink_* %",
+    "valid_loss": "valid loss",
+}
+
+
+def records(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
+    """Every record of a preset, a row each, sorted by experiment and seed; columns COLUMNS.
+
+    status: done; failed (training diverged: `reason`); stale (its config is no longer that of the experiment);
+    corrupt (a file is missing or changed: `reason` names it, and a warning is given). Only rows that are done or
+    failed count as results.
+    """
+    root = Path(runs or RUNS) / _known(preset)
+    folders = [path for path in sorted(root.glob("*/*")) if path.is_dir() and path.name.isdigit()]
+    rows = [_row(path, preset) for path in folders]
+    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(NUMERIC, float))
+    return table.sort_values(["experiment", "seed"], ignore_index=True)
+
+
+def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
+    """An item of the paper ("Table 4", "Figure 6 right"): its rows in its order, with our numbers beside the paper's.
+
+    For each value that the item or our records have: `<value>_paper`, and ours over the seeds that are done as
+    `<value>`, `<value>_low` and `<value>_high` (mean, least, greatest). NaN where the paper's cell is lost or empty,
+    and where ours is not run. `paper` and `ours` say done, failed or not run; `seeds` counts ours. Raises ValueError,
+    listing what there is, for an unknown item or preset.
+    """
+    rows = paper_rows(item)
+    results = records(preset, runs)
+    table = pd.DataFrame([_beside(row, results, preset) for row in rows])
+    shown = [v for v in VALUES if v in ("sink_1", "valid_loss") or _reported(table, v)]
+    hidden = [column for v in VALUES if v not in shown for column in _columns(v)]
+    return table.drop(columns=hidden)
+
+
+def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
+    """What `paper_beside_ours` gives as text for people, rounded, the same on every run.
+
+    A cell of ours is a mean, with the range over the seeds where there are several; "failed" where training failed,
+    "-" where there is no run, empty where the paper gives no number.
+    """
+    text = pd.DataFrame({"": table["row"], "our run": table["experiment"]})
+    for value in (v for v in VALUES if v in table):
+        text[f"{HEADINGS[value]}, paper"] = [
+            "failed" if row["paper"] == "failed" else _number(row[f"{value}_paper"], digits)
+            for _, row in table.iterrows()
+        ]
+        text[f"{HEADINGS[value]}, ours"] = [_ours(row, value, digits) for _, row in table.iterrows()]
+    text["note"] = table["note"]
+    return text.set_index("")
+
+
+def _known(name: str) -> str:
+    return preset(name).name
+
+
+def _row(folder: Path, preset: str) -> dict[str, Any]:
+    """One row of `records`."""
+    name, seed = folder.parent.name, int(folder.name)
+    row: dict[str, Any] = {"preset": preset, "experiment": name, "seed": seed}
+    try:
+        record = read_record(folder)
+    except CorruptRecord as error:
+        warnings.warn(str(error), stacklevel=3)
+        return row | {"status": "corrupt", "reason": str(error)}
+    final = record.metrics["final"]
+    row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
+    row |= {"steps": final.get("step"), "wall_seconds": record.provenance["wall_seconds"]}
+    try:
+        current = config_dict(planned(name, preset, seed))
+        one = FINETUNINGS.get(name) or experiment(name)
+    except ValueError as error:
+        return row | {"status": "stale", "reason": str(error)}
+    row |= {"section": one.section, "item": one.item}
+    if record.config != current:
+        return row | {"status": "stale", "reason": "the experiment or the recipe has changed since: train it again"}
+    return row | {"status": record.status, "reason": record.metrics["reason"]}
+
+
+def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:
+    """One row of `paper_beside_ours`."""
+    row: dict[str, Any] = {"row": paper.row, "experiment": "", "seeds": 0}
+    row |= {"paper": "failed" if paper.note == "failed" else "done" if paper.values else "", "ours": "not run"}
+    note = [] if paper.note == "failed" else [paper.note]
+    ours = results.iloc[:0]
+    try:
+        row["experiment"] = resolve(paper.experiment, preset)
+    except ValueError:
+        note.append("not of this preset")
+    else:
+        same = results[results["experiment"] == row["experiment"]]
+        ours = same[same["status"] == "done"]
+        row["seeds"] = len(ours)
+        failed = int((same["status"] == "failed").sum())
+        row["ours"] = "done" if len(ours) else "failed" if failed else "not run"
+        if failed and len(ours):
+            note.append(f"{failed} of our {failed + len(ours)} runs failed")
+        largest = largest_alpha(config(paper.experiment, preset))
+        if largest <= EPSILON:
+            note.append(f"at this scale the window keeps alpha_1 at or below {largest:.2g}: no sink can be measured")
+    for value in VALUES:
+        numbers = ours[value].dropna()
+        row[f"{value}_paper"] = paper.values.get(value, math.nan)
+        row |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
+    return row | {"note": "; ".join(filter(None, note))}
+
+
+def _columns(value: str) -> list[str]:
+    return [f"{value}_paper", value, f"{value}_low", f"{value}_high"]
+
+
+def _reported(table: pd.DataFrame, value: str) -> bool:
+    """Whether the paper gives this value in the item, or (for Sink_*, which few models have) a run of ours does."""
+    ours = value == "sink_star" and table[value].notna().any()
+    return bool(ours or table[f"{value}_paper"].notna().any())
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _ours(row: pd.Series, value: str, digits: int) -> str:
+    if row["ours"] != "done":
+        return "failed" if row["ours"] == "failed" else "-"
+    mean = _number(row[value], digits)
+    if row["seeds"] == 1 or not mean:
+        return mean
+    return f"{mean} ({row[f'{value}_low']:.{digits}f} to {row[f'{value}_high']:.{digits}f})"
+
+
+def sinks_by_position(runs: Mapping[str, Record | None], eps: float = EPSILON) -> pd.DataFrame:
+    """Sink_k^eps in percent for every recorded position k, a row a run; NaN for what is not run or failed."""
+    rows = {}
+    for name, run in runs.items():
+        report = run.metrics["final"].get("report", {}) if run is not None else {}
+        rows[name] = {int(k): by_eps[str(eps)] for k, by_eps in report.get("sink", {}).items()}
+    return pd.DataFrame.from_dict(rows, orient="index").sort_index(axis=1)
+
+
+def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:
+    """Share of heads in percent with alpha_k > eps, a row a sequence and a column a position k (Fig. 5 middle)."""
+    active = (report.alpha > eps).double().mean(dim=(2, 3))  # (samples, targets)
+    return pd.DataFrame(100 * active.numpy(), columns=list(report.targets))

@@ -1,0 +1,1 @@
+"""What is trained: configs, presets, experiments, records. No training here."""

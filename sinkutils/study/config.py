@@ -1,0 +1,100 @@
+"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from sinkutils.checks import choice, instance, integer, real
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.decoder import LMConfig
+
+PRECISIONS = ("fp32", "bf16")
+LARGEST_SEED = 2**63 - 1  # what every generator takes
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation and evaluation of one run (Section 4). Step counts are optimiser steps."""
+
+    steps: int = 4000
+    batch_size: int = 32  # sequences a step
+    learning_rate: float = 6e-3  # peak
+    warmup_steps: int = 100
+    lr_floor: float = 0.1  # last over peak rate: 1 is constant, the authors' published config
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_norm: float = 1.0
+    precision: str = "fp32"  # bf16: autocast; weights and optimiser stay fp32
+    eval_every: int = 100
+    eval_sequences: int = 100  # for the sink metric
+    eval_length: int = 64  # T of the sink metric
+    valid_chunks: int = 128
+    micro_batch: int | None = None  # sequences a forward pass; None: all at once
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every", "eval_sequences", "eval_length", "valid_chunks"):
+            integer(name, getattr(self, name), least=1)
+        integer("warmup_steps", self.warmup_steps, least=0)
+        choice("precision", self.precision, PRECISIONS)
+        for name in ("learning_rate", "clip_norm"):
+            real(name, getattr(self, name), "positive and finite")
+        for name in ("weight_decay", "adam_eps"):
+            real(name, getattr(self, name), "finite and not negative", ends="low")
+        for name in ("beta1", "beta2"):
+            real(name, getattr(self, name), "in [0, 1)", high=1.0, ends="low")
+        real("lr_floor", self.lr_floor, "in 0..1", high=1.0, ends="both")
+        if self.micro_batch is not None:
+            integer("micro_batch", self.micro_batch, least=1)
+            if self.batch_size % self.micro_batch:
+                raise ValueError(f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines a run's numbers on one kind of machine, apart from the text itself."""
+
+    experiment: str
+    preset: str
+    seed: int = 0
+    model: LMConfig = field(default_factory=LMConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("experiment", str), ("preset", str), ("model", LMConfig), ("data", DataConfig),
+                           ("train", TrainConfig)):  # fmt: skip
+            instance(name, getattr(self, name), kind)
+        integer("seed", self.seed, least=0, most=LARGEST_SEED)
+        if self.train.eval_length > self.model.context_length:
+            raise ValueError(
+                f"eval_length {self.train.eval_length} is longer than context_length {self.model.context_length}"
+            )
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the last step."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return train.learning_rate * (train.lr_floor + (1 - train.lr_floor) * cosine)
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """A frozen config from the dict that `dataclasses.asdict` and JSON made of it."""
+    hints = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(hints)}")
+    made = {}
+    for name, value in values.items():
+        default = hints[name].default_factory
+        if dataclasses.is_dataclass(default):
+            value = from_dict(default, value)  # type: ignore[arg-type]
+        made[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**made)

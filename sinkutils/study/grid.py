@@ -1,0 +1,380 @@
+"""The pre-training study as data: every row of every pre-training table and figure, at every scale.
+
+An experiment is what it changes: dotted paths into `RunConfig` and values. A preset is a scale. `config` applies an
+experiment to a preset. The paper's values stand beside the names in data/paper/pretraining.csv.
+
+How values scale. Learning rates, steps, batch sizes are multiples of the preset's (`Times`), windows a share of C
+(`OfContext`), d_a a share of d_h (`OfHeadDim`), data amounts a share of the text of which the run makes four passes,
+as the paper's 20B tokens of 5B (`OfFourEpochs`). All else is as printed: weight decay, prefix, positions, alpha, p,
+m and numbers of heads. The warm-up stays the preset's.
+
+What a small scale cannot hold. Rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and
+`resolve` says which. A window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the
+window experiments measure at T <= C / 4 (the paper: 64 of 2048, so no change there), and `largest_alpha` tells which of
+them can reach epsilon at all.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sinkutils.paths import PAPER
+from sinkutils.study.config import RunConfig
+from sinkutils.study.presets import Preset, preset
+from sinkutils.study.record import find_record, record_folder
+
+SECTIONS = ("4", "5", "6", "7", "C")
+HEADLINE_SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Times:
+    """A multiple of the base's value; of an integer, rounded and at least 1."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class OfContext:
+    """A share of the context length C, rounded, at least 1; with `at_most_base`, no more than the base's value."""
+
+    share: float
+    at_most_base: bool = False
+
+
+@dataclass(frozen=True)
+class OfHeadDim:
+    """A share of the head dimension d_h, rounded, at least 1."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class OfFourEpochs:
+    """A share of the text of which the preset's run makes four passes (`Preset.four_epochs`)."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One row of a table or figure of the paper. Cells lost in its text are absent from `values`."""
+
+    item: str
+    row: str
+    experiment: str  # "base" stands for the base of the preset at hand
+    values: dict[str, float]
+    note: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of the study as the difference from its base."""
+
+    name: str
+    section: str  # 4 to 7, or C for what stands in Appendix C alone
+    title: str
+    overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
+    base: bool = True  # changes the preset's base experiment; False: the preset itself
+    headline: bool = False  # trained first, and at three seeds
+    weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
+    note: str = ""
+    presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
+
+    @property
+    def items(self) -> tuple[str, ...]:
+        """The tables, then the figures and sections of the paper that report this run."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)
+        found = dict.fromkeys(row.item for row in paper_rows() if row.experiment in names)
+        return tuple(sorted(found, key=lambda item: not item.startswith("Table")))
+
+    @property
+    def item(self) -> str:
+        """The first of `items`, or nothing for what the paper does not report."""
+        return self.items[0] if self.items else ""
+
+    @property
+    def paper(self) -> dict[str, float]:
+        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)
+        return {k: v for row in paper_rows() if row.experiment in names for k, v in row.values.items()}
+
+
+def _attention(**fields: Any) -> dict[str, Any]:
+    return {f"model.attention.{name}": value for name, value in fields.items()}
+
+
+def _window(share: int) -> dict[str, Any]:
+    return _attention(window=OfContext(1 / share)) | {"train.eval_length": OfContext(1 / 4, at_most_base=True)}
+
+
+_SIGMOID = _attention(similarity="sigmoid", normalizer="none")
+_RATE, _STEPS, _DECAY = "train.learning_rate", "train.steps", "train.weight_decay"
+# name, kernel, in words, normaliser
+_KERNELS = (
+    ("elu_kernel", "elu", "elu + 1", "sum"),
+    ("linear", "identity", "identity", "max_abs_sum"),
+    ("mlp", "mlp", "MLP", "max_abs_sum"),
+)
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
+    Experiment("default", "4", "the paper's default: any first token", {}, base=False, headline=True,
+               weights=True),
+    Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
+               base=False, note="the authors' published config; the paper's text says cosine"),
+    Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
+    Experiment("lr_x2.5", "4", "learning rate x 2.5", {_RATE: Times(2.5)}),
+    Experiment("lr_x2", "4", "learning rate x 2", {_RATE: Times(2)}),
+    Experiment("lr_x2_steps_half", "4", "learning rate x 2, half the steps", {_RATE: Times(2), _STEPS: Times(1 / 2)}),
+    Experiment("lr_half", "4", "learning rate / 2", {_RATE: Times(1 / 2)}),
+    Experiment("lr_half_steps_x2", "4", "learning rate / 2, steps x 2", {_RATE: Times(1 / 2), _STEPS: Times(2)}),
+    Experiment("lr_quarter", "4", "learning rate / 4", {_RATE: Times(1 / 4)}),
+    Experiment("lr_quarter_steps_x4", "4", "learning rate / 4, steps x 4", {_RATE: Times(1 / 4), _STEPS: Times(4)}),
+    Experiment("lr_x0.025", "4", "learning rate / 40", {_RATE: Times(1 / 40)}),
+    *(Experiment(f"batch_{name}", "4", f"batch size x {factor:g}", {"train.batch_size": Times(factor)})
+      for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
+    # Section 5: data distribution (Figure 5 right, Table 10 right)
+    *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
+                 base=False, headline=k == 1, weights=k == 1) for k in (1, 2, 3)),
+    *(Experiment(f"random_{name}", "5", f"random tokens at positions {', '.join(map(str, positions))}",
+                 {"data.random_positions": positions}, base=False)
+      for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
+                              ("1_to_5", (1, 2, 3, 4, 5)), ("1_to_10", tuple(range(1, 11))))),
+    *(Experiment(f"data_share_{share:g}", "5", f"{share:.0%} of the text", {"data.share": OfFourEpochs(share)})
+      for share in (1.0, 0.5, 0.1, 0.04, 0.02, 0.01)),
+    # Section 6: loss function (Table 2, Figures 5 and 6)
+    *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
+      for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0)),
+    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
+                 weights=p == 5)
+      for p in (2, 3, 4, 5, 10)),
+    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
+                 weights=share == 4)
+      for share in (64, 32, 16, 8, 4, 2)),
+    Experiment("window_none", "6", "no window, measured at the windows' T",
+               {"train.eval_length": OfContext(1 / 4, at_most_base=True)}),
+    # Section 7.1 and 7.2: positions and norms (Table 3)
+    *(Experiment(name, "7", title, {"model.position": name}, weights=name == "learnable") for name, title in (
+        ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
+        ("relative", "relative positions, Eq. 6 as printed"), ("relative_learned", "relative positions, learned (T5)"),
+        ("alibi", "ALiBi"))),
+    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}),
+    # Section 7.3: biases (Tables 4 and 5)
+    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
+               weights=True),
+    Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
+    Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
+    Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
+    *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
+                 _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
+      for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
+    # Section 7.4: attention operations (Tables 6 and 15, Figure 8)
+    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=True),
+    Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid"), headline=True),
+    Experiment("elu", "7", "elu + 1, no normalisation", _attention(similarity="elu", normalizer="none")),
+    Experiment("elu_normalised", "7", "elu + 1, normalised", _attention(similarity="elu")),
+    Experiment("exp_unnormalised", "7", "exp, no normalisation", _attention(normalizer="none")),
+    *(Experiment(name + suffix, "7", f"{title} kernel, {'normalised' if suffix else 'no normalisation'}",
+                 _attention(similarity="linear", kernel=kernel, normalizer=normalizer if suffix else "none"))
+      for name, kernel, title, normalizer in _KERNELS for suffix in ("_normalised", "")),
+    Experiment("softmax_1b", "7", "1B parameters, softmax", {}, base=False, presets=("paper-1b",)),
+    Experiment("sigmoid_1b", "7", "1B parameters, sigmoid without normalisation", _SIGMOID, presets=("paper-1b",)),
+    # Appendix C: FFN, heads, biases, normalisers (Tables 11 to 14, Figure 29)
+    *(Experiment(f"ffn_{name}", "C", f"{title} FFN", {"model.ffn": name}) for name, title in (
+        ("relu", "ReLU"), ("gelu", "GeLU"), ("swish", "Swish"), ("reglu", "ReGLU"), ("geglu", "GeGLU"))),
+    *(Experiment(f"heads_{h}", "C", f"{h} head{'s' * (h > 1)}", {"model.num_heads": h}) for h in (4, 2, 1)),
+    Experiment("heads_add", "C", "heads added, not concatenated", {"model.head_merge": "add"}),
+    *(Experiment(f"{bias}_bias_shared", "C", f"{bias.upper()} biases shared by the heads of a block",
+                 _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k")),
+    *(Experiment(f"k_bias_dims_{dims}", "C", f"K biases learnable in {dims} / 96 of their dimensions",
+                 _attention(bias="k", bias_dims=OfHeadDim(dims / 96))) for dims in (1, 2, 4, 8, 16, 32, 64)),
+    *(Experiment(f"scale_{scale:g}", "C", f"softmax scaled by alpha = {scale:g}", _attention(scale=scale))
+      for scale in (2.0, 0.2, 0.1, 0.05)),
+    *(Experiment(f"sigmoid_weight_decay_{decay:g}", "C", f"sigmoid, no normalisation, weight decay {decay:g}",
+                 _SIGMOID | {_DECAY: decay}) for decay in (0.0, 0.5, 1.0)),
+    *(Experiment(f"sigmoid_lr_{name}", "C", f"sigmoid, no normalisation, learning rate x {factor:g}",
+                 _SIGMOID | {_RATE: Times(factor)}) for name, factor in (("x2.5", 2.5), ("quarter", 0.25))),
+    *(Experiment(f"softmax_p{name}", "C", f"p-normalised softmax, p = {name.replace('_', '/')}",
+                 _attention(normalizer="p_norm", p=p))
+      for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),
+    *(Experiment(f"sigmoid_p{p}", "C", f"p-normalised sigmoid, p = {p}",
+                 _attention(similarity="sigmoid", normalizer="p_norm", p=float(p))) for p in (2, 3, 4)),
+)  # fmt: skip
+
+
+@lru_cache
+def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
+    """The paper's pre-training numbers, or those of one item, in its order.
+
+    Raises ValueError, listing the items, for one that has none.
+    """
+    with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
+        rows = tuple(
+            PaperRow(
+                row["item"],
+                row["row"],
+                row["experiment"],
+                {k: float(v) for k, v in row.items() if v and k.startswith(("sink_", "valid_"))},
+                row["note"],
+            )
+            for row in csv.DictReader(file)
+        )
+    if item is None:
+        return rows
+    chosen = tuple(row for row in rows if row.item == item)
+    if not chosen:
+        items = ", ".join(dict.fromkeys(row.item for row in rows))
+        raise ValueError(f"item must be one of {items}; got {item!r}")
+    return chosen
+
+
+def experiments(section: str | None = None) -> list[Experiment]:
+    """Every experiment, or those of a section: 4, 5, 6, 7 or C."""
+    if section is not None and str(section) not in SECTIONS:
+        raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
+    return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment of that name. Raises ValueError with the names that are close."""
+    for found in EXPERIMENTS:
+        if found.name == name:
+            return found
+    close = difflib.get_close_matches(name, [e.name for e in EXPERIMENTS], n=5, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    raise ValueError(f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(EXPERIMENTS)}")
+
+
+def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
+    """The run of an experiment ("base": the preset's base) at a preset.
+
+    Where two experiments coincide at this preset, both give the run of the first, under its name (`resolve`).
+    Raises ValueError for unknown names, and with the reason where the preset cannot hold the experiment.
+    """
+    return dataclasses.replace(_build(resolve(name, preset), preset), seed=seed)
+
+
+def keeps_weights(run: RunConfig) -> bool:
+    """Whether the record of a run keeps its weights, for the notebooks: seed 0 of some experiments at small presets."""
+    return experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
+
+
+def resolve(name: str, preset: str = "laptop") -> str:
+    """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
+    own = _build(name, preset)
+    built, _ = _all(preset)
+    return next(first for first, run in built.items() if _same(run, own))
+
+
+def unavailable(preset: str) -> dict[str, str]:
+    """The experiments that a preset cannot hold, with the reason."""
+    return dict(_all(preset)[1])
+
+
+def missing(preset: str, seeds: tuple[int, ...] | None = None, runs: Path | str | None = None) -> list[tuple[str, int]]:
+    """The (experiment, seed) pairs of a preset without a valid record, most informative first.
+
+    seeds None: the headline experiments at seeds 0, 1, 2 and the others at 0, in the order headline, more seeds of
+    the base, the others, more seeds of the headline. Otherwise every experiment at each of `seeds`.
+    """
+    built = _all(preset)[0]
+    names = list(dict.fromkeys(resolve(name, preset) for name in built))
+    headline = [name for name in names if experiment(name).headline]
+    others = [name for name in names if name not in headline]
+    if seeds is None:
+        base, more = resolve("base", preset), HEADLINE_SEEDS[1:]
+        plan = [(name, HEADLINE_SEEDS[0]) for name in headline]
+        plan += [(base, seed) for seed in more]
+        plan += [(name, HEADLINE_SEEDS[0]) for name in others]
+        plan += [(name, seed) for seed in more for name in headline if name != base]
+    else:
+        plan = [(name, seed) for seed in seeds for name in (*headline, *others)]
+    return [
+        (name, seed)
+        for name, seed in plan
+        if find_record(record_folder(preset, name, seed, runs), config(name, preset, seed)) is None
+    ]
+
+
+def largest_alpha(run: RunConfig) -> float:
+    """The most that alpha_1 can be under the run's mask: min(w, T) / T with a window w, else 1."""
+    window, length = run.model.attention.window, run.train.eval_length
+    return 1.0 if window is None else min(window, length) / length
+
+
+@lru_cache
+def _all(preset_name: str) -> tuple[dict[str, RunConfig], dict[str, str]]:
+    """What a preset can hold, by name and in the table's order, and the reasons for what it cannot."""
+    preset(preset_name)
+    built, refused = {}, {}
+    for one in EXPERIMENTS:
+        try:
+            built[one.name] = _build(one.name, preset_name)
+        except ValueError as error:
+            refused[one.name] = str(error)
+    return built, refused
+
+
+@lru_cache
+def _build(name: str, preset_name: str) -> RunConfig:
+    """The run of an experiment at seed 0, under its own name: preset, then base, then the experiment's overrides."""
+    scale = preset(preset_name)
+    one = experiment(scale.base if name == "base" else name)
+    if preset_name not in one.presets:
+        raise ValueError(f"experiment {one.name!r} belongs to preset {' or '.join(one.presets)}, not {preset_name!r}")
+    run = RunConfig(one.name, preset_name, model=scale.model, data=scale.data, train=scale.train)
+    try:
+        if one.base:
+            run = _override(run, _scaled(experiment(scale.base).overrides, run, scale))
+        return _override(run, _scaled(one.overrides, run, scale))
+    except ValueError as error:
+        raise ValueError(f"experiment {one.name!r} is not available at preset {preset_name!r}: {error}") from error
+
+
+def _scaled(overrides: dict[str, Any], run: RunConfig, scale: Preset) -> dict[str, Any]:
+    """The overrides with Times, OfContext, OfHeadDim and OfFourEpochs replaced by what they come to."""
+    made = {}
+    for path, value in overrides.items():
+        old: Any = run
+        for name in path.split("."):
+            old = getattr(old, name)
+        if isinstance(value, Times):
+            value = _whole(value.factor * old) if isinstance(old, int) else value.factor * old
+        elif isinstance(value, OfContext):
+            share = _whole(value.share * run.model.context_length)
+            value = min(share, old) if value.at_most_base else share
+        elif isinstance(value, OfHeadDim):
+            value = _whole(value.share * run.model.head_dim)
+        elif isinstance(value, OfFourEpochs):
+            value = value.share * scale.four_epochs
+        made[path] = value
+    return made
+
+
+def _whole(value: float) -> int:
+    return max(1, int(value + 0.5))
+
+
+def _override(run: Any, values: dict[str, Any]) -> Any:
+    """A frozen config with the fields at dotted paths replaced, all at once, so that only the whole is checked."""
+    changes: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        part, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(part, {})[rest] = value
+        else:
+            changes[part] = value
+    changes |= {part: _override(getattr(run, part), below) for part, below in inner.items()}
+    return dataclasses.replace(run, **changes)
+
+
+def _same(one: RunConfig, other: RunConfig) -> bool:
+    return (one.model, one.data, one.train) == (other.model, other.data, other.train)

@@ -1,0 +1,286 @@
+"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is read.
+
+data/runs/<preset>/<experiment>/<seed>/
+    config.json       everything that determines the run, and the recipe version
+    metrics.json      the curve and the final values, or status "failed" and the reason
+    provenance.json   corpus and code hashes, device, versions, time: never part of a comparison
+    SHA256SUMS        a digest of every file above and of itself
+    model.safetensors, tokenizer.json   only for the few runs that notebooks open
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from sinkutils.paths import ROOT, RUNS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from sinkutils.study.config import RunConfig
+
+RECIPE = 1  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
+SUMS = "SHA256SUMS"
+# The modules whose text decides a run's numbers.
+TRAINING_MODULES = (
+    *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
+    *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
+    *("data/instructions", "measuring/report", "measuring/measure", "study/config"),
+    *("training/trainer", "training/checkpoints", "training/group", "training/finetune"),
+)
+
+
+class CorruptRecord(RuntimeError):
+    """A file of a record or a checkpoint is missing, truncated or changed; the message names it."""
+
+
+class RunLocked(RuntimeError):
+    """Another process is training this run."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run, as read from its folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    provenance: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """ "done" or "failed"."""
+        return self.metrics["status"]
+
+    @property
+    def weights(self) -> Path | None:
+        """The weights' file where they were kept."""
+        path = self.folder / "model.safetensors"
+        return path if path.exists() else None
+
+
+def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
+    """Where the record of one run lives."""
+    return Path(runs or RUNS) / preset / experiment / str(seed)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where an unfinished run keeps its checkpoint and its lock, beside the record it will become."""
+    return target.with_name(target.name + ".partial")
+
+
+@contextlib.contextmanager
+def run_lock(target: Path) -> Iterator[None]:
+    """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
+
+    The kernel drops the lock with the process that held it, so a killed worker leaves no stale lock. What it left
+    of a record that it was writing is removed.
+    """
+    partial = partial_folder(target)
+    with _locked(partial / "lock", "/".join(target.parts[-3:])):
+        for left in target.parent.glob(f".{target.name}-*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+        if target.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _locked(path: Path, name: str) -> IO[str]:
+    """`path` open with the lock on it. Raises `RunLocked` while another process has it."""
+    for _attempt in range(100):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "w")
+        except (FileNotFoundError, FileExistsError):
+            continue  # whoever had the lock has just finished and is removing the folder
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise RunLocked(f"{name} is being trained by another process") from error
+        except FileNotFoundError:
+            pass  # a lock on a file that is no longer there keeps nobody out
+        file.close()
+    raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
+
+
+def as_json(value: Any) -> str:
+    """One spelling for one value: sorted keys, so that equal configs have equal hashes."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def config_dict(config: RunConfig) -> dict[str, Any]:
+    """What config.json holds: the config and the recipe version."""
+    return json.loads(as_json({**dataclasses.asdict(config), "recipe": RECIPE}))
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of config.json."""
+    return hashlib.sha256(as_json(config_dict(config)).encode()).hexdigest()
+
+
+def write_record(
+    target: Path,
+    config: RunConfig,
+    metrics: dict[str, Any],
+    provenance: dict[str, Any],
+    weights: dict[str, Tensor] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Record:
+    """Write a record whole or not at all; one that was there is replaced only once the new one is on disk."""
+    files = {
+        "config.json": as_json(config_dict(config)).encode(),
+        "metrics.json": as_json(metrics).encode(),
+        "provenance.json": as_json({**provenance, **versions()}).encode(),
+    }
+    if weights is not None:
+        files["model.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
+    if tokenizer is not None:
+        files["tokenizer.json"] = tokenizer.to_str().encode()
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+    files[SUMS] = (sums + f"{hashlib.sha256(sums.encode()).hexdigest()}  {SUMS}\n").encode()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent))
+    try:
+        for name, data in files.items():
+            _write_synced(temporary / name, data)
+        temporary.chmod(0o755)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", suffix=".tmp", dir=target.parent))
+            os.replace(target, old)
+            os.replace(temporary, target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(temporary, target)
+        _sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return read_record(target)
+
+
+def read_record(target: Path) -> Record:
+    """Read a record and check every file against its digest. Raises `CorruptRecord` that names the file."""
+    verify_record(target)
+    parts = [json.loads((target / f"{name}.json").read_text()) for name in ("config", "metrics", "provenance")]
+    return Record(target, *parts)
+
+
+def verify_record(target: Path) -> None:
+    """Raise `CorruptRecord`, naming the file, unless every file of the record is as it was written."""
+    name = "/".join(target.parts[-3:])
+    advice = "delete the folder and train the run again"
+    try:
+        lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
+        body, (own, own_name) = "".join(lines[:-1]), lines[-1].split()
+    except (OSError, ValueError, IndexError) as error:
+        raise CorruptRecord(f"record {name}: {SUMS} is missing or unreadable: {advice}") from error
+    if own_name != SUMS or not lines[-1].endswith("\n") or hashlib.sha256(body.encode()).hexdigest() != own:
+        raise CorruptRecord(f"record {name}: {SUMS} is damaged: {advice}")
+    for line in lines[:-1]:
+        digest, file = line.split()
+        path = target / file
+        if not path.exists():
+            raise CorruptRecord(f"record {name}: {file} is missing: {advice}")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise CorruptRecord(f"record {name}: {file} is truncated or changed: {advice}")
+
+
+def find_record(target: Path, config: RunConfig) -> Record | None:
+    """The record at `target` if it is whole and of this very config; None if missing, damaged or stale."""
+    if not target.exists():
+        return None
+    try:
+        record = read_record(target)
+    except CorruptRecord as error:
+        warnings.warn(f"{error}; it counts as missing", stacklevel=2)
+        return None
+    return record if record.config == config_dict(config) else None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
+    """Write tensors and a JSON value to one file, atomically: a failure leaves what was there before.
+
+    Raises OSError with advice when the disk is full.
+    """
+    data = dump_tensors({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, {"extra": as_json(extra)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        _write_synced(temporary, data + hashlib.sha256(data).digest())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            error.errno, f"could not save {path.name} ({error.strerror}): free some space and run the same command "
+            "again; what was saved before is intact"
+        ) from error  # fmt: skip
+    _sync_folder(path.parent)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_tensors` wrote. Raises `CorruptRecord` if a single byte of it has changed."""
+    blob = path.read_bytes()
+    data, digest = blob[:-32], blob[-32:]
+    if len(blob) < 40 or hashlib.sha256(data).digest() != digest:
+        raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return load_tensors(data), json.loads(header["__metadata__"]["extra"])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CorruptRecord(f"{path.parent.name}/{path.name} is not a checkpoint") from error
+
+
+def versions() -> dict[str, Any]:
+    """What ran: package versions and a hash of the training code."""
+    digest = hashlib.sha256()
+    for module in TRAINING_MODULES:
+        digest.update((ROOT / "sinkutils" / f"{module}.py").read_bytes())
+    return {
+        "code_sha256": digest.hexdigest(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "tokenizers": tokenizers.__version__,
+        "safetensors": safetensors.__version__,
+        "processor": platform.machine(),
+    }
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,178 @@
+"""Many runs: what is missing, most informative first, by as many workers as asked for, here or on a cluster.
+
+Each run is a process of its own that takes a lock on its folder (see `training.train`), so a sweep can be killed
+at any moment, started twice at once, and one failing run stops nothing else. An engine is anything with
+`submit(function, *arguments) -> future`: a thread pool over processes here, submitit for Slurm, Ray for a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+
+from sinkutils.checks import integer
+from sinkutils.study.grid import config, missing, preset
+from sinkutils.study.record import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, record_folder
+
+POLL_SECONDS = 0.2
+ENGINES = ("local", "slurm", "ray")
+
+
+class Future(Protocol):
+    """What an engine gives back for a run."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+
+class Engine(Protocol):
+    """Where runs go."""
+
+    def submit(self, function: Any, /, *arguments: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed."""
+
+    experiment: str
+    seed: int
+    status: str
+    detail: str = ""
+
+
+def run_one(
+    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None
+) -> int:
+    """Train one run in a process of its own, with its output in `log`; returns the exit status."""
+    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name, "--seed", str(seed),
+               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds)]  # fmt: skip
+    if corpus:
+        command += ["--corpus", corpus]
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with open(log, "ab") as output:
+        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+
+
+def engine(name: str, jobs: int, logs: Path) -> Engine:
+    """An engine by name. Raises ImportError, with the extra to install, where its package is missing."""
+    if name == "local":
+        return ThreadPoolExecutor(jobs)
+    if name == "slurm":  # on a machine without Slurm, submitit starts processes there
+        submitit = _optional("submitit", "slurm")
+        executor = submitit.AutoExecutor(folder=logs / "submitit")
+        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60)
+        return executor
+    if name == "ray":
+        return RayEngine(_optional("ray", "ray"), jobs)
+    raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
+
+
+class RayEngine:
+    """Ray behind the same `submit`."""
+
+    def __init__(self, ray: Any, jobs: int) -> None:
+        self.ray = ray
+        if not ray.is_initialized():
+            address = os.environ.get("RAY_ADDRESS")
+            ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
+
+    def submit(self, function: Any, *arguments: Any) -> Future:
+        return self.ray.remote(num_cpus=1)(function).remote(*arguments).future()
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return __import__(module)
+    except ImportError as error:
+        raise ImportError(f"this engine needs {module}: pip install 'sinkutils[{extra}]'") from error
+
+
+def sweep(
+    preset_name: str,
+    *,
+    jobs: int = 1,
+    seeds: tuple[int, ...] | None = None,
+    only: tuple[str, ...] | None = None,
+    runs: Path | str | None = None,
+    engine_name: str = "local",
+    corpus: str | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    progress: bool = True,
+) -> list[Outcome]:
+    """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
+
+    jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
+    corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
+    """
+    integer("jobs", jobs, least=1)
+    root = Path(runs or RUNS).resolve()  # a worker may start in another folder
+    logs = root.parent / "logs" / preset_name
+    plan = [(name, seed) for name, seed in missing(preset_name, seeds, root) if only is None or name in only]
+    pool = engine(engine_name, jobs, logs)
+    queue, waiting = deque(plan), dict[Future, tuple[str, int]]()
+    outcomes: list[Outcome] = []
+    steps = {(name, seed): config(name, preset_name, seed).train.steps for name, seed in plan}
+    bar = tqdm(total=sum(steps.values()), unit="step", unit_scale=True, disable=not progress,
+               desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
+    with bar:
+        while queue or waiting:
+            while queue and len(waiting) < jobs:
+                name, seed = queue.popleft()
+                log = str(logs / f"{name}-{seed}.log")
+                future = pool.submit(run_one, preset_name, name, seed, str(root), log, checkpoint_seconds, corpus)
+                waiting[future] = (name, seed)
+            finished = [future for future in waiting if future.done()]
+            for future in finished:
+                name, seed = waiting.pop(future)
+                outcomes.append(_outcome(preset_name, name, seed, root, logs, future))
+                bar.update(steps[name, seed])
+                bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {name}")
+            if not finished:
+                time.sleep(POLL_SECONDS)
+    return outcomes
+
+
+def _outcome(preset_name: str, name: str, seed: int, root: Path, logs: Path, future: Future) -> Outcome:
+    log = f"see {logs.name}/{name}-{seed}.log"
+    try:
+        status = future.result()
+    except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
+        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {log}")
+    if status == 3:
+        return Outcome(name, seed, "elsewhere", "another worker holds its lock")
+    if status != 0:
+        return Outcome(name, seed, "crashed", f"exit status {status}; {log}")
+    try:
+        record = read_record(record_folder(preset_name, name, seed, root))
+    except CorruptRecord as error:
+        return Outcome(name, seed, "crashed", str(error))
+    return Outcome(name, seed, record.status, record.metrics["reason"] or "")
+
+
+def estimate(preset_name: str, seeds: tuple[int, ...] | None, runs: Path | str | None = None) -> list[tuple]:
+    """(experiment, seed, seconds) of every missing run, by the speed of the records there are, else the preset's."""
+    root = Path(runs or RUNS)
+    rates = []
+    for path in sorted((root / preset_name).glob("*/*/provenance.json")):
+        try:
+            record = read_record(path.parent)
+        except CorruptRecord:
+            continue
+        rates.append(record.provenance["wall_seconds"] / record.config["train"]["steps"])
+    base = preset(preset_name)
+    per_step = sorted(rates)[len(rates) // 2] if rates else base.seconds / base.train.steps
+    return [(name, seed, per_step * config(name, preset_name, seed).train.steps)
+            for name, seed in missing(preset_name, seeds, root)]  # fmt: skip

@@ -1,0 +1,359 @@
+"""One training run from one config: deterministic, resumable at any instant, recorded whether it converges or not.
+
+Three generators never touch each other: the weights (seed), the order of the chunks (seed and step), and the
+evaluation (fixed), so that two runs with one seed differ in nothing but what their configs say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.packing import Batches, Chunks, fix_position
+from sinkutils.data.probes import probe
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.record import (
+    CHECKPOINT_SECONDS,
+    Record,
+    find_record,
+    partial_folder,
+    record_folder,
+    run_lock,
+    write_record,
+)
+from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.group import ALONE, Group
+
+EVALUATION_SEED = 0
+SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits (N, V) and targets (N,) in nats, with one exponential for both passes.
+
+    The gradient, (softmax - onehot) / N, is made with the loss: on a CPU and a small model that saves a tenth of
+    a training step against F.cross_entropy, which a test compares it with.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        count = len(targets)
+        peak = logits.amax(-1, keepdim=True)
+        gradient = (logits - peak).float().exp_()
+        total = gradient.sum(-1, keepdim=True)
+        at_target = logits.gather(-1, targets[:, None]).float() - peak.float()
+        gradient.div_(total * count)
+        gradient.scatter_add_(-1, targets[:, None], gradient.new_full((count, 1), -1 / count))
+        ctx.save_for_backward(gradient.to(logits.dtype))
+        return (total.log() - at_target).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output.to(gradient.dtype), None
+
+
+def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1) -> Tensor:
+    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6)."""
+    logits = model(chunks[:, :-1])[:, prefix - 1 :].flatten(0, 1)
+    targets = chunks[:, prefix:].flatten()
+    if logits.is_cuda:  # there torch.compile fuses the plain form
+        return F.cross_entropy(logits.float(), targets)
+    return CrossEntropy.apply(logits, targets)
+
+
+class Run:
+    """The state of one run between two optimiser steps; `train` drives it."""
+
+    loss = staticmethod(next_token_loss)
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, group: Group = ALONE) -> None:
+        self.config, self.corpus, self.device, self.group = config, corpus, device, group
+        self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.model = self.first_model().to(device)
+        train = config.train
+        self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=train.learning_rate,
+            betas=(train.beta1, train.beta2),
+            eps=train.adam_eps,
+            weight_decay=train.weight_decay,
+            fused=True,
+        )
+        self.chunks, valid = self.batches()
+        self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
+        self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
+        self.step = 0
+        self.curve: list[dict[str, Any]] = []
+        self.gradient_norm = torch.zeros(())  # of the last step, before clipping
+        self.seconds = 0.0
+
+    def first_model(self) -> TransformerLM:
+        """The model before the first step."""
+        return TransformerLM(self.config.model, torch.Generator().manual_seed(self.config.seed))
+
+    def batches(self) -> tuple[Batches, Batches]:
+        """What the run trains on, and what it is validated on."""
+        config, length = self.config, self.config.model.context_length
+        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
+        kept = dataclasses.replace(config.data, random_positions=())
+        return (
+            Chunks(self.corpus, "train", length, config.data, seed=config.seed),
+            Chunks(self.corpus, "valid", length, kept),
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        """What the record says of where the run's text came from."""
+        return {
+            "corpus": "path" if self.corpus.name.startswith("path:") else self.corpus.name,
+            "corpus_sha256": self.corpus.fingerprint,
+            "corpus_train_tokens": len(self.chunks.tokens),
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """bf16 where the config asks for it."""
+        if self.config.train.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def advance(self, forward: Any) -> Tensor:
+        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device."""
+        config = self.config.train
+        batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
+        parts = batch.split(config.micro_batch or config.batch_size)
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts, start=1):
+            with self.group.backward_of(self.trained, last=number == len(parts)):
+                with self.autocast():
+                    loss = forward(self.trained, part, self.config.model.attention.prefix) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[dict[str, float], Report | None]:
+        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite.
+
+        In a group every process evaluates, because the weights may be cut over all of them.
+        """
+        with self.autocast():
+            valid_loss = self.valid_loss()
+        # Rank 0's, so that all take it for finite or none.
+        point = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
+        if not math.isfinite(point["valid_loss"]):
+            return point, None
+        report = measure(self.model, self.probe, targets=self.targets)
+        point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]}
+        if report.star is not None:
+            point["sink_star"] = report.sink_star()
+        return point, report
+
+    def valid_loss(self) -> float:
+        """The mean loss of the validation chunks."""
+        prefix = self.config.model.attention.prefix
+        losses = [float(self.loss(self.model, part, prefix)) * len(part) for part in self.valid.split(32)]
+        return sum(losses) / len(self.valid)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.model.context_length
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
+
+
+def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor:
+    """The sequences of the sink metric: 100 natural ones outside the training text, T = 64 (Section 4).
+
+    A fixed token is also fixed here, as the authors' evaluation does.
+    """
+    train = config.train
+    ids = probe("natural", tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED,
+                bos=config.data.bos, corpus=corpus)  # fmt: skip
+    return fix_position(ids, config.data.fixed_position, corpus.fix_id)
+
+
+def train(
+    config: RunConfig,
+    runs: Path | str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    corpus: Corpus | str | None = None,
+    keep_weights: bool = False,
+    compile: bool = False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    progress: bool = True,
+    group: Group = ALONE,
+    make: Callable[..., Run] = Run,
+) -> Record:
+    """Train one run to its end and write its record; a finished record is returned as it is.
+
+    A run that was killed goes on from its last checkpoint and ends in the same record, bit for bit on one kind of
+    machine. A run that diverges is recorded with status "failed" and the reason. On CPU it uses one thread, so
+    that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
+    another process trains the same run.
+
+    corpus: the text, or where to load it from, in place of the config's own; the record's provenance names it.
+    group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
+    make: the kind of run: pre-training, or what `finetuning` makes of it.
+    """
+    folder = record_folder(config.preset, config.experiment, config.seed, runs)
+    done = group.once(finished, folder, config, keep_weights)
+    if done is not None:
+        return done
+    group.check_batch(config.train.batch_size, config.train.micro_batch)
+    progress = progress and group.first
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(corpus, Corpus):
+        corpus = group.in_turn(partial(open_corpus, config, corpus, progress))
+        group.agree("the corpus", corpus.fingerprint)
+    if corpus.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"corpus {corpus.name!r} has {corpus.vocab_size} tokens, the model {config.model.vocab_size}: "
+            "raise vocab_size or load the corpus with fewer"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_thread(target))
+        group.once(stack.enter_context, run_lock(folder))
+        done = group.once(finished, folder, config, keep_weights)  # by whoever held the lock before
+        if done is not None:
+            return done
+        run = make(config, corpus, target, group)
+        checkpoint = partial_folder(folder) / "checkpoint.safetensors"
+        load_checkpoint(run, checkpoint)
+        reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
+        provenance = {
+            **run.provenance(),
+            "device": device_name(target),
+            "wall_seconds": round(run.seconds, 1),
+            "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
+            "compiled": compile,
+            "processes": group.size,
+            "parallel": group.parallel,
+        }
+        weights = dict(group.weights(run.model)) if keep_weights else None
+        tokenizer = run.tokenizer if keep_weights else None
+        outcome = summary(run, report, reason)
+        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer)
+
+
+def open_corpus(config: RunConfig, name: str | None, progress: bool) -> Corpus:
+    """The corpus of a config, or the one of that name in its place; warns where the two are not the same."""
+    corpus = load_corpus(name or config.data.corpus, config.model.vocab_size, progress=progress)
+    if name and (corpus.name, corpus.vocab_size) != (config.data.corpus, config.model.vocab_size):
+        warnings.warn(
+            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
+            f"with {config.model.vocab_size}: the record names it in its provenance only",
+            stacklevel=3,
+        )
+    return corpus
+
+
+def finished(folder: Path, config: RunConfig, weights: bool) -> Record | None:
+    """The whole record of this very config, with its weights if they are wanted; else None."""
+    record = find_record(folder, config)
+    return record if record is not None and (record.weights or not weights) else None
+
+
+def _loop(
+    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool
+) -> tuple[str | None, Report | None]:
+    """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
+    config, report = run.config, None
+    forward = torch.compile(run.loss) if compile else run.loss
+    hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
+    saved = started = time.monotonic()
+    before = run.seconds
+    first = run.step
+    recent: list[Tensor] = []
+    bar = tqdm(total=config.train.steps, initial=first, disable=not progress, unit="step", leave=False,
+               desc=f"{config.experiment} seed {config.seed}")  # fmt: skip
+    with bar:
+        while run.step < config.train.steps:
+            recent.append(run.advance(forward))
+            bar.update()
+            ending = run.step == config.train.steps
+            if run.step % config.train.eval_every == 0 or ending:
+                losses = run.group.mean(torch.stack(recent)).tolist()
+                recent.clear()
+                failure = divergence(losses, hopeless)
+                if not failure:
+                    point, report = run.evaluate()
+                    failure = divergence([point["valid_loss"]], hopeless)
+                if failure:
+                    run.seconds = before + time.monotonic() - started
+                    return f"{failure} by step {run.step}", None
+                run.curve.append({**point, "train_loss": sum(losses) / len(losses)})
+                rate = (run.step - first) * run.tokens_per_step / (time.monotonic() - started)
+                bar.set_postfix(
+                    loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=int(rate)
+                )
+                # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+                if not ending and run.group.once(lambda since=saved: time.monotonic() - since > checkpoint_seconds):
+                    run.seconds = before + time.monotonic() - started
+                    save_checkpoint(run, checkpoint)
+                    saved = time.monotonic()
+    run.seconds = before + time.monotonic() - started
+    return None, report
+
+
+def divergence(losses: list[float], hopeless: float) -> str | None:
+    """Why a run with these losses has failed, or None: a loss that is not finite, or far above a uniform guess."""
+    if not all(map(math.isfinite, losses)):
+        return "the loss was not finite"
+    if min(losses) > hopeless:
+        return f"the loss was over {hopeless:.2f}, twice that of a uniform guess"
+    return None
+
+
+def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms."""
+    final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
+    if report is not None and reason is None:
+        final["report"] = report.to_dict()
+    return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
+
+
+@contextlib.contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """One CPU thread inside, as before outside: sums over threads would depend on their number."""
+    if device.type != "cpu":
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of machine, without its name: cpu, or the GPU's product name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
