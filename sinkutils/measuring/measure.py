@@ -66,7 +66,9 @@ def measure(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
+        windows: tuple[int | None, ...] = ()
         if isinstance(model, TransformerLM):
+            windows = (model.config.attention.window,) * model.config.num_layers
             run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
         else:
             from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
@@ -90,7 +92,7 @@ def measure(
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
     config = getattr(model, "config", None)
     report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
-    report.path = path
+    report.path, report.windows = path, windows if any(windows) else ()
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
     bos_id = getattr(config, "bos_token_id", None)
