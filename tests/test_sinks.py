@@ -136,6 +136,17 @@ def test_mass_and_maps_of_our_model_are_the_dense_ones(variant: str) -> None:
     assert report.mass.shape == (3, 2, 2, T)
 
 
+def test_repeated_heads_are_kept_once_and_those_that_are_not_there_are_named() -> None:
+    model, ids, dense = build("softmax"), tokens(), DenseMaps()
+    with torch.no_grad():
+        model(ids, dense)
+    report = measure(model, ids, heads=((1, 0), (0, 1), (1, 0)), batch_size=2)
+    for layer, head in ((1, 0), (0, 1)):
+        torch.testing.assert_close(report.kept[layer, head].map, dense.maps[layer][:, head], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"\(0, 99\).*2 layers of 2 heads"):
+        measure(model, ids, heads=((0, 99), (0, 1)))
+
+
 def test_the_batch_size_changes_nothing() -> None:
     model, ids = build("softmax"), tokens(7)
     one, all_at_once = measure(model, ids, batch_size=1), measure(model, ids)

@@ -7,7 +7,6 @@ A_ik needs no attention map: it is |f(s_ik)| exp(-log_mass_i), with log_mass_i t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -68,6 +67,7 @@ class Report:
     name: str = ""
     path: str = ""  # how alpha was computed
     windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
+    chunked: bool = False  # windows that do not slide: position k is in the window of its own chunk only (Llama 4)
     recorded: dict[str, Any] | None = None  # the summary of a report whose alpha is known as a mean over samples only
 
     @property
@@ -107,12 +107,13 @@ class Report:
         if self.recorded is not None and "excess" in self.recorded:
             return float(self.recorded["excess"][f"{k}"])
         windows = self.windows or (None,) * alpha.shape[1]
-        uniform = torch.tensor([[uniform_alpha(int(length), k, w) for w in windows] for length in self.lengths])
-        uniform = uniform.double()[..., None]  # (samples, layers, 1)
+        uniform = torch.tensor(
+            [[[uniform_alpha(int(length), k, w, self.chunked)] for w in windows] for length in self.lengths]
+        ).double()  # (samples, layers, 1)
         return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
 
     def visible_alpha(self, k: int = 1) -> Tensor:
-        """alpha_k as a mean over the queries that can see key k, i < k + w for a window w: (samples, layers, heads).
+        """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
@@ -126,9 +127,13 @@ class Report:
 
     def _cap(self, k: int) -> Tensor:
         """The share of the queries k..T that see key k, (samples, layers)."""
-        queries = self.lengths[:, None].float() - k + 1
-        windows = torch.tensor([math.inf if w is None else w for w in self.windows or (None,) * len(self.layers)])
-        return torch.minimum(windows / queries, torch.ones(()))
+        windows = self.windows or (None,) * len(self.layers)
+        return torch.tensor(
+            [
+                [float((first_key(np.arange(k, int(T) + 1), w, self.chunked) <= k).mean()) for w in windows]
+                for T in self.lengths
+            ]
+        )
 
     def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
         """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
@@ -190,7 +195,7 @@ class Report:
             result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)
         result["sink"] = sink
         if any(self.windows):
-            result["windows"] = list(self.windows)
+            result["windows"], result["chunked"] = list(self.windows), self.chunked
             result["visible_alpha"] = {
                 f"{k}": _rounded(self.visible_alpha(k).mean(dim=0), digits) for k in self.targets
             }
@@ -217,7 +222,8 @@ class Report:
         if by_text:
             means.pop("renormalised", None)
             means |= {"star": star.float()} if star is not None else {}
-        plain = {name: summary[name] for name in ("bos", "skipped", "skipped_why", "name", "path") if name in summary}
+        kept_as_is = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
+        means |= {name: summary[name] for name in kept_as_is if name in summary}
         return cls(
             alpha,
             tuple(summary["targets"])[: alpha.shape[1]],
@@ -227,7 +233,6 @@ class Report:
             windows=tuple(summary.get("windows", ())),
             recorded=None if by_text else summary,
             **means,
-            **plain,
         )
 
     def __str__(self) -> str:
@@ -294,17 +299,23 @@ class Report:
         return (alpha > eps).double()
 
 
+def first_key(queries: np.ndarray, window: int | None, chunked: bool = False) -> np.ndarray:
+    """The first position that each query sees (all count from 1), through a window or within its chunk."""
+    if window is None:
+        return np.ones_like(queries)
+    return (queries - 1) // window * window + 1 if chunked else np.maximum(1, queries - window + 1)
+
+
 @lru_cache(maxsize=4096)
-def uniform_alpha(length: int, k: int | str = 1, window: int | None = None) -> float:
+def uniform_alpha(length: int, k: int | str = 1, window: int | None = None, chunked: bool = False) -> float:
     """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
 
     With a window w query i spreads over min(i, w) keys, the last ones. "star" is one key more, which all queries see.
     """
     queries = np.arange(1 if k == "star" else int(k), length + 1)
-    keys = queries if window is None else np.minimum(queries, window)
-    if k == "star":
-        return float(np.mean(1 / (keys + 1)))
-    return float(np.mean((queries - int(k) < (window or length)) / keys))
+    first = first_key(queries, window, chunked)
+    keys = queries - first + 1
+    return float(np.mean(1 / (keys + 1) if k == "star" else (first <= int(k)) / keys))
 
 
 def norm_ratio(norms: Any, k: int = 1) -> list[float]:
