@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.measure import measure
@@ -35,6 +35,7 @@ from sinkutils.study.record import (
     find_record,
     partial_folder,
     record_folder,
+    run_folder,
     run_lock,
     write_record,
 )
@@ -130,10 +131,8 @@ class Run:
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
 
     def provenance(self) -> dict[str, Any]:
-        """What the record says of where the run's text came from."""
+        """What the record says of the run's text beside its name and hash."""
         return {
-            "corpus": "path" if self.corpus.name.startswith("path:") else self.corpus.name,
-            "corpus_sha256": self.corpus.fingerprint,
             "corpus_train_tokens": len(self.chunks.tokens),
         }
 
@@ -231,29 +230,41 @@ def train(
     that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
     another process trains the same run.
 
-    corpus: the text, or where to load it from, in place of the config's own; the record's provenance names it.
+    corpus: the text, or where to load it from, in place of the config's own. Only a record on that very text is then
+    returned, and the run's own stands apart from those of the study (see `study.record.run_folder`).
     group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
     make: the kind of run: pre-training, or what `finetuning` makes of it.
     """
-    folder = record_folder(config.preset, config.experiment, config.seed, runs)
-    done = group.once(finished, folder, config, keep_weights)
-    if done is not None:
-        return done
+    if corpus is None:  # a record is found without opening the text
+        study = record_folder(config.preset, config.experiment, config.seed, runs)
+        done = group.once(finished, study, config, keep_weights)
+        if done is not None:
+            return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = corpus is not None
     if not isinstance(corpus, Corpus):
-        corpus = group.in_turn(partial(open_corpus, config, corpus, progress))
+        name = corpus or config.data.corpus
+        corpus = group.in_turn(partial(load_corpus, name, config.model.vocab_size, progress=progress))
         group.agree("the corpus", corpus.fingerprint)
+    wanted = corpus.identity if asked else None
+    folder = group.once(run_folder, config, runs, wanted)
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"corpus {corpus.name!r} has {corpus.vocab_size} tokens, the model {config.model.vocab_size}: "
             "raise vocab_size or load the corpus with fewer"
         )
+    if asked and (corpus.name, corpus.vocab_size) != (public_name(config.data.corpus), config.model.vocab_size):
+        warnings.warn(
+            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
+            f"with {config.model.vocab_size}: the record is {'/'.join(folder.parts[-3:])}",
+            stacklevel=2,
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
         group.once(stack.enter_context, run_lock(folder))
-        done = group.once(finished, folder, config, keep_weights)  # by whoever held the lock before
+        done = group.once(finished, folder, config, keep_weights, wanted)  # also by whoever held the lock before
         if done is not None:
             return done
         run = make(config, corpus, target, group)
@@ -272,24 +283,12 @@ def train(
         weights = dict(group.weights(run.model)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         outcome = summary(run, report, reason)
-        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer)
+        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer, corpus.identity)
 
 
-def open_corpus(config: RunConfig, name: str | None, progress: bool) -> Corpus:
-    """The corpus of a config, or the one of that name in its place; warns where the two are not the same."""
-    corpus = load_corpus(name or config.data.corpus, config.model.vocab_size, progress=progress)
-    if name and (corpus.name, corpus.vocab_size) != (config.data.corpus, config.model.vocab_size):
-        warnings.warn(
-            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
-            f"with {config.model.vocab_size}: the record names it in its provenance only",
-            stacklevel=3,
-        )
-    return corpus
-
-
-def finished(folder: Path, config: RunConfig, weights: bool) -> Record | None:
-    """The whole record of this very config, with its weights if they are wanted; else None."""
-    record = find_record(folder, config)
+def finished(folder: Path, config: RunConfig, weights: bool, corpus: dict[str, str] | None = None) -> Record | None:
+    """The whole record of this very config and corpus, with its weights if they are wanted; else None."""
+    record = find_record(folder, config, corpus)
     return record if record is not None and (record.weights or not weights) else None
 
 
