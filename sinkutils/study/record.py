@@ -3,6 +3,7 @@
 data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
     config.json       everything that determines the run, the recipe version, and the corpus by name and hash
     metrics.json      the curve and the final values, or status "failed" and the reason
+    alpha.safetensors alpha along the curve and, at the end, by text
     provenance.json   code hash, device, versions, time: never part of a comparison
     SHA256SUMS        a digest of every file above and of itself
     model.safetensors, tokenizer.json   only for the few runs that notebooks open
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from sinkutils.study.config import RunConfig
 
-RECIPE = 1  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
 # The modules whose text decides a run's numbers.
@@ -76,6 +77,12 @@ class Record:
     def status(self) -> str:
         """ "done" or "failed"."""
         return self.metrics["status"]
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """alpha along the curve and, at the end, by text (`training.trainer.arrays`); empty where there is none."""
+        path = self.folder / "alpha.safetensors"
+        return load_tensors(path.read_bytes()) if path.exists() else {}
 
     @property
     def weights(self) -> Path | None:
@@ -173,10 +180,12 @@ def write_record(
     weights: dict[str, Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
     corpus: dict[str, str] | None = None,
+    arrays: dict[str, Tensor] | None = None,
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
     corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash.
+    arrays: alpha along the curve and by text (`training.trainer.arrays`).
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
@@ -185,6 +194,8 @@ def write_record(
         "metrics.json": as_json(metrics).encode(),
         "provenance.json": as_json({**provenance, **versions()}).encode(),
     }
+    if arrays:
+        files["alpha.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in arrays.items()})
     if weights is not None:
         files["model.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
     if tokenizer is not None:
