@@ -221,7 +221,7 @@ def test_a_line_that_is_no_chat_is_named(tmp_path, line):
 
 
 def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
-    model = TransformerLM(tiny.model, torch.Generator().manual_seed(0))
+    model = TransformerLM(tiny.model, 0)
     source = [chat("the sink", "attention shows where"), chat("of", "key")]
     (pairs,) = make_pairs(iter(source), layout, (2,), "made up", progress=False)
     rows = pairs.take(np.arange(2))
