@@ -163,7 +163,8 @@ def as_json(value: Any) -> str:
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """What config.json holds beside the corpus that the run was made on: the config and the recipe version."""
     values = {**dataclasses.asdict(config), "recipe": RECIPE}
-    values["data"]["corpus"] = public_name(config.data.corpus)
+    names = {"corpus": config.data.corpus, "validation": config.data.validation}
+    values["data"] |= {key: name and public_name(name) for key, name in names.items()}
     return json.loads(as_json(values))
 
 

@@ -128,7 +128,7 @@ class Run:
     def validation_corpus(self) -> Corpus:
         """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
         data = self.config.data
-        if data.validation is None or self.corpus.name != data.corpus:
+        if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
         vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
