@@ -51,7 +51,7 @@ SUMS = "SHA256SUMS"
 TRAINING_MODULES = (
     *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
-    *("data/instructions", "measuring/report", "measuring/measure", "study/config"),
+    *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
     *("training/trainer", "training/checkpoints", "training/group", "training/finetune"),
 )
 

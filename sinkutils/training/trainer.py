@@ -29,6 +29,7 @@ from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.fast import check_kernels
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import (
@@ -311,6 +312,9 @@ def _loop(
 ) -> tuple[str | None, Report | None]:
     """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
     config, report = run.config, None
+    if compile:
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        check_kernels(config.model.attention, run.device, dtype, config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
     saved = started = time.monotonic()
