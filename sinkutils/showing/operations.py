@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from sinkutils.ledger.evidence import ratio_by_block
+from sinkutils.ledger.results import norm_ratios as ratio_by_block
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.study.grid import config, paper_rows
 from sinkutils.study.record import Record
