@@ -50,7 +50,7 @@ from pathlib import Path
 import torch
 import sinkutils.training.trainer as training
 from sinkutils.study import presets
-from sinkutils.training import group
+from sinkutils.training import group as distributed
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.training.group import joined
@@ -96,7 +96,7 @@ with joined("ddp", torch.device("cpu")) as ddp:
         (out / f"agree-{group.rank}").write_text(str(error))
 
     # A process joins once; the command line gets the group that is there.
-    group.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
     smoke = presets.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
     presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
