@@ -66,6 +66,41 @@ def test_a_prefix_of_p_leaves_the_first_p_minus_1_predictions_without_loss(tiny,
         torch.testing.assert_close(next_token_loss(run.model, chunks, prefix), per_token[:, prefix - 1 :].mean())
 
 
+FIXED = ((1, 1, None), (2, 1, 0), (3, 1, 1), (3, 2, 1), (3, 4, None))
+
+
+@pytest.mark.parametrize(("position", "prefix", "left_out"), FIXED)
+def test_a_fixed_token_is_no_prediction_that_counts(tiny, corpus, position, prefix, left_out):
+    tiny = dataclasses.replace(
+        tiny,
+        data=dataclasses.replace(tiny.data, fixed_position=position),
+        model=dataclasses.replace(tiny.model, attention=AttentionSpec(prefix=prefix)),
+    )
+    run = Run(tiny, corpus, CPU)
+    assert run.valid[:, position - 1].eq(corpus.fix_id).all()
+    logits = run.model(run.valid[:, :-1])
+    per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
+    kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t != left_out]
+    assert run.evaluate()[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
+    batch = run.chunks.batch(0, 4, 0)
+    expected = F.cross_entropy(run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten())
+    assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, tmp_path, monkeypatch):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index} " + "zebra sink token head. " * 50)
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    data = dataclasses.replace(tiny.data, corpus=corpus.name, validation=f"path:{tmp_path}", fixed_position=None)
+    run = Run(dataclasses.replace(tiny, data=data), corpus, CPU)
+    assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
+    assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
+    # Another text than the config's is validated on its own.
+    elsewhere = dataclasses.replace(data, corpus="docstrings")
+    other = Run(dataclasses.replace(tiny, data=elsewhere), corpus, CPU)
+    assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
+
+
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
     losses = [Run(change(tiny, micro_batch=m), corpus, CPU) for m in (None, 2)]
     first, second = (float(run.advance(next_token_loss)) for run in losses)

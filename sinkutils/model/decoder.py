@@ -41,7 +41,7 @@ FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (F.silu, True),
 }
 HEAD_MERGES = ("concat", "add")
-BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned positions: N(0, 0.02^2), as the authors' code
+BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,12 @@ class Attention(nn.Module):
             extras["value_bias"] = fixed_value(spec, shape[1]).expand(shape).to(self.qkv.weight.device, dtype)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
+        # Distances keep their precision: beyond 256 bfloat16 has no odd ones.
+        wide = torch.promote_types(dtype, torch.float32)
         if "distance_bias" in tables:
-            extras["distance_bias"] = tables["distance_bias"].to(dtype)
+            extras["distance_bias"] = tables["distance_bias"].to(wide)
         elif "buckets" in tables:
-            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(dtype)
+            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
         return extras
 
 
@@ -272,10 +274,10 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise as the authors' code does.
+        """Initialise as the authors' code is written (the paper says nothing of it).
 
-        Embeddings and linears N(0, 2/5/fan_in); the FFN's output projection has standard deviation
-        1/sqrt(fan_in)/L; biases, x* and learned positions N(0, 0.02^2); gains 1.
+        Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
+        The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1 and name != "sink":
@@ -283,12 +285,11 @@ class TransformerLM(nn.Module):
                 continue
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
-            if name.endswith("ffn.down.weight"):
+            if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
             elif name == "sink" or name.rsplit(".", 1)[-1] in (
                 "key_bias",
                 "value_bias",
-                "position_embedding",
                 "bucket_bias",
             ):
                 std = BIAS_INIT_STD

@@ -251,6 +251,10 @@ def _block(
     length: int,
 ) -> Tensor:
     """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if distance_bias is not None and q.dtype != wide:  # bfloat16 has no odd distances beyond 256
+        with torch.autocast(q.device.type, enabled=False):
+            return _block(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias, start, length).to(v.dtype)
     k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
     if _is_softmax(spec) and not _slow_kernel(q):
         return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])

@@ -71,10 +71,16 @@ class CrossEntropy(torch.autograd.Function):
         return gradient * grad_output.to(gradient.dtype), None
 
 
-def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1) -> Tensor:
-    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6)."""
-    logits = model(chunks[:, :-1])[:, prefix - 1 :].flatten(0, 1)
-    targets = chunks[:, prefix:].flatten()
+def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
+    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6).
+
+    given: the 1-based position, beyond the prefix, of a fixed token (Section 5), whose prediction carries none either.
+    """
+    logits, targets = model(chunks[:, :-1])[:, prefix - 1 :], chunks[:, prefix:]
+    if given is not None and given > prefix:
+        before = given - prefix - 1
+        logits, targets = (torch.cat([x[:, :before], x[:, before + 1 :]], dim=1) for x in (logits, targets))
+    logits, targets = logits.flatten(0, 1), targets.flatten()
     if logits.is_cuda:  # there torch.compile fuses the plain form
         return F.cross_entropy(logits.float(), targets)
     return CrossEntropy.apply(logits, targets)
@@ -118,8 +124,16 @@ class Run:
         kept = dataclasses.replace(config.data, random_positions=())
         return (
             Chunks(self.corpus, "train", length, config.data, seed=config.seed),
-            Chunks(self.corpus, "valid", length, kept),
+            Chunks(self.group.in_turn(self.validation_corpus), "valid", length, kept),
         )
+
+    def validation_corpus(self) -> Corpus:
+        """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
+        data = self.config.data
+        if data.validation is None or self.corpus.name != data.corpus:
+            return self.corpus
+        vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
+        return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
 
     def provenance(self) -> dict[str, Any]:
         """What the record says of where the run's text came from."""
@@ -144,7 +158,7 @@ class Run:
         for number, part in enumerate(parts, start=1):
             with self.group.backward_of(self.trained, last=number == len(parts)):
                 with self.autocast():
-                    loss = forward(self.trained, part, self.config.model.attention.prefix) / len(parts)
+                    loss = forward(self.trained, part, *self.unscored) / len(parts)
                 loss.backward()
             total += loss.detach()
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -175,9 +189,13 @@ class Run:
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
-        prefix = self.config.model.attention.prefix
-        losses = [float(self.loss(self.model, part, prefix)) * len(part) for part in self.valid.split(32)]
+        losses = [float(self.loss(self.model, part, *self.unscored)) * len(part) for part in self.valid.split(32)]
         return sum(losses) / len(self.valid)
+
+    @property
+    def unscored(self) -> tuple[int, int | None]:
+        """The prefix and the position of a fixed token, whose predictions carry no loss (`next_token_loss`)."""
+        return self.config.model.attention.prefix, self.config.data.fixed_position
 
     @property
     def tokens_per_step(self) -> int:
