@@ -145,7 +145,10 @@ def _reason(claim: Claim, ours: Results, result: str, outcomes: list[Outcome]) -
         return GATES[claim.gate][1]
     if result == NOT_RUN:
         lacking = dict.fromkeys(outcome.why for outcome in outcomes if outcome.state == MISSING)
-        return "; ".join(lacking) or f"not of preset {ours.preset!r}"
+        runs = {ours.label(name) for check in claim.checks for name in check.reads}
+        older = sum(record.partition("/")[0] in runs for record in ours.older)
+        before = [f"{older} records from before the ledger was frozen are not judged"] if older else []
+        return "; ".join([*lacking, *before]) or f"not of preset {ours.preset!r}"
     others = [f"{outcome.state}: {outcome.says} ({outcome.why})" for outcome in outcomes if outcome.state != HOLDS]
     return "; ".join(others) or "all hold"
 

@@ -2,8 +2,9 @@
 
 A level is the mean of a quantity over an experiment's seeds, with the t interval of those seeds. An effect is the mean
 of the paired differences of two experiments, seed by seed. Three seeds say little about their own spread, so the
-variance of a paired difference is pooled over all experiments that change the base. All of them share the base's
-seeds; the degrees of freedom (Satterthwaite) count the base's part of the variance with the base's own.
+variance of a paired difference is pooled over all experiments that change the base (least squares with a mean for each).
+All of them share the base's seeds, so the part of it that a seed has in common (a second fit, with a mean for each seed
+too) counts with as many degrees of freedom as there are seeds, less one, the rest with its own (Satterthwaite).
 """
 
 from __future__ import annotations
@@ -116,11 +117,15 @@ def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
     pooled = None
     if several:
         stacked = pd.concat(several)
-        groups = pd.get_dummies(stacked.index.get_level_values(0), dtype=float)
-        fit = OLS(stacked.to_numpy(), groups.to_numpy()).fit()
-        base = ours.values("base", key)
-        own = float((np.log(base) if QUANTITIES[key].log else base).var())
-        parts = max(fit.mse_resid - own, 0.0) ** 2 / fit.df_resid + own**2 / (len(base) - 1)
-        pooled = float(fit.mse_resid), float(fit.mse_resid**2 / parts if parts else fit.df_resid)
+        groups, seeds = (pd.get_dummies(stacked.index.get_level_values(i), dtype=float).to_numpy() for i in (0, 1))
+        fit = OLS(stacked.to_numpy(), groups).fit()
+        variance, freedom = float(fit.mse_resid), float(fit.df_resid)
+        both = OLS(stacked.to_numpy(), np.hstack([groups, seeds[:, 1:]])).fit()
+        if both.df_resid > 0:
+            shared = max(variance - both.mse_resid, 0.0)
+            counts = seeds.sum(axis=0)  # as many seeds as weigh equally, less one, are the shared part's freedom
+            parts = shared**2 / (counts.sum() ** 2 / (counts**2).sum() - 1) + both.mse_resid**2 / both.df_resid
+            freedom = float(variance**2 / parts) if parts > 0 else freedom
+        pooled = variance, freedom
     ours.cache[key, "pooled"] = pooled
     return pooled
