@@ -55,6 +55,11 @@ TRAINING_MODULES = (
     *("training/trainer", "training/checkpoints", "training/group", "training/finetune"),
 )
 
+# The modules whose text decides the ledger's verdicts: claims, rules and what they read.
+LEDGER_MODULES = tuple(
+    f"ledger/{name}" for name in ("claims", "conclusions", "effects", "open_models", "results", "rules", "trials")
+)
+
 
 class CorruptRecord(RuntimeError):
     """A file of a record or a checkpoint is missing, truncated or changed; the message names it."""
@@ -301,13 +306,23 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is not a checkpoint") from error
 
 
-def versions() -> dict[str, Any]:
-    """What ran: package versions and a hash of the training code."""
+def ledger_sha256() -> str:
+    """The hash of the ledger, which each record keeps: it was judged by rules that stood before it (`ledger.frozen`)."""
+    return _hash_of(LEDGER_MODULES)
+
+
+def _hash_of(modules: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for module in TRAINING_MODULES:
+    for module in modules:
         digest.update((ROOT / "sinkutils" / f"{module}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, Any]:
+    """What ran: package versions, a hash of the training code, and that of the ledger as it stood then."""
     return {
-        "code_sha256": digest.hexdigest(),
+        "code_sha256": _hash_of(TRAINING_MODULES),
+        "ledger": ledger_sha256(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
