@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="use torch.compile, which needs a C++ compiler (default: as the preset says, on a GPU)",
+        help="use torch.compile, which needs a C++ compiler (default: as the preset says)",
     )
     one.add_argument(
         "--parallel",
@@ -166,15 +166,13 @@ def train_command(options: argparse.Namespace) -> int:
     scale = PRESETS[options.preset]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     compile = options.compile
-    if compile is None:
-        compile = scale.compile and device.type == "cuda"
     keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
         record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,
                        checkpoint_seconds=options.checkpoint_seconds, group=group)  # fmt: skip
     if not group.first:
         return 0
-    name = f"{record.config['preset']}/{record.config['experiment']}/{options.seed}"
+    name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
@@ -192,7 +190,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     run = finetune_config(options.finetuning, options.preset, options.seed)
     record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
                       keep_weights=options.keep_weights)  # fmt: skip
-    name = f"{run.preset}/{run.experiment}/{run.seed}"
+    name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
         print(f"{name}: fine-tuning failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
@@ -211,7 +209,11 @@ def sweep_command(options: argparse.Namespace) -> int:
     seeds = tuple(options.seeds) if options.seeds else None
     only = tuple(resolve(name, options.preset) for name in options.only) if options.only else None
     if options.dry_run:
-        plan = [entry for entry in estimate(options.preset, seeds, options.runs) if only is None or entry[0] in only]
+        plan = [
+            entry
+            for entry in estimate(options.preset, seeds, options.runs, options.corpus)
+            if only is None or entry[0] in only
+        ]
         for name, seed, seconds in plan:
             print(f"{name:<28} seed {seed}  about {seconds / 60:.1f} min")
         hours = sum(seconds for _, _, seconds in plan) / 3600

@@ -1,16 +1,23 @@
 """`measure` on models of transformers, against the attention maps of their own eager attention."""
 
 import copy
+import json
 import math
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from sinkutils.measuring import hf
+from sinkutils.measuring import hf, masks
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import NotFinite, Request, Tally
+from sinkutils.measuring.report import NotFinite
+from sinkutils.measuring.tally import Request, Tally
 from sinkutils.model import flash
 
 T, VOCAB = 24, 96
@@ -42,6 +49,9 @@ CONFIGS = {
     "gemma2-softcap": lambda: tf.Gemma2Config(
         **GROUPED, head_dim=8, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
     "gemma3": lambda: tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=7, query_pre_attn_scalar=8),
+    "llama4-chunks": lambda: tf.Llama4TextConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, head_dim=8, attention_chunk_size=7, intermediate_size_mlp=48,
+        num_local_experts=2, num_experts_per_tok=1),
     "olmo2": lambda: tf.Olmo2Config(**GROUPED),
     "phi": lambda: tf.PhiConfig(**BASE),
     "gpt_oss": lambda: tf.GptOssConfig(
@@ -60,7 +70,7 @@ LEGACY = {
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
 }  # fmt: skip
 FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
-         "gemma3", "olmo2", "phi", "gpt_oss"}  # fmt: skip
+         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss"}  # fmt: skip
 
 
 def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
@@ -200,6 +210,24 @@ def test_mass_of_every_key_and_maps_of_chosen_heads(family: str) -> None:
         torch.testing.assert_close(rebuilt, kept.map, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom", "mistral-window"])
+def test_kept_heads_are_the_ones_asked_for_or_refused_by_name(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps = eager_maps(model, ids)
+    repeated = measure(model, ids, heads=((0, 1), (1, 2), (0, 1), [0, 3]), batch_size=2)
+    assert set(repeated.kept) == {(0, 1), (1, 2), (0, 3)}
+    for (layer, head), kept in repeated.kept.items():
+        torch.testing.assert_close(kept.map, maps[layer][:, head], atol=1e-6, rtol=1e-5)
+    for heads, named in (
+        (((0, 99), (0, 1)), r"\(0, 99\).*heads 0..3"),
+        (((0, 1), (7, 0)), r"\(7, 0\).*layers are \[0, 1\]"),
+        (((1, 4),), r"\(1, 4\).*heads 0..3"),
+    ):
+        for keep in (("map", "qk"), ("qk",), ()):
+            with pytest.raises(ValueError, match=named):
+                measure(model, ids, heads=heads, keep=keep)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
 def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: str) -> None:
@@ -258,6 +286,102 @@ def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> Non
     assert state() == before
 
 
+def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come() -> None:
+    model = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
+                                             max_position_embeddings=64))  # fmt: skip
+
+    def state() -> list:
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
+
+    before = state()
+    first = measure(model, tokens())
+    assert state() == before
+    assert len(model(tokens(), output_attentions=True).attentions) == 2  # installs hooks that are its own to keep
+    before = state()
+    assert torch.equal(measure(model, tokens()).alpha, first.alpha)
+    assert state() == before and len(model(tokens(), output_attentions=True).attentions) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_threads_may_measure_one_model_at_once(family: str) -> None:
+    model, texts = build(family).train(), [tokens(2, length) for length in (T, 17, 12, 9)]
+    expected = [measure(model, ids, TARGETS) for ids in texts]
+    start = threading.Barrier(len(texts))
+
+    def work(ids: Tensor) -> list:
+        start.wait()
+        return [measure(model, ids, TARGETS) for _ in range(5)]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for found, right in zip(pool.map(work, texts), expected, strict=True):
+            assert all(torch.equal(r.alpha, right.alpha) for r in found)
+            assert all(torch.equal(r.hidden_norms, right.hidden_norms) for r in found)
+    assert model.training and model.config._attn_implementation == build(family).config._attn_implementation
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma2-softcap", "gpt_neo"])
+def test_float64_models_have_float32_reports(family: str) -> None:
+    model, ids = build(family).double(), tokens()
+    report = measure(model, ids, TARGETS)
+    assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
+    assert (report.alpha - dense_alpha(eager_maps(model, ids))).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "bloom"])
+def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
+    report = measure(build(family), tokens(2, 1))
+    total = report.alpha[:, 0] + (report.star if report.star is not None else 0)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    assert json.dumps(report.to_dict(), allow_nan=False) and str(report)
+    with pytest.raises(ValueError, match="at least two positions"):
+        report.norm_ratio()
+
+
+def test_weights_that_are_nowhere_or_that_nothing_is_computed_in_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"meta device .*load it first"):
+        measure(build("llama").to("meta"), tokens())
+    with pytest.raises(ValueError, match="float8_e4m3fn weights"):
+        measure(build("llama").to(torch.float8_e4m3fn), tokens())
+
+
+def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gpt2", "opt"):
+        model = build(family)
+        monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
+        with pytest.raises(ValueError, match="65 positions, and the model has learned 64"):
+            measure(model, tokens(1, 65))
+
+
+def test_padding_without_a_mask_is_warned_of() -> None:
+    model, ids = build("llama"), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids)
+        ids[0, -2:] = model.config.pad_token_id
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        measure(model, ids, attention_mask=mask)
+    with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
+        measure(model, ids)
+
+
+def test_several_bos_tokens_are_each_one() -> None:
+    model, ids = build("llama"), tokens()
+    vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
+    ids[:, 0] = torch.tensor([1, 2, 1])
+    assert measure(model, ids).bos is True
+    ids[1, 0] = 5
+    assert measure(model, ids).bos is False
+
+
+def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says() -> None:
+    model = build("llama")
+    wrapped = model.model.layers[0].self_attn
+    forward = wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_causal": None})
+    assert measure(model, tokens()).path == "fused"
+
+
 def test_two_models_that_share_a_config_can_both_be_used() -> None:
     one, ids = build("llama"), tokens()
     two = tf.LlamaForCausalLM(one.config).eval()
@@ -266,19 +390,54 @@ def test_two_models_that_share_a_config_can_both_be_used() -> None:
     assert torch.equal(two(ids).logits, before)
 
 
-def test_a_fused_path_that_disagrees_with_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = build("llama"), tokens()
+WINDOWED = ("mistral-window", "gemma3", "gpt_oss", "gemma2-softcap", "llama4-chunks")
+
+
+def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks come as tensors that know nothing of windows."""
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.sdpa_mask)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "mask"])
+@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
+    model, ids = build("llama" if kind == "causal" else "mistral-window"), tokens()
+    monkeypatch.setattr(flash, "TRUST", {})
+    if kind == "mask":
+        mask_without_positions(monkeypatch)
+    right, expected = flash.fused, dense_alpha(eager_maps(model, ids))
+    assert measure(model, ids, TARGETS).path == "fused"
+
+    def wrong(q, k, v, **kwargs):
+        out, lse = right(q, k, v, **kwargs)
+        lse[:, :, 3] += 1.0
+        return out, lse
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    if not tried:
+        flash.TRUST.clear()
+        with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+            report = measure(model, ids, TARGETS)
+    else:
+        report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, mask = build("mistral-window"), tokens(), torch.ones(3, T, dtype=torch.long)
+    mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 
-    def base_two(*args, **kwargs):
-        out, lse = right(*args, **kwargs)
-        return out, lse / math.log(2)
+    def wrong(q, k, v, mask=None, **kwargs):
+        out, lse = right(q, k, v, mask=mask, **kwargs)
+        return out, lse + (mask is not None)
 
-    expected = measure(model, ids, TARGETS)
-    monkeypatch.setattr(flash, "fused", base_two)
-    report = measure(model, ids, TARGETS)
-    assert report.path == "exact"
-    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(flash, "fused", wrong)
+    report = measure(model, ids, TARGETS, attention_mask=mask)
+    torch.testing.assert_close(report.alpha[1:], dense_alpha(eager_maps(model, ids[1:])), atol=1e-6, rtol=1e-5)
+    assert report.path == "exact" and report.windows == (7, 7)
 
 
 def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +448,63 @@ def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.Monkey
     expected = measure(model, ids, TARGETS)
     assert expected.path == "fused"
     monkeypatch.setattr(flash, "fused", missing)
-    flash.fused_trusted.cache_clear()
+    monkeypatch.setattr(flash, "TRUST", {})
     report = measure(model, ids, TARGETS)
-    flash.fused_trusted.cache_clear()
     assert report.path == "exact"
     torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
+def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
+    family: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = build(family), tokens()
+    asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
+    mask_without_positions(monkeypatch)
+    expected = measure(model, ids, **asked)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.mask)
+    monkeypatch.setattr(masks, "LONG", 1)
+    monkeypatch.setattr(flash, "ROWS", 5)
+    monkeypatch.setattr(flash.PositionMask.__init__, "__defaults__", (5,))
+    report = measure(model, ids, **asked)
+    for name in ("alpha", "hidden_norms", *(("mass",) if exact else ())):
+        torch.testing.assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
+    assert report.path == expected.path
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo"])
+def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps, report = eager_maps(model, ids), measure(model, ids, TARGETS)
+    for k in TARGETS:
+        seeing = [(layer[:, :, k - 1 :, k - 1] > 0).float().mean(dim=(0, 1, 2)) for layer in maps]
+        assert report.caps(k) == pytest.approx([float(share) for share in seeing])
+        over = torch.stack([m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1)
+        torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
+    assert min(report.caps()) == pytest.approx(7 / T)
+    assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest memory that a tensor of any operation has."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0)
+        return result
+
+
+def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
+    model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
+    length = 8192
+    with Largest() as largest:
+        report = measure(model.eval(), tokens(1, length))
+    assert report.path == "fused" and report.windows == (64, 64)
+    assert largest.bytes < length**2 / 4  # a mask of booleans would be four times that
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +639,13 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"targets": ("a",)}, "targets must be a sequence of numbers"),
         ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
         ({"attention_mask": [[1]]}, "attention_mask must be of type Tensor"),
-        ({"ids": torch.full((1, 4), VOCAB)}, "no embedding for one of them"),
+        ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
+        ({"ids": torch.full((1, 4), -1)}, r"ids must be in 0..95, .* got -1..-1"),
+        ({"attention_mask": torch.full((3, T), 0.5)}, "attention_mask must be 1 at tokens and 0"),
+        ({"attention_mask": torch.full((3, T), torch.nan)}, "attention_mask must be 1 at tokens and 0"),
+        ({"attention_mask": torch.full((3, T), -1)}, "attention_mask must be 1 at tokens and 0"),
+        ({"bos": "maybe"}, "bos must be True, False or None"),
+        ({"heads": ((True, 0),)}, "count from 0"),
     ],
 )
 def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:

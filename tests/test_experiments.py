@@ -108,7 +108,7 @@ def test_an_experiment_changes_exactly_what_it_names(scale):
 def test_every_experiment_has_a_model_whose_every_weight_gets_a_gradient():
     chunks = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
     for model_config in dict.fromkeys(config(e.name, "smoke").model for e in experiments() if "smoke" in e.presets):
-        model = TransformerLM(model_config, torch.Generator().manual_seed(1))
+        model = TransformerLM(model_config, 1)
         loss = next_token_loss(model, chunks, model_config.attention.prefix)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}

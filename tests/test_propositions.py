@@ -59,7 +59,7 @@ def test_the_bucket_number_as_a_bias_makes_a_sink_up_to_about_d_and_none_far_bey
 
 
 def test_the_bucket_number_as_a_bias_makes_a_sink_by_the_papers_own_metric() -> None:
-    model = TransformerLM(LMConfig(position="relative"), torch.Generator().manual_seed(0))
+    model = TransformerLM(LMConfig(position="relative"), 0)
     report = measure(model, torch.full((1, 16), 7))
     assert report.sink(1, 0.3) == 100
 
@@ -101,6 +101,6 @@ def test_the_table_says_where_the_premise_fails() -> None:
 def test_embeddings_that_move_h_0_are_outside_the_propositions(position: str) -> None:
     with pytest.raises(ValueError, match="leave h\\^0 alone"):
         repeated_tokens(position)
-    model = TransformerLM(LMConfig(position=position), torch.Generator().manual_seed(0))
+    model = TransformerLM(LMConfig(position=position), 0)
     report = measure(model, torch.full((1, 32), 7))
     assert report.hidden_norms[-1].std() > 1e-4  # Table 7 is about these

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
@@ -96,7 +97,7 @@ def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, 
     assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
     assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
     # Another text than the config's is validated on its own.
-    elsewhere = dataclasses.replace(data, corpus="docstrings")
+    elsewhere = dataclasses.replace(data, corpus="sources")
     other = Run(dataclasses.replace(tiny, data=elsewhere), corpus, CPU)
     assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
 
@@ -133,7 +134,7 @@ def test_a_record_says_what_ran_and_holds_the_curve(tiny, corpus, tmp_path):
     assert [point["step"] for point in record.metrics["curve"]] == [4, 8, 12]
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
     assert record.config["recipe"] >= 1 and record.config["seed"] == 0
-    assert {"corpus_sha256", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)
+    assert {"corpus_train_tokens", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
     assert not partial_folder(record.folder).exists()
 
@@ -215,26 +216,39 @@ def test_a_run_in_training_is_not_trained_twice(tiny, corpus, tmp_path):
     assert train(tiny, tmp_path, corpus=corpus, progress=False).status == "done"
 
 
+def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder, tmp_path):
+    study = train(tiny, tmp_path, corpus=corpus, progress=False)
+    other = load_corpus(f"path:{text_folder}", 300, cache_dir=tmp_path / "cache", progress=False)
+    with pytest.warns(UserWarning, match="in place of 'docstrings' with 300: the record is test@path-texts"):
+        apart = train(tiny, tmp_path, corpus=other, progress=False)
+    assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
+    assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
+    for text, message in (("path:/nowhere", "no such folder"), ("nonsense", "unknown corpus")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train(tiny, tmp_path, corpus=text, progress=False)
+    for file in ("config.json", "provenance.json"):
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()
+
+
 RUNNER = """
 import json, sys
 from pathlib import Path
 import torch
-from sinkutils.data.corpus import load_corpus
+from sinkutils.data.corpus import Corpus
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.training.trainer import train
-config, texts, cache, runs = json.loads(sys.argv[1]), *sys.argv[2:]
-corpus = load_corpus(f"path:{texts}", 300, cache_dir=cache, progress=False)
+config, folder, runs = json.loads(sys.argv[1]), *sys.argv[2:]
+corpus = Corpus(Path(folder))
 print("ready", flush=True)
 train(from_dict(RunConfig, config), runs, corpus=corpus, progress=False, checkpoint_seconds=0.0)
 """
 
 
-def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, text_folder, tmp_path):
+def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, corpus, tmp_path):
     config = change(tiny, steps=60, eval_every=2)
-    cache = tmp_path / "cache"
 
     def start(runs: Path) -> subprocess.Popen:
-        arguments = [json.dumps(dataclasses.asdict(config)), str(text_folder), str(cache), str(runs)]
+        arguments = [json.dumps(dataclasses.asdict(config)), str(corpus.folder), str(runs)]
         process = subprocess.Popen([sys.executable, "-c", RUNNER, *arguments], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline().strip() == "ready"
         return process

@@ -28,7 +28,7 @@ from typing import Any
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig
 from sinkutils.study.presets import Preset, preset
-from sinkutils.study.record import find_record, record_folder
+from sinkutils.study.record import find_record, run_folder
 
 SECTIONS = ("4", "5", "6", "7", "C")
 SEEDS = (0, 1, 2)
@@ -309,8 +309,13 @@ def unavailable(preset: str) -> dict[str, str]:
     return dict(_all(preset)[1])
 
 
-def missing(preset: str, seeds: tuple[int, ...] | None = None, runs: Path | str | None = None) -> list[tuple[str, int]]:
-    """The (experiment, seed) pairs of a preset without a valid record, most informative first.
+def missing(
+    preset: str,
+    seeds: tuple[int, ...] | None = None,
+    runs: Path | str | None = None,
+    corpus: dict[str, str] | None = None,
+) -> list[tuple[str, int]]:
+    """The (experiment, seed) pairs of a preset without a valid record, on that corpus, most informative first.
 
     seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS, in the order headline, more seeds
     of the base, the others, more seeds of all, more of the headline. Otherwise every experiment at each of `seeds`.
@@ -324,10 +329,9 @@ def missing(preset: str, seeds: tuple[int, ...] | None = None, runs: Path | str 
         plan.sort(key=lambda pair: _turn(pair[0], pair[1], base))
     else:
         plan = [(name, seed) for seed in seeds for name in names]
+    planned = [config(name, preset, seed) for name, seed in plan]
     return [
-        (name, seed)
-        for name, seed in plan
-        if find_record(record_folder(preset, name, seed, runs), config(name, preset, seed)) is None
+        (run.experiment, run.seed) for run in planned if find_record(run_folder(run, runs, corpus), run, corpus) is None
     ]
 
 

@@ -242,9 +242,10 @@ def finetune(
     and another `experiment`, under which the record then stands. corpus: where the text of the sink metric comes from,
     in place of the one that the start was trained on.
     """
-    done = finished(record_folder(run.preset, run.experiment, run.seed, runs), run, keep_weights)
-    if done is not None:
-        return done
+    if corpus is None:
+        done = finished(record_folder(run.preset, run.experiment, run.seed, runs), run, keep_weights)
+        if done is not None:
+            return done
     make = partial(FinetuneRun, start=start_record(run, runs), progress=progress)
     return train(run, runs, device=device, corpus=corpus, keep_weights=keep_weights, progress=progress, make=make)
 
