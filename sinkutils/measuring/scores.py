@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from sinkutils.data.probes import encode
-from sinkutils.paths import MEASUREMENTS
 from sinkutils.measuring.load import find, load_lm
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import MEASUREMENTS
 
 TASK = "hellaswag"
 METRICS = ("acc", "acc_norm")
