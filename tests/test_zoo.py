@@ -72,7 +72,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch:
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
-    metrics = {"status": "done", "curve": [], "final": {}}
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
     write_record(folder, config, metrics, {}, dict(model.state_dict()), tiny_tokenizer())
     for name in ("tiny/fixed_1/0", folder):
         loaded, tokenizer = load_lm(name)
@@ -116,7 +116,7 @@ def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: py
         raise OSError("many\nlines") from cause
 
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(ModelUnavailable, match=says):
         load_lm("owner/model")
 
@@ -129,7 +129,7 @@ def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPat
         raise OSError("stop here")
 
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", note)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", note)
     for trust in (False, True):
         with pytest.raises(ModelUnavailable):
             load_lm("owner/model", trust_remote_code=trust)

@@ -89,7 +89,7 @@ def _row(folder: Path, preset: str) -> dict[str, Any]:
         return row | {"status": "corrupt", "reason": str(error)}
     final = record.metrics["final"]
     row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
-    row |= {"steps": final.get("step"), "wall_seconds": record.provenance["wall_seconds"]}
+    row |= {"steps": final.get("step"), "wall_seconds": record.provenance.get("wall_seconds")}
     try:
         current = config_dict(planned(name, preset, seed))
         one = FINETUNINGS.get(name) or experiment(name)
