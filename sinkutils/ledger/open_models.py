@@ -1,15 +1,13 @@
 """The paper's claims about open language models, judged on measurements of them in data/measurements.
 
-Each file there is written by `python -m sinkutils measure MODEL --probe natural random repeat --save`; one of a
-domain of the Pile is called MODEL@DOMAIN.json. Where a model of ours can stand beside them, it does.
+Each file there is written by `python -m sinkutils measure MODEL --probe natural random repeat --save`. Where a model of ours can stand beside them, it does.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from sinkutils.ledger.evidence import (
     ABSENT,
@@ -25,72 +23,25 @@ from sinkutils.ledger.evidence import (
     ratio_by_block,
 )
 from sinkutils.ledger.trials import own_sink
-from sinkutils.measuring.report import Report
+from sinkutils.measuring.saved import measured_sink, measurements
 from sinkutils.paths import MEASUREMENTS
 from sinkutils.study.grid import config
 
 CHAT = 9.2  # points: the paper's own pairs differ by up to 9.15 (Mistral-7B, Table 1 right)
 SMALL_PARAMETERS = 125e6
-LENGTH = 64  # T of the paper's numbers (Section 3.2)
-
-
-def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
-    """The reports on one kind of input, and for one domain, by model. Raises ValueError for any other file."""
-    from sinkutils.measuring.load import find
-
-    found = {}
-    for path in sorted(MEASUREMENTS.glob("*.json")):
-        if path.stem.partition("@")[2] != domain:
-            continue
-        try:
-            report = json.loads(path.read_text()).get(kind)
-            if report:
-                measured_sink(report)
-                model = report["name"].rsplit(", ", 1)[0]
-                known = find(model)
-                found[known.name if known else model] = report
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path.name} in data/measurements is not what `python -m sinkutils measure MODEL --save` writes, with "
-                "target 1 and eps 0.3: delete or remake it"
-            ) from error
-    return found
 
 
 def measured_domains(model: str) -> dict[str, dict[str, Any]]:
     """A model's reports on natural text by domain of the Pile."""
-    domains = sorted({path.stem.partition("@")[2] for path in MEASUREMENTS.glob("*@*.json")})
+    domains = sorted({unquote(path.stem.partition("@")[2]) for path in MEASUREMENTS.glob("*@*.json")})
     found = {domain: measurements("natural", domain).get(model) for domain in domains}
     return {domain: report for domain, report in found.items() if report}
-
-
-def measured_sink(report: dict[str, Any]) -> float:
-    """Sink_1 in percent of a measured report."""
-    return report["sink"]["1"][str(EPSILON)]
 
 
 def measure_command(model: str, domain: str = "") -> str:
     """How a missing measurement is made; with a domain of the Pile, that of Fig. 9."""
     inputs = f"--corpus 'pile:{domain}'" if domain else "--probe natural random repeat"
     return f"python -m sinkutils measure {model} {inputs} --save"
-
-
-def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docstrings") -> Path:
-    """Write the reports of `measure --save`, by kind of input, where `measurements` finds them.
-
-    Raises ValueError unless they were made as the paper's were: T = 64, no BOS, target 1 and eps 0.3.
-    """
-    for kind, report in reports.items():
-        if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
-            raise ValueError(
-                f"--save keeps measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}: the options "
-                f"given make others ({kind} input); leave them out, or --save"
-            )
-    domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
-    path = MEASUREMENTS / f"{model.rstrip('/').rsplit('/', 1)[-1]}{'@' * bool(domain)}{domain}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({kind: report.to_dict() for kind, report in reports.items()}, indent=1) + "\n")
-    return path
 
 
 def _sinks(kind: str = "natural", keep: Callable[[str], bool] | None = None) -> dict[str, float]:

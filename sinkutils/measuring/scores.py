@@ -1,13 +1,7 @@
-"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install 'sinkutils[downstream]'.
-
-python -m sinkutils.measuring.scores MODEL    writes data/measurements/<task>/<name>.json
-"""
+"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install -e '.[downstream]'."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +13,8 @@ from torch import nn
 from sinkutils.data.probes import encode
 from sinkutils.ledger import open_models
 from sinkutils.ledger.evidence import Check
-from sinkutils.measuring.load import MODELS, ZooModel, find, load_lm
+from sinkutils.measuring.load import MODELS, ZooModel
+from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
 from sinkutils.model.decoder import TransformerLM
 
 TASK = "hellaswag"
@@ -49,7 +44,7 @@ def evaluate(
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
+        raise ImportError("downstream scores need lm-eval: pip install -e '.[downstream]'") from error
     own = {} if include_path is None else {"include_path": str(include_path), "include_defaults": False}
     tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
@@ -67,38 +62,13 @@ def evaluate(
     return scores
 
 
-def save_scores(name: str, scores: dict[str, Any]) -> Path:
-    """Keep a model's scores where `saved_scores` finds them."""
-    path = open_models.MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
-    return path
-
-
-def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
-    """The kept scores on a task by model, under the registry's name where it has one.
-
-    Raises ValueError for a file that `save_scores` did not write.
-    """
-    found = {}
-    for path in sorted((open_models.MEASUREMENTS / task).glob("*.json")):
-        try:
-            scores = json.loads(path.read_text())
-            known = find(scores["model"])
-            found[known.name if known else scores["model"]] = scores
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} in data/measurements/{task} is not what "
-                             "`python -m sinkutils.measuring.scores` writes: remake it") from error  # fmt: skip
-    return found
-
-
 def sink_and_scores() -> list[Check]:
     """Fig. 10: within a family Sink_1 and acc_norm grow with size; more of a sink alone, OPT beside Pythia, does not
     make a better model. Over the base models of Table 8 that were both measured and scored.
     """
-    sinks, scores = open_models.measurements(), saved_scores()
+    sinks, scores = measurements(), saved_scores()
     found = {
-        model: (open_models.measured_sink(sinks[model.name]), float(scores[model.name]["acc_norm"]))
+        model: (measured_sink(sinks[model.name]), float(scores[model.name]["acc_norm"]))
         for model in sorted(MODELS, key=lambda model: model.parameters)
         if model.in_paper and not model.chat and model.name in sinks and "acc_norm" in scores.get(model.name, {})
     }
@@ -120,7 +90,7 @@ def sink_and_scores() -> list[Check]:
                 says = f"{one.name}: more of a sink than {other.name}, acc_norm within {COMPARABLE_SCORE:g} points"
                 facts = (("acc_norm %", f"{one.name} {score:.1f}"), ("acc_norm %", f"{other.name} {as_good:.1f}"))
                 checks.append(Check(says, sink > less and abs(score - as_good) <= COMPARABLE_SCORE, facts))
-    command = "python -m sinkutils.measuring.scores and " + open_models.measure_command("EleutherAI/pythia-14m")
+    command = "python -m sinkutils scores and " + open_models.measure_command("EleutherAI/pythia-14m")
     return checks or [Check("", None, missing=(f"two models of a family: {command}",))]
 
 
@@ -167,30 +137,3 @@ def _scorer_class() -> type:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
     return Scorer
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sinkutils.measuring.scores", description="Score a model with lm-eval."
-    )
-    parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
-    parser.add_argument("--task", default=TASK)
-    parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    options = parser.parse_args(arguments)
-    try:
-        model, tokenizer = load_lm(options.model, options.device, options.dtype)
-        scores = evaluate(model, tokenizer, options.task, limit=options.limit)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"sinkutils: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(scores, indent=1))
-    if options.limit is None:
-        save_scores(options.model, scores)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""README's parts from records and benchmarks: `python -m sinkutils.showing.readme` writes them anew."""
+"""README's parts from records and benchmarks: `python -m sinkutils readme` writes them anew."""
 
 from __future__ import annotations
 
@@ -155,6 +155,8 @@ def _range(column) -> str:
     return mean if len(values) == 1 else f"{mean} ({values.min():.2f} to {values.max():.2f})"
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write README.md's generated parts anew. Raises OSError outside a checkout."""
     readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))
+    text = render(readme.read_text(encoding="utf-8"))
+    readme.write_text(text, encoding="utf-8")

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
@@ -229,7 +230,7 @@ def train(
         return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = find_device(device)
     if not isinstance(corpus, Corpus):
         corpus = group.in_turn(partial(open_corpus, config, corpus, progress))
         group.agree("the corpus", corpus.fingerprint)
