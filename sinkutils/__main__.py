@@ -1,4 +1,4 @@
-"""The command line: python -m sinkutils list | train | finetune | sweep | cost | measure | scores | claims | run | readme."""
+"""The command line: python -m sinkutils, with the commands at the end of this module."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     from sinkutils.training.finetune import finetune, finetune_config
 
     run = finetune_config(options.finetuning, options.preset, options.seed)
-    record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
+    record = finetune(run, options.runs, device=find_device(options.device), corpus=options.corpus,
                       keep_weights=options.keep_weights)  # fmt: skip
     name = f"{run.preset}/{run.experiment}/{run.seed}"
     if record.status == "failed":

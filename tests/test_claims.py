@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sinkutils.data.tokenizer import train_tokenizer
-from sinkutils.ledger import open_models, trials
+from sinkutils.ledger import trials
 from sinkutils.ledger.claims import COLUMNS, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.evidence import (
@@ -27,7 +27,7 @@ from sinkutils.ledger.evidence import (
     ratio_by_block,
 )
 from sinkutils.ledger.trials import scaling_difference
-from sinkutils.measuring import scores as downstream
+from sinkutils.measuring import saved
 from sinkutils.measuring.own import Subject
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
@@ -118,7 +118,7 @@ def ledger(tmp_path):
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
-    monkeypatch.setattr(open_models, "MEASUREMENTS", tmp_path / "measurements")
+    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
 
 
 @pytest.fixture(scope="module")
@@ -454,10 +454,10 @@ def test_weights_that_were_not_kept_are_asked_for(tmp_path):
     assert "train learnable --preset gpu --keep-weights" in ledger.verdict("replaced_position")
 
 
-def measured(folder, name, **sinks):
+def measured(folder, name, domain="", **sinks):
     folder.mkdir(exist_ok=True)
-    reports = {kind: {"name": f"{name}, {kind} input", "sink": {"1": {"0.3": sink}}} for kind, sink in sinks.items()}
-    (folder / f"{name.rsplit('/')[-1]}.json").write_text(json.dumps(reports))
+    reports = {kind: {"sink": {"1": {"0.3": sink}}} for kind, sink in sinks.items()}
+    saved.path_of(name, domain=domain).write_text(json.dumps({"model": saved.identity(name), **reports}))
 
 
 def test_measured_open_models_are_judged_with_or_without_our_own(ledger, tmp_path):
@@ -467,7 +467,7 @@ def test_measured_open_models_are_judged_with_or_without_our_own(ledger, tmp_pat
     measured(folder, "EleutherAI/pythia-14m", natural=10.0, random=8.0, repeat=0.0)
     for claim in ("universal", "small_models", "random_input", "repeated_input", "repeated_input_learned"):
         assert ledger.says(claim) == REPRODUCED, ledger.verdict(claim)
-    assert "GPT2 70.0, Pythia-14M 10.0" in ledger.verdict("universal")
+    assert "Pythia-14M 10.0, GPT2 70.0" in ledger.verdict("universal")
     measured(folder, "EleutherAI/pythia-14m", natural=10.0, random=8.0, repeat=30.0)
     assert ledger.says("repeated_input") == NOT_REPRODUCED
     measured(folder, "mistralai/Mistral-7B-v0.1", natural=97.49)
@@ -476,7 +476,7 @@ def test_measured_open_models_are_judged_with_or_without_our_own(ledger, tmp_pat
 
 
 def scored(name, acc_norm):
-    downstream.save_scores(name, {"task": "hellaswag", "acc": acc_norm - 5, "acc_norm": acc_norm})
+    saved.save_scores(name, {"task": "hellaswag", "acc": acc_norm - 5, "acc_norm": acc_norm})
 
 
 def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger, tmp_path):
@@ -509,8 +509,7 @@ def test_domains_are_compared_a_file_each(ledger, tmp_path):
     folder = tmp_path / "measurements"
     measured(folder, "gpt2", natural=70.0)
     for domain, sink in (("ArXiv", 70.0), ("Github", 72.0)):
-        measured(folder, "gpt2", natural=sink)
-        (folder / "gpt2.json").rename(folder / f"gpt2@{domain}.json")
+        measured(folder, "gpt2", domain, natural=sink)
     measured(folder, "gpt2", natural=70.0)
     assert ledger.says("domains") == REPRODUCED
     assert "ArXiv 70.0, Github 72.0" in ledger.verdict("domains")

@@ -1,18 +1,17 @@
 """The paper's claims about open language models, judged on measurements of them in data/measurements.
 
-Each file there is written by `python -m sinkutils measure MODEL --probe natural random repeat --save`. Where a model of ours can stand beside them, it does.
+Each file there is written by `python -m sinkutils measure MODEL --probe natural random repeat --save`. Where a model
+of ours can stand beside them, it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
 
 from sinkutils.ledger.evidence import (
     ABSENT,
     EMERGED,
-    EPSILON,
     MASSIVE,
     PRESENT,
     SMALL_VALUE,
@@ -23,19 +22,11 @@ from sinkutils.ledger.evidence import (
     ratio_by_block,
 )
 from sinkutils.ledger.trials import own_sink
-from sinkutils.measuring.saved import measured_sink, measurements
-from sinkutils.paths import MEASUREMENTS
+from sinkutils.measuring.saved import measured_domains, measured_sink, measurements
 from sinkutils.study.grid import config
 
 CHAT = 9.2  # points: the paper's own pairs differ by up to 9.15 (Mistral-7B, Table 1 right)
 SMALL_PARAMETERS = 125e6
-
-
-def measured_domains(model: str) -> dict[str, dict[str, Any]]:
-    """A model's reports on natural text by domain of the Pile."""
-    domains = sorted({unquote(path.stem.partition("@")[2]) for path in MEASUREMENTS.glob("*@*.json")})
-    found = {domain: measurements("natural", domain).get(model) for domain in domains}
-    return {domain: report for domain, report in found.items() if report}
 
 
 def measure_command(model: str, domain: str = "") -> str:

@@ -159,9 +159,8 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
     recorded = runs / preset / rest.partition("/")[0] if rest else runs
     seeds = sorted(path.name for path in recorded.glob("*/") if path.name.isdecimal()) if rest else []
     if seeds:
-        which = ", ".join(f"{preset}/{recorded.name}/{seed}" for seed in seeds)
-        raise ModelUnavailable(f"no recorded run {name!r}; of this experiment there {'is' if len(seeds) == 1 else 'are'} "
-                               f"{which}")  # fmt: skip
+        which = " or ".join(f"{preset}/{recorded.name}/{seed}" for seed in seeds)
+        raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
     if name.count("/") == 2 or preset in PRESETS:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from sinkutils.measuring.load import MODELS, find
 from sinkutils.measuring.report import Report
@@ -69,6 +69,13 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
                 raise ValueError(f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
                                  ) from error  # fmt: skip
     return found
+
+
+def measured_domains(model: str) -> dict[str, dict[str, Any]]:
+    """A model's reports on natural text by domain of the Pile; model: its name in the paper."""
+    domains = sorted({unquote(path.stem.partition("@")[2]) for path in MEASUREMENTS.glob("*@*.json")})
+    found = {domain: measurements("natural", domain).get(model) for domain in domains}
+    return {domain: report for domain, report in found.items() if report}
 
 
 def measured_sink(report: dict[str, Any]) -> float:

@@ -42,8 +42,8 @@ def theme() -> None:
 def save(figure: Figure, name: str) -> None:
     """Save a figure as PNG and SVG, the same bytes for the same picture.
 
-    They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git ignores:
-    a lesson leaves the checkout as it was.
+    They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
+    ignores: a lesson leaves the checkout as it was.
     """
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)

@@ -36,8 +36,8 @@ def subjects(
 ) -> list[Subject]:
     """The model of that name; without one, our recorded models whose weights were kept, the base first.
 
-    At a preset that keeps no weights those of the laptop preset stand in, and their names say so. recompute "missing" trains what is not
-    there. Raises ValueError for another `recompute`, ModelUnavailable where there is no model at all.
+    At a preset that keeps no weights those of the laptop preset stand in, and their names say so. recompute "missing"
+    trains what is not there. Raises ValueError for another `recompute`, ModelUnavailable where there is no model.
     """
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")

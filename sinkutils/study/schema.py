@@ -41,7 +41,7 @@ def check_record(config: Any, metrics: Any, provenance: Any) -> None:
     values = _mapping("metrics.json", metrics, "status", "reason", "curve", "final")
     choice("metrics.json: status", values["status"], ("done", "failed"))
     reason = values["reason"]
-    require(reason is None or isinstance(reason, str), f"metrics.json: reason must be a text or null, got {reason!r:.80}")
+    require(reason is None or isinstance(reason, str), "metrics.json: reason must be a text or null")
     require(isinstance(values["curve"], list), "metrics.json: curve must be a list of points")
     try:
         json.dumps((metrics, provenance), allow_nan=False)  # nan, or a number that is too large for a float
@@ -76,20 +76,24 @@ def check_config(config: Any) -> None:
 def check_report(report: Any) -> None:
     """Raise ValueError unless this is what `Report.to_dict` makes, as far as the ledger and the figures read it."""
     where = "metrics.json: report"
-    values = _mapping(where, report, "layers", "targets", "sink", "alpha")
-    for k, by_eps in _mapping(f"{where}: sink", values["sink"]).items():
+    values = _mapping(where, report)
+    for k, by_eps in _mapping(f"{where}: sink", values.get("sink", {})).items():
         for eps, percent in _mapping(f"{where}: sink {k}", by_eps).items():
             _number(f"{where}: sink {k} at {eps}", percent, 0, 100)
-            require(_is_number(k) and _is_number(eps), f"{where}: sink must be keyed by position and eps, got {k!r:.40}")
+            require(_is_number(k) and _is_number(eps), f"{where}: sink must be keyed by position and eps")
     for eps, percent in _mapping(f"{where}: sink_star", values.get("sink_star", {})).items():
         _number(f"{where}: sink_star at {eps}", percent, 0, 100)
-    for name in ("layers", "targets"):
-        _array(f"{where}: {name}", values[name], 1, 0, 1e9)
     for name, (axes, least, most) in ARRAYS.items():
         if name in values:
             _array(f"{where}: {name}", values[name], axes, least, most)
-    shape = (len(values["targets"]), len(values["layers"]))
-    require(np.shape(values["alpha"])[:2] == shape, f"{where}: alpha must have a row a target and a layer, {shape}")
+    by_layer = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
+    if "alpha" in values:
+        by_layer["alpha"] = values["alpha"][0]
+    if by_layer:
+        layers = _mapping(where, values, "layers")["layers"]
+        _array(f"{where}: layers", layers, 1, 0, len(values.get("hidden_norms", ())) or LARGEST["num_layers"])
+        for name, rows in by_layer.items():
+            require(len(rows) == len(layers), f"{where}: {name} must have a row for each of the {len(layers)} layers")
 
 
 def _point(where: str, point: Any) -> None:

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice, integer
 from sinkutils.checks import device as find_device
+from sinkutils.checks import integer
 from sinkutils.study.grid import config, missing, preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, record_folder
 
@@ -161,7 +161,8 @@ def sweep(
                 name, seed = queue.popleft()
                 where = free.popleft()
                 log = str(logs / f"{name}-{seed}.log")
-                future = pool.submit(run_one, preset_name, name, seed, str(root), log, checkpoint_seconds, corpus, where)
+                what = (preset_name, name, seed, str(root), log, checkpoint_seconds, corpus, where)
+                future = pool.submit(run_one, *what)
                 waiting[future] = (name, seed, where)
             finished = [future for future in waiting if future.done()]
             for future in finished:
