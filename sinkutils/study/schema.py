@@ -86,7 +86,7 @@ def check_report(report: Any) -> None:
     for name, (axes, least, most) in ARRAYS.items():
         if name in values:
             _array(f"{where}: {name}", values[name], axes, least, most)
-    by_layer = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
+    by_layer: dict[str, Any] = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
     if "alpha" in values:
         by_layer["alpha"] = values["alpha"][0]
     if by_layer:
