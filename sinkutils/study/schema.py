@@ -64,6 +64,9 @@ def check_config(config: Any) -> None:
         require(isinstance(values[name], str), f"config.json: {name} must be a text, got {values[name]!r:.80}")
     for name in ("seed", "recipe"):
         integer(f"config.json: {name}", values[name], least=0)
+    if "corpus" in values:  # since recipe 2
+        corpus = _mapping("config.json: corpus", values["corpus"], "name", "sha256")
+        require(all(isinstance(corpus[name], str) for name in ("name", "sha256")), "config.json: corpus must be texts")
     model = _mapping("config.json: model", values["model"], *LARGEST)
     for name, most in LARGEST.items():
         integer(f"config.json: {name}", model[name], least=1, most=most)
