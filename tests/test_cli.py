@@ -54,6 +54,7 @@ REFUSED = {
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
     "measure x --save --revision step1": "--save keeps a model as it was published",
+    "scores ./nothing": "there is no folder './nothing'",
     "run --only 99": "no notebook starts with 99",
     "run --only 02 -p colour red": "02_optimization has no parameter colour; it has preset, seed",
     "run --preset paper-1b": "(choose from 'smoke'",

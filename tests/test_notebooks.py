@@ -50,9 +50,16 @@ def test_pictures_are_small(path):
             assert len(output.get("data", {}).get("image/png", "")) * 3 / 4 < 150_000
 
 
+def git_status():
+    """What git sees of the checkout; nothing outside one."""
+    return subprocess.run(["git", "status", "--porcelain"], cwd=NOTEBOOKS, capture_output=True).stdout
+
+
 def test_papermill_runs_a_notebook_at_another_preset_and_without_records(tmp_path):
     parameters = {"preset": "smoke", "seed": 0, "recompute": "never"}
+    before = git_status()
     assert run_notebooks(parameters, tmp_path, ["02"]) == []
+    assert git_status() == before  # a lesson leaves the checkout as it was
     (path,) = tmp_path.glob("02_*.ipynb")
     injected = [cell for cell in code_cells(path) if "injected-parameters" in cell.metadata.get("tags", [])]
     assert 'preset = "smoke"' in injected[0].source

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sinkutils
+from sinkutils.study import grid
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -116,3 +117,10 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
         pytest.skip("not a git checkout")
     ignored = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True).stdout.split()
     assert ignored == made
+
+
+def test_what_contributing_says_to_paste_is_an_experiment():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
+    (made,) = eval(f"({line})", vars(grid))  # in a tuple, as EXPERIMENTS is
+    assert isinstance(made, grid.Experiment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -25,10 +26,10 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", widgets: bool | None 
     """A view of a model on the sequences ids (samples, T); starts at the head with the largest alpha_1.
 
     widgets: True gives an ipywidgets box, False a static figure of the first view; None the box where a notebook
-    server has started this kernel, the figure elsewhere.
+    server has started this kernel and ipywidgets is installed, the figure elsewhere.
     """
     if widgets is None:
-        widgets = any(variable in os.environ for variable in FRONT_ENDS)
+        widgets = any(variable in os.environ for variable in FRONT_ENDS) and find_spec("ipywidgets") is not None
     first = look(model, ids, 0)
     block, head = divmod(int(first.alpha[0, 0].argmax()), first.alpha.shape[-1])
     if not widgets:
