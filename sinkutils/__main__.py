@@ -98,8 +98,6 @@ def train_command(options: argparse.Namespace) -> int:
     scale = PRESETS[options.preset]
     device = find_device(options.device)
     compile = options.compile
-    if compile is None:
-        compile = scale.compile and device.type == "cuda"
     keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
         record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,

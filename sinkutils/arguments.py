@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="use torch.compile, which needs a C++ compiler (default: as the preset says, on a GPU)",
+        help="use torch.compile, which needs a C++ compiler (default: as the preset says)",
     )
     one.add_argument(
         "--parallel",

@@ -15,6 +15,7 @@ DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME
 RUNS = DATA / "runs"
 MEASUREMENTS = DATA / "measurements"
 PAPER = CHECKOUT / "data" / "paper" if CHECKOUT else PACKAGE / "paper_data"
+OPEN_LMS = ROOT / "data" / "open_lms"
 FIGURES = ROOT / "figures"
 RENDERED = HOME / "rendered"
 NOTEBOOKS = ROOT / "notebooks"

@@ -23,7 +23,7 @@ class Preset:
     four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
     device: str = "cpu"  # what it is made for: "cuda" makes a sweep ask a cluster for GPUs
-    compile: bool = False  # on a GPU
+    compile: bool = False  # torch.compile, where it works
     parallel: str = "ddp"  # or fsdp: how several processes share a run that torchrun started
     keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
 
