@@ -74,6 +74,9 @@ def measure(
     firsts = token_ids(config, "bos_token_id")
     if attention_mask is None:
         warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
+    lengths = torch.tensor([len(row) for row in rows])
+    tally = Tally(int(lengths.max()), norms)
+    order: list[int] = []
     with ONE_AT_A_TIME, ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
