@@ -12,6 +12,7 @@ Families outside that interface are measured by hooks on the weights that their 
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkutils.measuring.families import REFUSED
 from sinkutils.measuring.report import NotFinite, Request, Tally, keep_products, mean_over_queries
 from sinkutils.model import flash
 
@@ -40,7 +42,9 @@ CHECK_ROWS = 16  # queries on which the fused path is compared with the exact on
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
 KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
          "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
-NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rotary|Norm")
+NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
+# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
+NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 
@@ -53,19 +57,19 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     """
     capture = Capture(model, request, tally, exact)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
     handles = []
     try:
         for config in configs.values():
-            config._attn_implementation_internal = "eager" if capture.legacy else NAME
+            config._attn_implementation = "eager" if capture.legacy else NAME
         handles = capture.hook()
         yield capture
     finally:
         for handle in handles:
             handle.remove()
         for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+            config._attn_implementation = before[key]
         _current.reset(token)
 
 
@@ -78,9 +82,16 @@ def _attention(
     return capture.attention(module, query, key, value, attention_mask, kwargs), None
 
 
+def _mask(**asked: Any) -> Tensor | None:
+    capture = _current.get()
+    if capture is not None and capture.needs_mask:  # a decoder whose modules do not call themselves causal
+        asked["allow_is_causal_skip"] = False
+    return sdpa_mask(**asked)
+
+
 # A name without a mask of its own would get none at all, and the model would see later tokens.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 class Capture:
@@ -92,6 +103,8 @@ class Capture:
                 f"model must be a TransformerLM or a causal LM of transformers, got {type(model).__name__}: "
                 "take it out of its wrapper"
             )
+        if model.config.model_type in REFUSED:
+            raise ValueError(f"{type(model).__name__} cannot be measured: {REFUSED[model.config.model_type]}")
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
         self.model, self.base = model, model.base_model
@@ -100,12 +113,14 @@ class Capture:
         self.recording = True
         self.calls: Counter[nn.Module] = Counter()
         self.fused: dict[nn.Module, bool] = {}  # whether the fused path proved right
+        self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
         self.last_hidden: Tensor | None = None
         self.blocks, self.layers = attention_layers(self.base)
-        eager = [eager_function(module) is not None for module in self.layers]
+        eager = [chooses_attention(module) for module in self.layers]
         if any(eager) != all(eager):
             raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
+        self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
 
     @property
     def path(self) -> str:
@@ -134,6 +149,7 @@ class Capture:
     def run(self, ids: Tensor) -> None:
         """One forward pass of ids (B, T), without the unembedding. Raises ValueError if a layer did not report."""
         self.calls.clear()
+        self.shape = tuple(ids.shape)
         legacy = {"output_attentions": True} if self.legacy else {}
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
@@ -160,7 +176,7 @@ class Capture:
         self.run(pair)
         self.recording = True
         assert self.last_hidden is not None
-        first, second = self.last_hidden[:, :-1].float()
+        first, second = self.last_hidden[..., :-1, :].float()
         if not (first.isfinite().all() and second.isfinite().all()):
             raise NotFinite("hidden states are not finite: the model's weights hold nan or infinite values")
         tolerance = 1e-3 if self.last_hidden.dtype == torch.float32 else 5e-2
@@ -173,8 +189,14 @@ class Capture:
         """The module's own output, (B, T, H, D); q (B, H, T, D), k and v (B, H or fewer, T, D), mask (B, 1, T, T)."""
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
+        if k.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"{type(self.model).__name__} attends to {k.shape[2]} keys for {q.shape[2]} tokens (compressed, or its "
+                "own): alpha_k is of tokens"
+            )
         if mask is None and not kwargs.get("is_causal", getattr(module, "is_causal", True)):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
+        mask = chosen_keys(module, mask, q, kwargs)
         self.calls[module] += 1
         layer = self.layers[module]
         if self.recording:
@@ -277,7 +299,7 @@ class Capture:
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         if any(isinstance(value, Tensor) and value.ndim >= 3 for value in kwargs.values()):
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
-        reduce = Reduction(self.request, self.tally, layer, length, sink=kwargs.get("s_aux") is not None)
+        reduce = Reduction(self.request, self.tally, layer, length, sink=learned_sink(kwargs) is not None)
         outs = []
         for start in range(0, length, step):
             out, weights = chunk(module, q, k, v, mask, kwargs, slice(start, min(start + step, length)))
@@ -288,10 +310,10 @@ class Capture:
             self._add(layer, reduce.means())
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _see_weights(self, module: nn.Module, _: Any, output: tuple) -> tuple:
+    def _see_weights(self, module: nn.Module, _: Any, output: tuple | list) -> tuple | list:
         """Legacy families: reduce the weights that a module returns, and drop them."""
         found = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
-                 and part.shape[-1] == part.shape[-2]]  # fmt: skip
+                 and part.shape[-2:] == self.shape[-1:] * 2]  # fmt: skip
         if len(found) != 1:
             return output
         self.calls[module] += 1
@@ -300,7 +322,7 @@ class Capture:
             reduce = Reduction(self.request, self.tally, self.layers[module], weights.shape[-1], sink=False)
             reduce.take(weights)
             self._add(self.layers[module], reduce.means())
-        return tuple(None if i == found[0] else part for i, part in enumerate(output))
+        return type(output)(None if i == found[0] else part for i, part in enumerate(output))
 
     def _add(self, layer: int, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
@@ -308,12 +330,18 @@ class Capture:
 
     def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.recording:
-            self.tally.add_norms("embedding", 0, (args[0] if args else kwargs["hidden_states"])[:, None])
+            self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
 
     def _see_block(self, layer: int, output: Any) -> None:
-        self.last_hidden = output if isinstance(output, Tensor) else output[0]
+        self.last_hidden = self._streams(output if isinstance(output, Tensor) else output[0])
         if self.recording:
-            self.tally.add_norms("hidden", layer, self.last_hidden[:, None])
+            self.tally.add_norms("hidden", layer, self.last_hidden)
+
+    def _streams(self, hidden: Tensor) -> Tensor:
+        """Hidden states (B, S, T, C) of a block; most families have one stream, (B, T, C), some several."""
+        if hidden.ndim == 3:
+            return hidden[:, None]
+        return hidden.transpose(1, 2) if hidden.shape[:2] == self.shape else hidden.transpose(0, 1)
 
 
 class Reduction:
@@ -367,7 +395,8 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
     Raises ValueError where there are none, or where they do not stand in one list of blocks.
     """
     found = {name: module for name, module in base.named_modules()
-             if "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)}  # fmt: skip
+             if not NOT_TEXT.search(name) and (chooses_attention(module) or (
+                 "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)))}  # fmt: skip
     # GPT-Neo and others wrap one attention module in another: the innermost one computes.
     leaves = {
         name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
@@ -380,7 +409,40 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
         raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
                          "text decoder, a causal LM")  # fmt: skip
     blocks = base.get_submodule(lists.pop())
-    return blocks, {module: int(places[name].group(2)) for name, module in leaves.items()}  # type: ignore[return-value, union-attr]
+    indices = [int(place.group(2)) for place in places.values() if place]
+    if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
+        indices = list(range(len(indices)))
+    return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
+
+
+def chooses_attention(module: nn.Module) -> bool:
+    """Whether the module computes its attention by the function that its configuration names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def chosen_keys(module: nn.Module, mask: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask (B, 1 or H, T, T) of a module that lets its attention function hide all keys but those it chose.
+
+    Sparse attention writes its choice into the mask for the functions "eager" and "sdpa" only; any other is told.
+    Takes what told of it out of `kwargs`.
+    """
+    blocks, indices = kwargs.pop("block_indices", None), kwargs.pop("indices", None)
+    if blocks is not None:  # MiniMax M3
+        at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
+        return module.indexer.build_block_mask(blocks, mask, q.shape[2], q.dtype, q.device, at)  # type: ignore[union-attr, operator]
+    if indices is None:
+        return mask
+    chosen = torch.zeros(len(q), 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, indices.long()[:, None], True)
+    if mask is None:
+        return chosen.tril()
+    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
+    """The learned sink logit that a module hands to its attention function: (H,), or (B, H, T, 1), or None."""
+    return kwargs.get("s_aux", kwargs.get("sinks"))
 
 
 def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -403,7 +465,41 @@ def chunk(
         seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
     function = eager_function(module)
     assert function is not None
-    return function(module, q[:, :, rows], k, v, seen if seen.ndim == 4 else seen[None, None], **kwargs)
+    seen = seen if seen.ndim == 4 else seen[None, None]
+    out, weights = function(module, q[:, :, rows], k, v, seen, **kwargs)
+    sink = learned_sink(kwargs)
+    if sink is not None and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
+        weights = scaled_by_sink(module, q[:, :, rows], k, v, seen, kwargs.get("scaling"), sink, out, weights)
+    return out, weights
+
+
+def scaled_by_sink(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    sink: Tensor,
+    out: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
+
+    Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
+    Raises ValueError where the output is not that of the scaled weights.
+    """
+    logits = q.float() @ repeat_heads(k, q.shape[1]).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = (logits + seen.float()).logsumexp(dim=-1, keepdim=True)
+    scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
+    expected = (scaled @ repeat_heads(v, q.shape[1])).transpose(1, 2)
+    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
+    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
+        raise ValueError(
+            f"{type(module).__name__} has a learned sink, but returns weights that sum to one and an output that "
+            "does not follow from them: the sink's share is not known"
+        )
+    return scaled
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

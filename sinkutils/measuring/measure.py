@@ -59,7 +59,7 @@ def measure(
     if not isinstance(keep, Sequence) or any(what not in KEPT for what in keep):
         raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    model = unwrapped(model)
     lengths = torch.tensor([len(row) for row in rows])
     tally = Tally(int(lengths.max()), norms)
     order: list[int] = []
@@ -89,7 +89,7 @@ def measure(
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
     config = getattr(model, "config", None)
-    report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
+    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
     report.path = path
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
@@ -148,6 +148,16 @@ def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tup
                 f"layers of {config.num_heads} heads, counted from 0"
             )
     return chosen
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and PEFT's adapters. Raises ValueError for learned prompts."""
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("model puts learned prompts before the ids, so that position 1 is none of them (PEFT)")
+        model = model.get_base_model()
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager

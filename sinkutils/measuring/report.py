@@ -250,6 +250,13 @@ class Tally:
 
     def report(self, order: Tensor, targets: tuple[int, ...], epsilons: tuple[float, ...], lengths: Tensor) -> Report:
         """The report; `order` (samples,) says where each sample stands in the order of the batches."""
+        heads = {batch[0].shape[-1] for batch in self.values["alpha"].values()}
+        if len(heads) > 1:
+            raise ValueError(f"layers have different numbers of heads ({sorted(heads)}), which a report cannot hold")
+        if "star" in self.values:  # a layer without a sink logit leaves nothing to it
+            for layer, alpha in self.values["alpha"].items():
+                self.values["renormalised"].setdefault(layer, alpha)
+                self.values["star"].setdefault(layer, [torch.zeros_like(batch[:, 0]) for batch in alpha])
         stacked = {
             name: torch.stack([torch.cat(batches).cpu() for _, batches in sorted(layers.items())], dim=1)[order]
             for name, layers in self.values.items()
