@@ -84,7 +84,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: py
         break
     q = k = v = torch.randn(1, 4, 6, 8)
     with pytest.raises(ValueError, match="GraniteSWAAttention has a learned sink"):
-        hf.chunk(module, q, k, v, None, {"scaling": 1.0, "s_aux": torch.zeros(4)}, slice(0, 6))
+        hf.chunk(module, q, k, v, None, {"scaling": 1.0, "s_aux": torch.zeros(4)}, torch.arange(6))
     assert function is not sink_for_values_only
 
 

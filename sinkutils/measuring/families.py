@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
                      "model_max_length"), 320),
     **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "rotary_dim"), 8),
     "qk_rope_head_dim": 4,
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16), "mamba_d_ssm": 32, "mamba_n_heads": 4,
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token"), 2),
@@ -89,7 +90,7 @@ def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrained
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": HYBRID,
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4},
+    "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 8, "patcher_config": {"vocab_size": 260}},
     "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": {
@@ -99,9 +100,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
               "first_k_dense_replace": 1, "max_window_layers": 1},
     "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"]}},
+    "falcon_h1": {"mamba_d_head": 8, "mamba_d_state": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48, "layer_types": MIXED},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
