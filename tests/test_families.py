@@ -6,11 +6,12 @@ import families
 import pytest
 import torch
 import transformers
-from families import CLASSES, check, tokens
+from families import CLASSES, WINDOW, check, small_config, tokens
 from torch import Tensor, nn
 
+from sinkutils.measuring import families as rules
 from sinkutils.measuring import hf
-from sinkutils.measuring.families import REFUSED, WINDOW, small_config
+from sinkutils.measuring.families import REFUSED
 from sinkutils.measuring.measure import measure
 from sinkutils.paths import ROOT
 
@@ -49,7 +50,7 @@ def test_what_cannot_be_measured_is_refused_for_its_true_reason(family: str) -> 
 
 def test_the_oracle_notices_what_a_family_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its scaling by the sink, or without the choice of keys, a family would not pass."""
-    monkeypatch.setattr(hf, "learned_sink", lambda kwargs: None)
+    monkeypatch.setattr(rules, "scaled_by_sink", lambda *arguments: arguments[-1])
     assert check("granite_swa", lengths=(64,)).wrong
     monkeypatch.undo()
     monkeypatch.setattr(hf, "chosen_keys", lambda module, mask, q, kwargs: mask)
@@ -76,7 +77,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: py
         return (weights @ value).transpose(1, 2) / 2, weights
 
     model = families.build("granite_swa")
-    monkeypatch.setattr(hf, "repeat_heads", lambda x, heads: x)
+    monkeypatch.setattr(rules, "repeat_heads", lambda x, heads: x)
     for module in hf.attention_layers(model.base_model)[1]:
         source = __import__("sys").modules[type(module).__module__]
         function = source.eager_attention_forward
@@ -84,7 +85,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: py
         break
     q = k = v = torch.randn(1, 4, 6, 8)
     with pytest.raises(ValueError, match="GraniteSWAAttention has a learned sink"):
-        hf.chunk(module, q, k, v, None, {"scaling": 1.0, "s_aux": torch.zeros(4)}, torch.arange(6))
+        rules.chunk(module, q, k, v, None, {"scaling": 1.0, "s_aux": torch.zeros(4)}, torch.arange(6))
     assert function is not sink_for_values_only
 
 

@@ -1,46 +1,27 @@
-"""Families of decoder models in transformers: each one's model in small, and why some cannot be measured.
+"""What differs among the families of decoder models in transformers, and what `hf` needs to know of it.
 
-`benchmarks/families.py` measures them all against dense attention and writes docs/families.md.
+Where a model's softmax attention is, how a module's own attention is asked for some queries' weights, learned sinks,
+sparse attention, and why some families cannot be measured. `benchmarks/families.py` builds every family in small, holds
+it against dense attention and writes docs/families.md.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+import torch
+from torch import Tensor, nn
 
-VOCAB = 96
-WINDOW = 7
-# A small value for whatever a family's configuration calls it; a name that it does not have is left out.
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "backbone_hidden_size", "embed_dim",
-                     "projection_dim", "out_hidden_size", "decoder_hidden_size", "cross_attention_hidden_size",
-                     "word_embed_proj_dim", "hidden_size_global",
-                     "embedding_size", "output_dim", "adapter_out_dim", "adapter_in_dim", "adapter_input_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers",
-                     "num_decoder_layers", "num_encoder_layers", "conf_num_hidden_layers", "depth"), 2),
-    **dict.fromkeys(("num_attention_heads", "attention_heads", "num_heads", "n_head", "n_heads",
-                     "decoder_attention_heads", "encoder_attention_heads", "num_encoder_attention_heads",
-                     "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "kv_n_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff", "dim_ff", "d_inner",
-                     "decoder_ffn_dim", "encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
-                     "expert_ffn_hidden_size", "feed_forward_size", "shared_experts_intermediate_size"), 48),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions",
-                     "model_max_length"), 320),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "rotary_dim"), 8),
-    "qk_rope_head_dim": 4,
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16), "mamba_d_ssm": 32, "mamba_n_heads": 4,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("index_n_heads", "index_topk_heads", "hc_mult"), 2), "index_topk": 8,
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
-}  # fmt: skip
-MIXED = ["sliding_attention", "full_attention"]
+from sinkutils.measuring.masks import LONG
+from sinkutils.model.flash import PositionMask
+
+NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
+# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
+NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 # Why a family cannot be measured, by its model_type.
 REFUSED = {
     "blt": "it attends over patches of bytes and within them, in several stacks: alpha_k is of tokens",
@@ -57,80 +38,137 @@ REFUSED = {
     "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
     "xlnet": "without a permutation mask it sees later tokens",
 }
-HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-
-QWEN4 = HYBRID | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
-                  "indexer_compress_ratio": 4}  # fmt: skip
 
 
-def small_config(family: str) -> PreTrainedConfig:
-    """A configuration of the family with 2 layers of 4 heads or so, whose model has well under a million parameters."""
-    return _shrink(CONFIG_MAPPING[family], SPECIAL.get(family, {}))
+def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
+    """The blocks of a model, and its softmax attention modules with the index of their block.
+
+    Raises ValueError where there are none, or where they do not stand in one list of blocks.
+    """
+    found = {name: module for name, module in base.named_modules()
+             if not NOT_TEXT.search(name) and (chooses_attention(module) or (
+                 "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)))}  # fmt: skip
+    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
+    leaves = {
+        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
+    }
+    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
+    if not leaves:
+        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
+    lists = {place.group(1) if place else "" for place in places.values()}
+    if len(lists) != 1 or not all(places.values()):
+        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
+                         "text decoder, a causal LM")  # fmt: skip
+    blocks = base.get_submodule(lists.pop())
+    indices = [int(place.group(2)) for place in places.values() if place]
+    if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
+        indices = list(range(len(indices)))
+    return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
 
 
-def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
-    default, given = kind(), dict(special)
-    for name, value in SMALL.items():
-        # Only what the configuration itself sets to a number: aliases of other names and per-layer lists follow.
-        if type(vars(default).get(name)) is int and name not in kind.attribute_map:
-            given.setdefault(name, value)
-    if "sliding_window" in vars(default):
-        given.setdefault("sliding_window", WINDOW)
-    if hasattr(default, "is_decoder"):
-        given.setdefault("is_decoder", True)
-    if "kv_lora_rank" in vars(default):  # multi-head latent attention: as many keys as queries
-        given = {name: value for name, value in given.items() if name not in ("num_key_value_heads", "head_dim")}
-        given |= {"num_key_value_heads": 4} | special
-    for name in kind.sub_configs:
-        part = getattr(default, name, None)
-        if isinstance(part, PreTrainedConfig):
-            given[name] = _shrink(type(part), special.get(name, {}))
-    return kind(**given)
+def chooses_attention(module: nn.Module) -> bool:
+    """Whether the module computes its attention by the function that its configuration names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-SPECIAL: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": HYBRID,
-    "bamba": {"attn_layer_indices": [1]},
-    "big_bird": {"attention_type": "original_full"},
-    "blt": {"encoder_hash_byte_group_vocab": 8, "patcher_config": {"vocab_size": 260}},
-    "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": {
-        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-              "first_k_dense_replace": 1, "max_window_layers": 1},
-    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"]}},
-    "falcon_h1": {"mamba_d_head": 8, "mamba_d_state": 8},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48, "layer_types": MIXED},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    "kimi_linear": HYBRID | {"linear_head_dim": 8, "linear_num_heads": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "lfm3": {"layer_types": MIXED},
-    "longcat_flash": {"head_dim": 4},
-    "mamba2": {"num_heads": 8},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 8,
-                           "index_topk_blocks": 2},
-    "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen3_5": {"text_config": HYBRID},
-    "qwen3_5_moe": {"text_config": HYBRID},
-    "qwen3_5_moe_text": HYBRID,
-    "qwen3_5_text": HYBRID,
-    "qwen3_next": HYBRID,
-    "qwen4_exp": {"text_config": QWEN4},
-    "qwen4_exp_text": QWEN4,
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {"axial_pos_embds": False},
-    "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8, "pronunciation_embed_dim": 8,
-                 "shape_embed_dim": 8},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-              "use_mamba_kernels": False},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "use_mamba_kernels": False},
-    "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+def chosen_keys(
+    module: nn.Module, mask: Tensor | PositionMask | None, q: Tensor, kwargs: dict[str, Any]
+) -> Tensor | PositionMask | None:
+    """The mask (B, 1 or H, T, T) of a module that lets its attention function hide all keys but those it chose.
+
+    Sparse attention writes its choice into the mask for the functions "eager" and "sdpa" only; any other is told.
+    Takes what told of it out of `kwargs`.
+    """
+    blocks, indices = kwargs.pop("block_indices", None), kwargs.pop("indices", None)
+    if indices is None and blocks is None:
+        return mask
+    if isinstance(mask, PositionMask):
+        if q.shape[2] >= LONG:
+            raise ValueError(
+                f"{type(module).__name__} chooses keys by a mask that is not made for so many positions: "
+                f"give at most {LONG - 1}"
+            )
+        mask = mask.seen(mask.positions, mask.positions)
+    if blocks is not None:  # MiniMax M3
+        at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
+        return module.indexer.build_block_mask(blocks, mask, q.shape[2], q.dtype, q.device, at)  # type: ignore[union-attr, operator]
+    chosen = torch.zeros(len(q), 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, indices.long()[:, None], True)
+    if mask is None:
+        return chosen.tril()
+    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
+    """The learned sink logit that a module hands to its attention function: (H,), or (B, H, T, 1), or None."""
+    return kwargs.get("s_aux", kwargs.get("sinks"))
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The family's reference attention, which its modelling file defines beside the module."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def chunk(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PositionMask | None,
+    kwargs: dict[str, Any],
+    rows: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
+    positions = torch.arange(q.shape[2], device=q.device)
+    if mask is None:
+        seen = rows[:, None] >= positions
+    elif isinstance(mask, PositionMask):
+        seen = mask.seen(rows, positions)
+    else:
+        seen = mask[: len(q), :, rows]
+    if seen.dtype == torch.bool:
+        zero = torch.zeros((), device=q.device, dtype=q.dtype)
+        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
+    function = eager_function(module)
+    assert function is not None
+    seen = seen if seen.ndim == 4 else seen[None, None]
+    out, weights = function(module, q[:, :, rows], k, v, seen, **kwargs)
+    sink = learned_sink(kwargs)
+    if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
+        weights = scaled_by_sink(module, q[:, :, rows], k, v, seen, kwargs.get("scaling"), sink, out, weights)
+    return out, weights
+
+
+def scaled_by_sink(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    sink: Tensor,
+    out: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
+
+    Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
+    Raises ValueError where the output is not that of the scaled weights.
+    """
+    logits = q.float() @ repeat_heads(k, q.shape[1]).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = (logits + seen.float()).logsumexp(dim=-1, keepdim=True)
+    scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
+    expected = (scaled @ repeat_heads(v, q.shape[1])).transpose(1, 2)
+    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
+    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
+        raise ValueError(
+            f"{type(module).__name__} has a learned sink, but returns weights that sum to one and an output that "
+            "does not follow from them: the sink's share is not known"
+        )
+    return scaled
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

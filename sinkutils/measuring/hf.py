@@ -13,11 +13,8 @@ Families outside that interface are measured by hooks on the weights that their 
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,14 +22,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkutils.measuring.families import REFUSED
-from sinkutils.measuring.report import NotFinite, Request, Tally, keep_products, mean_over_queries
+from sinkutils.measuring.report import NotFinite
+from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
+
+    from sinkutils.measuring import masks
+    from sinkutils.measuring.families import (
+        REFUSED,
+        attention_layers,
+        chooses_attention,
+        chosen_keys,
+        chunk,
+        learned_sink,
+        repeat_heads,
+    )
 except ImportError as error:
     raise ImportError(
         "measuring models other than TransformerLM needs transformers: pip install transformers"
@@ -41,13 +48,9 @@ except ImportError as error:
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
 CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
-LONG_MASK = 4096  # positions from which a window's mask of T x T is not made
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
 KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
          "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
-NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
-# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
-NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 
@@ -63,6 +66,7 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
     handles = []
+    found = {module: _hooks(module) for module in model.modules()}
     try:
         for config in configs.values():
             config._attn_implementation = "eager" if capture.legacy else NAME
@@ -71,9 +75,19 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     finally:
         for handle in handles:
             handle.remove()
+        for module, hooks in found.items():
+            if _hooks(module) != hooks:  # some families record their weights by hooks that they never take off
+                for hook in set(_hooks(module)) - set(hooks):
+                    del module._forward_hooks[hook]
+                for part in model.modules():
+                    part.__dict__.pop("_output_capturing_hooks_installed", None)
         for key, config in configs.items():
             config._attn_implementation = before[key]
         _current.reset(token)
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    return list(module._forward_hooks)
 
 
 def _attention(
@@ -86,31 +100,10 @@ def _attention(
 
 
 def _mask(**asked: Any) -> Tensor | None:
-    """transformers' mask; where it hides what is outside a window, its `of_positions` makes it block by block.
-
-    From `LONG_MASK` positions on that is all there is: its elements are nan then, so that nothing can read them unseen.
-    """
     capture = _current.get()
     if capture is not None and capture.needs_mask:  # a decoder whose modules do not call themselves causal
         asked["allow_is_causal_skip"] = False
-    length, window, padding = asked["q_length"], asked.get("local_size"), asked.get("attention_mask")
-    plain = asked.get("allow_is_causal_skip", True) and not asked.get("use_vmap") and asked["kv_length"] == length
-    plain = plain and not (asked.get("q_offset") or asked.get("kv_offset")) and (padding is None or bool(padding.all()))
-    if window is None or length < window or not plain:
-        return sdpa_mask(**asked)
-    device = torch.device(asked.get("device", "cpu"))
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
-
-    def seen(rows: Tensor, columns: Tensor) -> Tensor:
-        found = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
-        return found.expand(1, 1, len(rows), len(columns))[0, 0]
-
-    if length < LONG_MASK:
-        mask = sdpa_mask(**asked)
-    else:
-        mask = torch.full((), torch.nan, device=device).expand(asked["batch_size"], 1, length, length)
-    mask.of_positions, mask.window = flash.PositionMask(seen, length, device), window  # type: ignore[union-attr]
-    return mask
+    return masks.mask(**asked)
 
 
 # A name without a mask of its own would get none at all, and the model would see later tokens.
@@ -186,10 +179,9 @@ class Capture:
         legacy = {"output_attentions": True} if self.legacy else {}
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
-        except IndexError as error:  # of an embedding: of the ids, or of learned positions
+        except IndexError as error:
             raise ValueError(
-                f"ids have {ids.shape[1]} positions, tokens {int(ids.min())}..{int(ids.max())}, and the model has no "
-                f"embedding for one of them: it has {len(self.embedding)} tokens; give fewer positions or other tokens"
+                f"ids have {ids.shape[1]} positions, and the model has no embedding for one of them: give fewer"
             ) from error
         wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
         if wrong:
@@ -197,6 +189,14 @@ class Capture:
                 f"{type(self.model).__name__} cannot be measured: {len(wrong)} of {len(self.layers)} attention modules "
                 f"({wrong[0]}, ..) did not show their weights exactly once, so that numbers would miss them"
             )
+
+    def check_positions(self, length: int) -> None:
+        """Raise ValueError for more positions than are learned: on a GPU, a look-up beyond them ends its use."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        learned = [m.num_embeddings for m in self.base.modules()
+                   if isinstance(m, nn.Embedding) and m.weight is not self.embedding]  # fmt: skip
+        if isinstance(limit, int) and length > limit and any(limit <= count <= limit + 2 for count in learned):
+            raise ValueError(f"ids have {length} positions, and the model has learned {limit}: give fewer")
 
     def names(self) -> dict[nn.Module, str]:
         return {module: name for name, module in self.base.named_modules() if module in self.layers}
@@ -230,11 +230,10 @@ class Capture:
         causal = kwargs.get("is_causal")
         if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
-        mask = chosen_keys(module, mask, q, kwargs)
         self.calls[module] += 1
         layer = self.layers[module]
         self._check_heads(layer, q.shape[1])
-        seen = self._look_at_mask(layer, mask, q.shape[2], kwargs)
+        seen = chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
         if self.recording:
             for name, x in (("query", q), ("key", k), ("value", v)):
                 self.tally.add_norms(name, layer, x)
@@ -258,23 +257,13 @@ class Capture:
     def _look_at_mask(
         self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]
     ) -> Tensor | PositionMask | None:
-        """The mask as positions where it is a window's, and a note of that window."""
-        by_position: PositionMask | None = getattr(mask, "of_positions", None)
-        if mask is not None and by_position is None and mask.is_floating_point() and mask.stride(-1) == 0 < length - 1:
-            raise ValueError(
-                f"{type(self.model).__name__} reads the mask of its windows itself, which is not made for {length} "
-                f"positions: give at most {LONG_MASK - 1}"
-            )
-        window = kwargs.get("sliding_window") if by_position is None else getattr(mask, "window", None)
+        """The mask, as positions where it is a window's, and a note of that window."""
+        seen = masks.by_position(mask, type(self.model).__name__)
+        window = seen.window if isinstance(seen, masks.WindowMask) else kwargs.get("sliding_window")
         if mask is not None and isinstance(window, int) and window < length:
             self.windows[layer] = window
-            if by_position is not None and window > 1:
-                rows, columns = (
-                    torch.tensor([window], device=mask.device),
-                    torch.tensor([window - 1], device=mask.device),
-                )
-                self.chunked |= not bool(by_position.seen(rows, columns))
-        return mask if by_position is None else by_position
+            self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
+        return seen
 
     def _may_fuse(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
         unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
@@ -331,7 +320,7 @@ class Capture:
             out = out * kept[..., None].to(out.dtype)
         out = out.transpose(1, 2).contiguous()
         if (module, kind) not in self.fused:
-            looked_at = rows_to_compare(seen)
+            looked_at = masks.rows_to_compare(seen, CHECK_ROWS)
             expected, weights = chunk(module, q[:1], k[:1], v[:1], mask, kwargs, looked_at)
             tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
             close = (result["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
@@ -409,186 +398,3 @@ class Capture:
         if hidden.ndim == 3:
             return hidden[:, None]
         return hidden.transpose(1, 2) if hidden.shape[:2] == self.shape else hidden.transpose(0, 1)
-
-
-class Reduction:
-    """Sums over queries of one layer's attention weights, given in chunks of rows."""
-
-    def __init__(self, request: Request, tally: Tally, layer: int, length: int, sink: bool) -> None:
-        self.request, self.tally, self.layer, self.length, self.sink = request, tally, layer, length, sink
-        self.sums: dict[str, Tensor] = {}
-        self.maps: list[Tensor] = []
-
-    def take(self, weights: Tensor) -> None:
-        """Add rows of weights, (B, H, R, T)."""
-        columns = torch.tensor(self.request.targets, device=weights.device) - 1
-        chosen = weights[..., columns].float()
-        self._sum("alpha", chosen)
-        if self.sink:
-            kept = weights.float().sum(dim=-1, keepdim=True)  # what the learned sink logit left
-            self._sum("renormalised", chosen / kept)
-            self._sum("star", 1 - kept)
-        if self.request.mass:
-            self._sum("mass", weights)
-        if self.request.heads_of(self.layer) and "map" in self.request.keep:
-            self.maps.append(weights[:, self.request.heads_of(self.layer)])
-
-    def _sum(self, name: str, rows: Tensor) -> None:
-        total = rows.sum(dim=2, dtype=torch.float32)
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
-
-    def means(self) -> dict[str, Tensor]:
-        """alpha (B, K, H) and whatever else was asked for; weights of hidden keys are 0, so sums run over i >= k."""
-        device = self.sums["alpha"].device
-        columns = torch.tensor(self.request.targets, device=device) - 1
-        means = {name: (total / (self.length - columns)).transpose(1, 2)
-                 for name, total in self.sums.items() if name in ("alpha", "renormalised")}  # fmt: skip
-        if "star" in self.sums:
-            means["star"] = self.sums["star"][..., 0] / self.length
-        if "mass" in self.sums:
-            means["mass"] = self.sums["mass"] / torch.arange(self.length, 0, -1, device=device)
-        if self.maps:
-            maps = torch.cat(self.maps, dim=2).unbind(1)
-            for head, kept in zip(self.request.heads_of(self.layer), maps, strict=True):
-                self.tally.keep(self.layer, head, "map", kept)
-        return means
-
-
-def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
-    """The blocks of a model, and its softmax attention modules with the index of their block.
-
-    Raises ValueError where there are none, or where they do not stand in one list of blocks.
-    """
-    found = {name: module for name, module in base.named_modules()
-             if not NOT_TEXT.search(name) and (chooses_attention(module) or (
-                 "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)))}  # fmt: skip
-    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = {
-        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
-    }
-    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
-    if not leaves:
-        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
-    lists = {place.group(1) if place else "" for place in places.values()}
-    if len(lists) != 1 or not all(places.values()):
-        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
-                         "text decoder, a causal LM")  # fmt: skip
-    blocks = base.get_submodule(lists.pop())
-    indices = [int(place.group(2)) for place in places.values() if place]
-    if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
-        indices = list(range(len(indices)))
-    return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
-
-
-def chooses_attention(module: nn.Module) -> bool:
-    """Whether the module computes its attention by the function that its configuration names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def chosen_keys(module: nn.Module, mask: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """The mask (B, 1 or H, T, T) of a module that lets its attention function hide all keys but those it chose.
-
-    Sparse attention writes its choice into the mask for the functions "eager" and "sdpa" only; any other is told.
-    Takes what told of it out of `kwargs`.
-    """
-    blocks, indices = kwargs.pop("block_indices", None), kwargs.pop("indices", None)
-    if blocks is not None:  # MiniMax M3
-        at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
-        return module.indexer.build_block_mask(blocks, mask, q.shape[2], q.dtype, q.device, at)  # type: ignore[union-attr, operator]
-    if indices is None:
-        return mask
-    if mask is not None and mask.is_floating_point() and bool(mask[0, 0, 0, 0].isnan()):
-        raise ValueError(
-            f"{type(module).__name__} chooses keys by a mask that is not made for {q.shape[2]} positions: "
-            f"give at most {LONG_MASK - 1}"
-        )
-    chosen = torch.zeros(len(q), 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-    chosen.scatter_(-1, indices.long()[:, None], True)
-    if mask is None:
-        return chosen.tril()
-    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
-    """The learned sink logit that a module hands to its attention function: (H,), or (B, H, T, 1), or None."""
-    return kwargs.get("s_aux", kwargs.get("sinks"))
-
-
-def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The family's reference attention, which its modelling file defines beside the module."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-
-
-def rows_to_compare(seen: Tensor) -> Tensor:
-    """Up to `CHECK_ROWS` queries, evenly among those that see any of the keys in question, first and last included.
-
-    seen (.., T, K) booleans: who sees these keys; returns positions (R,), sorted, the very last one among them.
-    """
-    rows = seen.reshape(-1, *seen.shape[-2:])[0].any(dim=-1).nonzero()[:, 0]
-    chosen = rows[torch.linspace(0, len(rows) - 1, CHECK_ROWS, device=rows.device).long()]
-    return torch.cat([chosen, chosen.new_tensor([seen.shape[-2] - 1])]).unique()
-
-
-def chunk(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | PositionMask | None,
-    kwargs: dict[str, Any],
-    rows: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
-    positions = torch.arange(q.shape[2], device=q.device)
-    if mask is None:
-        seen = rows[:, None] >= positions
-    elif isinstance(mask, PositionMask):
-        seen = mask.seen(rows, positions)
-    else:
-        seen = mask[: len(q), :, rows]
-    if seen.dtype == torch.bool:
-        zero = torch.zeros((), device=q.device, dtype=q.dtype)
-        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
-    function = eager_function(module)
-    assert function is not None
-    seen = seen if seen.ndim == 4 else seen[None, None]
-    out, weights = function(module, q[:, :, rows], k, v, seen, **kwargs)
-    sink = learned_sink(kwargs)
-    if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
-        weights = scaled_by_sink(module, q[:, :, rows], k, v, seen, kwargs.get("scaling"), sink, out, weights)
-    return out, weights
-
-
-def scaled_by_sink(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    sink: Tensor,
-    out: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
-
-    Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
-    Raises ValueError where the output is not that of the scaled weights.
-    """
-    logits = q.float() @ repeat_heads(k, q.shape[1]).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    lse = (logits + seen.float()).logsumexp(dim=-1, keepdim=True)
-    scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    expected = (scaled @ repeat_heads(v, q.shape[1])).transpose(1, 2)
-    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
-    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
-        raise ValueError(
-            f"{type(module).__name__} has a learned sink, but returns weights that sum to one and an output that "
-            "does not follow from them: the sink's share is not known"
-        )
-    return scaled
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
