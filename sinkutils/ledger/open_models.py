@@ -163,7 +163,9 @@ def angles() -> list[Outcome]:
         report, known = one.report(), one.more.get("angles")
         if not report or not known:
             continue
-        strong = [(layer, head) for layer, row in enumerate(report["alpha"][0]) for head, a in enumerate(row) if a > EPSILON]
+        strong = [
+            (layer, head) for layer, row in enumerate(report["alpha"][0]) for head, a in enumerate(row) if a > EPSILON
+        ]
         for key, says, above in (("cosine", "cos(q, k_1) above cos(q, k_j)", True),
                                  ("norm_product", "||q|| ||k_1|| below ||q|| ||k_j||", False)):  # fmt: skip
             first, others = (
@@ -185,7 +187,9 @@ def length() -> list[Outcome]:
 
     outcomes = []
     for one in measured():
-        by_length = {int(t): report for t, report in one.more.get("lengths", {}).get(one.usual, {}).items() if int(t) >= 32}
+        by_length = {
+            int(t): report for t, report in one.more.get("lengths", {}).get(one.usual, {}).items() if int(t) >= 32
+        }
         if len(by_length) < 5:
             continue
         lengths = sorted(by_length)
@@ -243,7 +247,9 @@ def chat() -> list[Outcome]:
 
 def pythia() -> list[Outcome]:
     """Fig. 4 left: within Pythia each measured model has more of a sink than the next smaller one."""
-    sizes = sorted((one for one in measured() if one.family == "Pythia" and one.report()), key=lambda one: one.parameters)
+    sizes = sorted(
+        (one for one in measured() if one.family == "Pythia" and one.report()), key=lambda one: one.parameters
+    )
     pairs = list(zip(sizes, sizes[1:], strict=False))
     return _or_missing([
         _check(f"{large.name} above {small.name}", _value(large) > _value(small),
@@ -255,6 +261,7 @@ def hellaswag() -> list[Outcome]:
     """Fig. 10: within a family Sink_1 and acc_norm rise with size; more of a sink alone, OPT beside Pythia, makes no
     better model.
     """
+
     def score(one: Measured) -> float:
         return float(one.more["hellaswag"]["acc_norm"])
 
