@@ -153,8 +153,8 @@ def _is_record(folder: Path) -> bool:
 
 def _load_record(folder: Path, device: torch.device, dtype: str | torch.dtype | None) -> tuple[TransformerLM, Any]:
     from safetensors.torch import load_file
-    from tokenizers import Tokenizer
 
+    from sinkutils.data.tokenizer import open_tokenizer
     from sinkutils.model.decoder import LMConfig
     from sinkutils.study.config import from_dict
 
@@ -167,8 +167,7 @@ def _load_record(folder: Path, device: torch.device, dtype: str | torch.dtype | 
                                "with weights kept")  # fmt: skip
     model = TransformerLM(from_dict(LMConfig, record.config["model"]))
     model.load_state_dict(load_file(record.weights))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # as in the corpus: "<eos>" written in a text is text
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
     return model.to(device, _dtype(dtype) or torch.float32).eval(), tokenizer
 
 

@@ -65,7 +65,7 @@ PRESETS = {
                 steps=10_000, batch_size=8, learning_rate=4e-3, warmup_steps=100, precision="bf16", eval_every=250
             ),
             base="fixed_1",
-            four_epochs=0.085,  # a quarter of the 5.1M tokens that the run sees, of 15M
+            four_epochs=0.085,  # a quarter of the 5.1M tokens that the run sees, of 13.0M
             seconds=210,
             keeps_weights=True,
         ),
@@ -80,7 +80,7 @@ PRESETS = {
                 steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
             ),
             base="default",
-            four_epochs=0.3,  # 98M tokens of about 80M
+            four_epochs=0.3,  # 98M tokens of 75.0M
             seconds=80,
             compile=True,
         ),
