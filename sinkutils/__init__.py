@@ -22,6 +22,8 @@ _HOMES = {
     "records": "showing.tables",
     "paper_beside_ours": "showing.tables",
     "claims": "ledger.claims",
+    "effect": "ledger.effects",
+    "explore": "showing.explorer",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

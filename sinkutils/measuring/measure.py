@@ -67,17 +67,13 @@ def measure(
         raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     if bos not in (True, False, None):
         raise ValueError(f"bos must be True, False or None (read it off the ids), got {bos!r}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    model = unwrapped(model)
     request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     check_weights(model)
     config = getattr(model, "config", None)
     firsts = token_ids(config, "bos_token_id")
-    padding = token_ids(config, "pad_token_id") - firsts - token_ids(config, "eos_token_id")
-    if attention_mask is None and any(bool((ids == token).any()) for token in padding):
-        warnings.warn(
-            f"ids hold the model's padding token ({min(padding)}), which is measured as text: give attention_mask",
-            stacklevel=3,
-        )
+    if attention_mask is None:
+        warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
     lengths = torch.tensor([len(row) for row in rows])
     tally = Tally(int(lengths.max()), norms)
     order: list[int] = []
@@ -110,7 +106,7 @@ def measure(
     report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
-    report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
+    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
     report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
@@ -163,6 +159,19 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
         )
 
 
+def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
+    """Warn where ids hold the padding token or, if that is also `used` as BOS or EOS, a row begins or ends with two."""
+    for token in padding:
+        same = ids == token
+        if token in used:
+            same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
+        if same.any():
+            warnings.warn(
+                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
+                stacklevel=4,
+            )
+
+
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError for weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
     for name, weight in model.named_parameters():
@@ -199,6 +208,16 @@ def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tup
                 f"layers of {config.num_heads} heads, counted from 0"
             )
     return chosen
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and PEFT's adapters. Raises ValueError for learned prompts."""
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("model puts learned prompts before the ids, so that position 1 is none of them (PEFT)")
+        model = model.get_base_model()  # type: ignore[operator]
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager

@@ -1,13 +1,7 @@
-"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install 'sinkutils[downstream]'.
-
-python -m sinkutils.measuring.scores MODEL    writes data/measurements/<task>/<name>.json
-"""
+"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install -e '.[downstream]'."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +11,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from sinkutils.data.probes import encode
-from sinkutils.ledger import open_models
-from sinkutils.ledger.evidence import Check
-from sinkutils.measuring.load import MODELS, ZooModel, find, load_lm
 from sinkutils.model.decoder import TransformerLM
 
 TASK = "hellaswag"
 METRICS = ("acc", "acc_norm")
-COMPARABLE_SIZE = 1.3  # times: OPT-125M and Pythia-160M, OPT-1.3B and Pythia-1.4B, .. stand beside each other
-COMPARABLE_SCORE = 5.0  # points of acc_norm: a tenth of a middling model's; from the smallest to the largest it is 40
 
 
 def evaluate(
@@ -49,7 +38,7 @@ def evaluate(
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
+        raise ImportError("downstream scores need lm-eval: pip install -e '.[downstream]'") from error
     own = {} if include_path is None else {"include_path": str(include_path), "include_defaults": False}
     tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
@@ -65,63 +54,6 @@ def evaluate(
     if not set(METRICS) & set(scores):
         raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
     return scores
-
-
-def save_scores(name: str, scores: dict[str, Any]) -> Path:
-    """Keep a model's scores where `saved_scores` finds them."""
-    path = open_models.MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
-    return path
-
-
-def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
-    """The kept scores on a task by model, under the registry's name where it has one.
-
-    Raises ValueError for a file that `save_scores` did not write.
-    """
-    found = {}
-    for path in sorted((open_models.MEASUREMENTS / task).glob("*.json")):
-        try:
-            scores = json.loads(path.read_text())
-            known = find(scores["model"])
-            found[known.name if known else scores["model"]] = scores
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} in data/measurements/{task} is not what "
-                             "`python -m sinkutils.measuring.scores` writes: remake it") from error  # fmt: skip
-    return found
-
-
-def sink_and_scores() -> list[Check]:
-    """Fig. 10: within a family Sink_1 and acc_norm grow with size; more of a sink alone, OPT beside Pythia, does not
-    make a better model. Over the base models of Table 8 that were both measured and scored.
-    """
-    sinks, scores = open_models.measurements(), saved_scores()
-    found = {
-        model: (open_models.measured_sink(sinks[model.name]), float(scores[model.name]["acc_norm"]))
-        for model in sorted(MODELS, key=lambda model: model.parameters)
-        if model.in_paper and not model.chat and model.name in sinks and "acc_norm" in scores.get(model.name, {})
-    }
-    families: dict[str, list[ZooModel]] = {}
-    for model in found:
-        families.setdefault(model.family, []).append(model)
-    checks = []
-    for models in families.values():
-        small, large = models[0], models[-1]
-        for index, quantity in enumerate(("Sink_1 %", "acc_norm %")):
-            if small.parameters < large.parameters:
-                facts = tuple((quantity, f"{model.name} {found[model][index]:.1f}") for model in (small, large))
-                holds = found[large][index] > found[small][index]
-                checks.append(Check(f"{quantity}: {large.name} above {small.name}", holds, facts))
-    for one in families.get("OPT", []):
-        for other in families.get("Pythia", []):
-            if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
-                (sink, score), (less, as_good) = found[one], found[other]
-                says = f"{one.name}: more of a sink than {other.name}, acc_norm within {COMPARABLE_SCORE:g} points"
-                facts = (("acc_norm %", f"{one.name} {score:.1f}"), ("acc_norm %", f"{other.name} {as_good:.1f}"))
-                checks.append(Check(says, sink > less and abs(score - as_good) <= COMPARABLE_SCORE, facts))
-    command = "python -m sinkutils.measuring.scores and " + open_models.measure_command("EleutherAI/pythia-14m")
-    return checks or [Check("", None, missing=(f"two models of a family: {command}",))]
 
 
 @lru_cache
@@ -167,30 +99,3 @@ def _scorer_class() -> type:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
     return Scorer
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sinkutils.measuring.scores", description="Score a model with lm-eval."
-    )
-    parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
-    parser.add_argument("--task", default=TASK)
-    parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    options = parser.parse_args(arguments)
-    try:
-        model, tokenizer = load_lm(options.model, options.device, options.dtype)
-        scores = evaluate(model, tokenizer, options.task, limit=options.limit)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"sinkutils: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(scores, indent=1))
-    if options.limit is None:
-        save_scores(options.model, scores)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
