@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from sinkutils.data import corpus as corpora
-from sinkutils.data.cache import write_meta
-from sinkutils.data.corpus import SPLITS, Corpus, pack_corpus
+from sinkutils.data.cache import SPLITS, pack_corpus, write_meta
+from sinkutils.data.corpus import Corpus
 from sinkutils.study.grid import config, missing
 from sinkutils.study.record import read_record, record_folder
 from sinkutils.training.group import Group, joined
