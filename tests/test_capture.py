@@ -109,7 +109,7 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def family_has_interface(model: nn.Module) -> bool:
-    return all(hf.eager_function(m) for m in hf.attention_layers(model.base_model)[1])
+    return all(hf.chooses_attention(m) for m in hf.attention_layers(model.base_model)[1])
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
