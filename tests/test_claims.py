@@ -8,20 +8,37 @@ import zlib
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from scipy import stats
 
-from sinkutils.data.tokenizer import train_tokenizer
 from sinkutils.ledger import frozen, open_models, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, norm_ratios, results
-from sinkutils.ledger.rules import (BASE, FAILS, GATES, HOLDS, INCONCLUSIVE, KINDS, LOSS, MARGIN, MISSING, NOT_REPRODUCED,
-                                    NOT_RUN, NOT_VISIBLE, OPEN, PARTLY, REPRODUCED, SINK, TRAINED, VERDICTS, Check, judge)  # fmt: skip
+from sinkutils.ledger.rules import (
+    BASE,
+    FAILS,
+    GATES,
+    HOLDS,
+    INCONCLUSIVE,
+    KINDS,
+    LOSS,
+    MARGIN,
+    MISSING,
+    NOT_REPRODUCED,
+    NOT_RUN,
+    NOT_VISIBLE,
+    OPEN,
+    PARTLY,
+    REPRODUCED,
+    SINK,
+    TRAINED,
+    VERDICTS,
+    Check,
+    judge,
+)
 from sinkutils.ledger.rules import verdict as of_outcomes
-from sinkutils.measuring.own import Subject
-from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.measuring import saved
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import ledger_sha256, record_folder, write_record
@@ -68,7 +85,10 @@ class Ledger:
             of = {1: end, 2: second + 0.1 * wobble, 3: third + 0.1 * wobble, **{k: 0.1 * wobble for k in range(4, 11)}}
             if star is not None:
                 of["star"] = star + wobble
-            length, norms = run.train.eval_length, [[1.0] * 8, [ratio * math.exp(wobble), inside, *[1.0] * 6], [1.0] * 8]
+            length, norms = (
+                run.train.eval_length,
+                [[1.0] * 8, [ratio * math.exp(wobble), inside, *[1.0] * 6], [1.0] * 8],
+            )
             lesser = [[small * math.exp(wobble), *[1.0] * 7]] * 3
             uniform = float(np.mean(1 / np.arange(1, length + 1)))
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
@@ -143,7 +163,7 @@ def ledger(tmp_path):
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
-    monkeypatch.setattr(open_models, "MEASUREMENTS", tmp_path / "measurements")
+    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
     monkeypatch.setattr(open_models.paths, "OPEN_LMS", tmp_path / "open_lms")
 
 
@@ -253,7 +273,9 @@ def test_a_noisier_base_makes_no_effect_harder(tmp_path):
 
 
 def test_losses_are_comparable_worse_or_undecided_by_their_own_margin(ledger):
-    ledger.base(loss=2.8).add("sigmoid", 0.0, loss=2.87).add("elu", 0.0, loss=2.92).add("linear", 0.0, loss=2.8 * (1 + LOSS))
+    ledger.base(loss=2.8).add("sigmoid", 0.0, loss=2.87).add("elu", 0.0, loss=2.92).add(
+        "linear", 0.0, loss=2.8 * (1 + LOSS)
+    )
     states = [ledger.judge("comparable", name, "base", key="valid_loss").state for name in ("sigmoid", "elu", "linear")]
     assert states == [HOLDS, FAILS, OPEN]
     assert ledger.judge("worse", "elu", "base", key="valid_loss").state == HOLDS
@@ -340,7 +362,12 @@ class Fake:
     """A record of nothing but metrics."""
 
     def __init__(self, curve=(), final=None, folder=None, window=None):
-        self.metrics, self.folder, self.status, self.weights = {"curve": list(curve), "final": final or {}}, folder, "done", None
+        self.metrics, self.folder, self.status, self.weights = (
+            {"curve": list(curve), "final": final or {}},
+            folder,
+            "done",
+            None,
+        )
         self.config = {"model": {"vocab_size": 512, "attention": {"window": window}}}
 
 

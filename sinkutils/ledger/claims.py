@@ -111,7 +111,9 @@ def _held(claim: Claim, ours: Results) -> list[Check]:
     for check in claim.checks:
         labels = tuple(map(ours.label, check.runs))
         coincide = len(set(labels)) < len(labels) or any(
-            label == ours.label("base") != name for name, label in zip(check.runs, labels, strict=True) if name != "base"
+            label == ours.label("base") != name
+            for name, label in zip(check.runs, labels, strict=True)
+            if name != "base"
         )
         if not coincide and not set(check.runs) & set(refused):
             held.setdefault((check.kind, labels, check.key), check)
@@ -214,5 +216,6 @@ def _printed(claim: Claim, ours: Results) -> str:
                     lines.setdefault(column, {})[f"{row} {value:.2f}"] = None
     headings = {"sink_star": "Sink_* %", "valid_loss": "valid loss"}
     return "; ".join(
-        f"{headings.get(column, column.replace('s', 'S', 1) + ' %')}: {', '.join(cells)}" for column, cells in lines.items()
+        f"{headings.get(column, column.replace('s', 'S', 1) + ' %')}: {', '.join(cells)}"
+        for column, cells in lines.items()
     )

@@ -63,7 +63,13 @@ FFNS = ("ffn_relu", "ffn_gelu", "ffn_swish", "ffn_reglu", "ffn_geglu")
 HEADS = ("heads_8", "heads_4", "heads_2", "heads_1", "heads_add")
 BATCHES = ("batch_quarter", "batch_half", "batch_x2")
 DECAYS = ("weight_decay_0", "weight_decay_0.001", "weight_decay_0.01")
-NO_NORMALISER = ("sigmoid", "elu", "linear", "mlp_normalised", "mlp")  # Table 6 and 15: may be negative, or no sum of one
+NO_NORMALISER = (
+    "sigmoid",
+    "elu",
+    "linear",
+    "mlp_normalised",
+    "mlp",
+)  # Table 6 and 15: may be negative, or no sum of one
 SIGMOIDS = ("sigmoid", "sigmoid_weight_decay_0", "sigmoid_weight_decay_0.5", "sigmoid_weight_decay_1",
             "sigmoid_lr_x2.5", "sigmoid_lr_quarter")  # fmt: skip
 SUMS = ("sigmoid_normalised", "elu_kernel_normalised")  # not negative, sum to one

@@ -301,7 +301,9 @@ def _read(preset: str, root: Path, state: tuple[tuple[str, int, int], ...]) -> R
     table = records(preset, root)
     found: dict[str, dict[int, Run]] = {}
     older = []
-    for name, seed in table.loc[table["status"].isin(["done", "failed"]), ["experiment", "seed"]].itertuples(index=False):
+    for name, seed in table.loc[table["status"].isin(["done", "failed"]), ["experiment", "seed"]].itertuples(
+        index=False
+    ):
         record = read_record(record_folder(preset, str(name), int(seed), root))
         if record.provenance.get("ledger") in ledgers():
             found.setdefault(str(name), {})[int(seed)] = Run(record)

@@ -156,7 +156,9 @@ def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     return Outcome("", state, found, p, why=f"p = {adjusted:.2g} after Holm")
 
 
-def _within(low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+def _within(
+    low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
+) -> Outcome:
     """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
     found = paired(ours, *check.runs, check.key)
     if found is None:

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from sinkutils.ledger.rules import FAILS, HOLDS, Outcome
 from sinkutils.model.decoder import TransformerLM
 
 if TYPE_CHECKING:
     from sinkutils.measuring.own import Subject
+    from sinkutils.measuring.propositions import RepeatedTokens
 
 SEQUENCES = 50
 EPSILON = 0.3
@@ -28,18 +31,34 @@ EDITED = (5, 10, 15, 20, 25, 30)  # t of Table 7; its sixth column is headed 25 
 
 
 @lru_cache
-def _propositions(length: int) -> dict[str, dict[str, Any]]:
-    from sinkutils.measuring.propositions import propositions
+def _seen(position: str, length: int) -> RepeatedTokens:
+    from sinkutils.measuring.propositions import repeated_tokens
 
-    return {row["position"]: row for row in propositions(length)}
+    return repeated_tokens(position, length)
 
 
 def _outcome(says: str, holds: bool, facts: str = "") -> Outcome:
     return Outcome(says, HOLDS if holds else FAILS, facts=facts, why="" if holds else "exact")
 
 
-def _alpha_1(position: str, length: int) -> str:
-    return f"alpha_1 at T = {length}: {position} {_propositions(length)[position]['alpha_1']:.3f}"
+def _alpha_1(position: str, length: int) -> float:
+    """The largest alpha_1 over layers and heads."""
+    return float(_seen(position, length).weights[..., 0].mean(dim=-1).max())
+
+
+def _said(position: str, length: int) -> str:
+    return f"alpha_1 at T = {length}: {position} {_alpha_1(position, length):.3f}"
+
+
+def _follows(position: str, length: int) -> bool:
+    """Whether the attention is that of the proposition's closed form."""
+    seen = _seen(position, length)
+    return float((seen.weights - seen.closed_form()).abs().max()) < EXACT
+
+
+def _never_grows(position: str, length: int) -> bool:
+    """Whether g never grows with the distance, as Propositions 2 and 3 take it to."""
+    return bool((_seen(position, length).logits.diff(dim=-1) <= EXACT).all())
 
 
 def _tiny(difference: float) -> str:
@@ -49,58 +68,58 @@ def _tiny(difference: float) -> str:
 
 def equal_states() -> list[Outcome]:
     """Eqs. 10-17: repeated tokens have one hidden state in every block."""
+    from sinkutils.measuring.propositions import PROPOSITION
+
+    apart = {position: _seen(position, 64).hidden_difference for position in PROPOSITION}
     return [
-        _outcome(f"{name}: all h_t equal h_1", row["hidden_difference"] < EXACT,
-                 f"largest difference: {name} {_tiny(row['hidden_difference'])}")
-        for name, row in _propositions(64).items()
-    ]  # fmt: skip
+        _outcome(f"{name}: all h_t equal h_1", largest < EXACT, f"largest difference: {name} {_tiny(largest)}")
+        for name, largest in apart.items()
+    ]
 
 
 def uniform_without_positions() -> list[Outcome]:
     """Proposition 1: A_ti = 1/t."""
-    row = _propositions(64)["nope"]
-    return [_outcome("attention is 1/t", row["closed_form_difference"] < EXACT, _alpha_1("nope", 64))]
+    return [_outcome("attention is 1/t", _follows("nope", 64), _said("nope", 64))]
 
 
 def relative_has_no_sink() -> list[Outcome]:
     """Proposition 2 for T5's bucket numbers, which the published code adds: the closed form, the proof's premise, and
     the conclusion at lengths below and far beyond D = 128, for which the proof argues.
     """
-    rows = {length: _propositions(length)["relative"] for length in (64, 160, 512)}
+    lengths = (64, 160, 512)
     return [
-        _outcome("the closed form of Eq. 20", all(row["closed_form_difference"] < EXACT for row in rows.values())),
-        _outcome("g never grows with the distance", bool(rows[160]["premise"])),
-        *(_outcome(f"alpha_1 at most {EPSILON} at T = {length}", row["alpha_1"] <= EPSILON, _alpha_1("relative", length))
-          for length, row in rows.items()),
+        _outcome("the closed form of Eq. 20", all(_follows("relative", length) for length in lengths)),
+        _outcome("g never grows with the distance", _never_grows("relative", 160)),
+        *(_outcome(f"alpha_1 at most {EPSILON} at T = {length}", _alpha_1("relative", length) <= EPSILON,
+                   _said("relative", length)) for length in lengths),
     ]  # fmt: skip
 
 
 def alibi_has_no_sink() -> list[Outcome]:
     """Proposition 3: attention falls with the distance, so that x_1 gets less than uniform attention gives it."""
-    row, uniform = _propositions(64)["alibi"], _propositions(64)["nope"]["alpha_1"]
     return [
-        _outcome("g never grows with the distance", bool(row["premise"])),
-        _outcome("alpha_1 below uniform attention's", row["alpha_1"] < uniform, _alpha_1("alibi", 64)),
+        _outcome("g never grows with the distance", _never_grows("alibi", 64)),
+        _outcome("alpha_1 below uniform attention's", _alpha_1("alibi", 64) < _alpha_1("nope", 64), _said("alibi", 64)),
     ]
 
 
 def rotary_is_bounded() -> list[Outcome]:
     """Proposition 4: the bound of Eq. 28, and attention that falls with t."""
-    short, long = _propositions(16)["rotary"], _propositions(160)["rotary"]
-    slack = min(short["bound_slack"], long["bound_slack"])
+    both = [_seen("rotary", length) for length in (16, 160)]
+    slack = min(float((seen.bound()[..., None] - seen.weights).min()) for seen in both)
     return [
         _outcome("A_ti within the bound of Eq. 28", slack >= -EXACT),
-        _outcome("alpha_1 falls with T", long["alpha_1"] < short["alpha_1"],
-                 f"{_alpha_1('rotary', 16)}; {_alpha_1('rotary', 160)}"),
-        _outcome(f"alpha_1 at most {EPSILON} at T = 160", long["alpha_1"] <= EPSILON),
+        _outcome("alpha_1 falls with T", _alpha_1("rotary", 160) < _alpha_1("rotary", 16),
+                 f"{_said('rotary', 16)}; {_said('rotary', 160)}"),
+        _outcome(f"alpha_1 at most {EPSILON} at T = 160", _alpha_1("rotary", 160) <= EPSILON),
     ]  # fmt: skip
 
 
 # The powers of alpha by which a run without it changes its settings to follow one with it (after Eqs. 35 and 42).
 RESCALED = {"sgd": {"lr": 2}, "adamw": {"lr": 1, "eps": -1, "weight_decay": -1}}
-_SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 1e-2}),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+_SETTINGS = {
+    "sgd": {"lr": 1e-2, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1},
 }
 
 
@@ -116,20 +135,35 @@ def scaling_differences(
     if optimizer not in _SETTINGS:
         raise ValueError(f"optimizer must be 'sgd' or 'adamw', got {optimizer!r}")
     powers = RESCALED[optimizer] if powers is None else powers
-    make, settings = _SETTINGS[optimizer]
+    settings = _SETTINGS[optimizer]
     generator = torch.Generator().manual_seed(0)
     start, inputs, targets = (torch.randn(8, 8, dtype=torch.float64, generator=generator) for _ in range(3))
-    scaled, rescaled = nn.Parameter(start.clone()), nn.Parameter(alpha * start)
-    changed = {name: alpha ** powers[name] * settings[name] for name in powers}
-    runs = ((scaled, alpha, make([scaled], **settings)), (rescaled, 1.0, make([rescaled], **settings | changed)))
+    changed = settings | {name: alpha ** powers[name] * settings[name] for name in powers}
+    scaled, rescaled = _Stepped(start.clone(), settings), _Stepped(alpha * start, changed)
     differences = []
     for _ in range(steps):
-        for weight, factor, step in runs:
-            step.zero_grad()
-            (inputs @ (factor * weight) - targets).square().mean().backward()
-            step.step()
-        differences.append(float((alpha * scaled - rescaled).detach().abs().max()))
+        for run, factor in ((scaled, alpha), (rescaled, 1.0)):
+            weight = run.weight.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad((inputs @ (factor * weight) - targets).square().mean(), weight)
+            run.step(optimizer, gradient)
+        differences.append(float((alpha * scaled.weight - rescaled.weight).abs().max()))
     return differences
+
+
+class _Stepped:
+    """A matrix and what its optimiser remembers of it, by torch's functional forms: the classes import the compiler."""
+
+    def __init__(self, weight: Tensor, settings: dict[str, float]) -> None:
+        self.weight, self.settings = weight, settings
+        self.first, self.second, self.count = torch.zeros_like(weight), torch.zeros_like(weight), torch.zeros(())
+
+    def step(self, optimizer: str, gradient: Tensor) -> None:
+        if optimizer == "sgd":
+            sgd([self.weight], [gradient], [None], momentum=0.0, dampening=0.0, nesterov=False, maximize=False,
+                **self.settings)  # fmt: skip
+        else:
+            adamw([self.weight], [gradient], [self.first], [self.second], [], [self.count], amsgrad=False, beta1=0.9,
+                  beta2=0.95, maximize=False, **self.settings)  # fmt: skip
 
 
 @lru_cache
