@@ -14,7 +14,7 @@ from sinkutils.ledger import frozen, open_models, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
-from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, norm_ratios, results
+from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, results
 from sinkutils.ledger.rules import (
     BASE,
     FAILS,
@@ -51,9 +51,11 @@ MASSIVE = {"default": 8.0, "v_bias": 6.0, "k_bias_first_20": 5.0, "k_bias_unifor
 # What the paper says without a number, or in a cell that its text lost.
 SAID = {"data_share_0.02": {"sink_1": 0.9}, "data_share_0.01": {"sink_1": 0.5}, "data_share_0.1": {"sink_1": 6.0},
         "lr_x0.025": {"valid_loss": 6.0, "sink_1": 0.0}, "random_1_to_5": {"sink_1": 0.5},
-        "random_1_to_10": {"sink_1": 0.3}, "prefix_5": {"sink_1": 4.0, "sink_2": 5.0}, "weight_decay_10": {"sink_1": 0.0},
-        **dict.fromkeys(("softmax_p1_2", "softmax_p1_3", "softmax_p1_4", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
-                        {"sink_1": 10.0}), "k_bias": {"sink_star": 73.0}, "k_bias_first_1": {"sink_star": 70.0}, "k_bias_first_20": {"sink_star": 0.0},
+        "random_1_to_10": {"sink_1": 0.3}, "prefix_5": {"sink_1": 4.0, "sink_2": 5.0},
+        "weight_decay_10": {"sink_1": 0.0},
+        **{f"{name}{p}": {"sink_1": 10.0} for p in (2, 3, 4) for name in ("softmax_p1_", "sigmoid_p")},
+        "k_bias": {"sink_star": 73.0}, "k_bias_first_1": {"sink_star": 70.0},
+        "k_bias_first_20": {"sink_star": 0.0},
         "k_bias_uniform_5": {"sink_1": 6.0}, "window_none": {"sink_1": 18.18}, "window_1_2": {"sink_1": 18.0},
         "window_1_4": {"sink_1": 14.0}, **{f"window_1_{w}": {"sink_1": 0.0} for w in (8, 16, 32, 64)},
         **{f"k_bias_dims_{d}": {"sink_star": s, "sink_1": f} for d, s, f in
@@ -70,8 +72,8 @@ class Ledger:
         self.runs, self.preset, self.noise = runs, preset, noise
 
     def add(self, name, excess=0.3, star=None, *, seeds=(0, 1, 2), second=0.0, ratio=1.0, before=None, small=0.3,
-            third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False, sinks=None,
-            weights=None, tokenizer=None):  # fmt: skip
+            third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False,
+            sinks=None, weights=None, tokenizer=None):  # fmt: skip
         """excess, star, second: final excess of alpha_1, alpha_* and alpha_2; ratio and small: norm ratios of h_1, and
         of k_1 and v_1; onset, turn: shares of the steps; untrained: excess before the first step.
         """
@@ -93,10 +95,10 @@ class Ledger:
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
             floor = float(np.mean(1 / np.arange(1, seen + 1)))
             alpha = (floor + end * (1 - floor)) * seen / length
-            by_eps = {k: {f"{eps}": 100 * max(0.0, x) / HEAD for eps in EPSILONS} for k, x in of.items() if k != "star"}
-            report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": {f"{k}": x for k, x in by_eps.items()},
-                      "alpha": [[[alpha, alpha]] * 3], "layers": [0, 1, 2], "hidden_norms": norms, "key_norms": lesser,
-                      "value_norms": lesser, "floor": uniform, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
+            by_eps = {f"{k}": {f"{eps}": 100 * max(0.0, of[k]) / HEAD for eps in EPSILONS} for k in range(1, 11)}
+            report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": by_eps, "layers": [0, 1, 2],
+                      "alpha": [[[alpha, alpha]] * 3], "hidden_norms": norms, "key_norms": lesser, "floor": uniform,
+                      "value_norms": lesser, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
             if before is not None:
                 report["before_norm_norms"] = [[before, *[1.0] * 7]] * 3
             if sinks:
@@ -106,15 +108,20 @@ class Ledger:
             curve = []
             for step in range(0, 101, 5):
                 share = step / 100
-                grown = 0.0 if share < start else (share - start + 0.05) / (1 - start + 0.05)
-                point = {"step": step, "sink_1": 100 * max(0.0, end) / HEAD * (grown if share < 1 else 1.0) if share >= start else 0.0,
-                         "excess_1": untrained + (end - untrained) * (grown if share < 1 else 1.0), "train_loss": final_loss,
-                         "valid_loss": final_loss + abs(share - turn)}  # fmt: skip
+                grown = 0.0 if share < start else min(1.0, (share - start + 0.05) / (1 - start))
+                point = {
+                    "step": step,
+                    "sink_1": 100 * max(0.0, end) / HEAD * grown,
+                    "train_loss": final_loss,
+                    "excess_1": untrained + (end - untrained) * grown,
+                    "valid_loss": final_loss + abs(share - turn),
+                }
                 point |= {"excess_star": of["star"] * share} if star is not None else {}
                 curve.append(point)
             final = {**curve[-1], "valid_loss": final_loss, "train_loss": final_loss - gap + wobble, "report": report}
-            metrics = {"status": "failed" if failed else "done", "reason": "the loss was not finite" if failed else None,
-                       "curve": [] if failed else curve, "final": {} if failed else final}  # fmt: skip
+            metrics = {"status": "done", "reason": None, "curve": curve, "final": final}
+            if failed:
+                metrics = {"status": "failed", "reason": "the loss was not finite", "curve": [], "final": {}}
             write_record(record_folder(self.preset, name, seed, self.runs), run, metrics, {"wall_seconds": 1.0},
                          weights, tokenizer)  # fmt: skip
         return self
@@ -384,7 +391,6 @@ def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
 def test_the_last_block_is_left_out_of_norm_ratios():
     report = {"hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
     assert QUANTITIES["hidden"].read(Run(Fake(final={"report": report}))) == 2.5
-    assert norm_ratios([[1.0, 4.0, 1.0]], 1) == [4.0]
 
 
 def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_token():
@@ -395,17 +401,6 @@ def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_tok
     report["alpha"] = [[[8 / 64] * 2]]
     assert read(Run(Fake(final={"report": report}, window=8))) == pytest.approx(1.0)
     assert read(Run(Fake(final={"report": report}, window=1))) == 0.0  # no other key to look at
-
-
-def test_sink_at_any_eps_comes_from_the_arrays_where_the_report_has_it_not(tmp_path):
-    from safetensors.numpy import save_file
-
-    from sinkutils.ledger.results import sink
-
-    save_file({"final": np.linspace(0, 1, 80).reshape(10, 4, 1, 2).astype(np.float16)}, tmp_path / "alpha.safetensors")
-    run = Run(Fake(folder=tmp_path))
-    values = np.linspace(0, 1, 80).reshape(10, 4, 1, 2)[:, 0]
-    assert sink(run, 1, 0.25) == pytest.approx(100 * (values > 0.25).mean())
 
 
 def test_a_record_is_read_anew_only_when_it_changes(ledger):

@@ -134,9 +134,9 @@ def _margin(check: Check, ours: Results, share: float) -> float:
 def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The 95 % interval of the run's level lies above the threshold; wholly at or below, it fails."""
     quantity = QUANTITIES[check.key]
-    threshold = quantity.level
-    if check.by_base:
-        threshold = BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+    threshold = float(quantity.level) if not check.by_base else (
+        BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+    )  # fmt: skip
     found = level(ours.values(check.runs[0], check.key), quantity.log)
     state = HOLDS if found.low > threshold else FAILS if found.high <= threshold else OPEN
     return Outcome("", state, found, why=f"threshold {threshold:.{quantity.digits}f}")
@@ -146,7 +146,8 @@ def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     """The first run has more than the second: significant after Holm. It fails where the interval leaves no room for
     a difference that counts: of an excess as much as a sink, else any at all.
     """
-    found = paired(ours, *check.runs, check.key)
+    one, other = check.runs
+    found = paired(ours, one, other, check.key)
     if found is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
     p = min(1.0, 2 * min(found.p_above(), found.p_below()))
@@ -160,7 +161,8 @@ def _within(
     low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
 ) -> Outcome:
     """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
-    found = paired(ours, *check.runs, check.key)
+    one, other = check.runs
+    found = paired(ours, one, other, check.key)
     if found is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
     margin = _margin(check, ours, share)

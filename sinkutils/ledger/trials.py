@@ -1,4 +1,4 @@
-"""What no record's numbers can settle: the paper's proofs on random weights, and trials on weights that records kept."""
+"""What no record's numbers settle: the paper's proofs on random weights, and trials on weights that records kept."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def rotary_is_bounded() -> list[Outcome]:
 
 # The powers of alpha by which a run without it changes its settings to follow one with it (after Eqs. 35 and 42).
 RESCALED = {"sgd": {"lr": 2}, "adamw": {"lr": 1, "eps": -1, "weight_decay": -1}}
-_SETTINGS = {
+_SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-2, "weight_decay": 0.0},
     "adamw": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1},
 }
@@ -153,7 +153,7 @@ def scaling_differences(
 class _Stepped:
     """A matrix and what its optimiser remembers of it, by torch's functional forms: the classes import the compiler."""
 
-    def __init__(self, weight: Tensor, settings: dict[str, float]) -> None:
+    def __init__(self, weight: Tensor, settings: dict[str, Any]) -> None:
         self.weight, self.settings = weight, settings
         self.first, self.second, self.count = torch.zeros_like(weight), torch.zeros_like(weight), torch.zeros(())
 
@@ -233,14 +233,14 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
     What `measure` gives has x_1 as its first position; here x* is the first of T + 1. Raises ValueError for a model
     without a sink token.
     """
-    from sinkutils.ledger.results import norm_ratios
+    from sinkutils.measuring.report import norm_ratio
 
     if not isinstance(model, TransformerLM) or not model.config.sink_token:
         raise ValueError("model must be a TransformerLM with a sink token: LMConfig(sink_token=True)")
     seen = HiddenNorms()
     with torch.no_grad():
         model.hidden(ids.to(model.embed.weight.device), seen)
-    return norm_ratios(seen.blocks)
+    return norm_ratio(seen.blocks)
 
 
 def _star_hidden(own: Subject) -> float:
