@@ -363,6 +363,14 @@ def test_padding_without_a_mask_is_warned_of() -> None:
         measure(model, ids, attention_mask=mask)
     with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
         measure(model, ids)
+    model.config.pad_token_id = model.config.eos_token_id  # one such token is text, several at an end are not
+    ids[0, -2:] = torch.tensor([5, model.config.eos_token_id])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids)
+    ids[0, -2:] = model.config.eos_token_id
+    with pytest.warns(UserWarning, match=r"padding token \(2\)"):
+        measure(model, ids)
 
 
 def test_several_bos_tokens_are_each_one() -> None:

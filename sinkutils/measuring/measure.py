@@ -72,15 +72,8 @@ def measure(
     check_weights(model)
     config = getattr(model, "config", None)
     firsts = token_ids(config, "bos_token_id")
-    padding = token_ids(config, "pad_token_id") - firsts - token_ids(config, "eos_token_id")
-    if attention_mask is None and any(bool((ids == token).any()) for token in padding):
-        warnings.warn(
-            f"ids hold the model's padding token ({min(padding)}), which is measured as text: give attention_mask",
-            stacklevel=3,
-        )
-    lengths = torch.tensor([len(row) for row in rows])
-    tally = Tally(int(lengths.max()), norms)
-    order: list[int] = []
+    if attention_mask is None:
+        warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
     with ONE_AT_A_TIME, ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
@@ -161,6 +154,19 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
         raise ValueError(
             f"ids must be in 0..{vocabulary - 1}, the tokens that the model has an embedding for; got {low}..{high}"
         )
+
+
+def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
+    """Warn where ids hold the padding token or, if that is also `used` as BOS or EOS, a row begins or ends with two."""
+    for token in padding:
+        same = ids == token
+        if token in used:
+            same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
+        if same.any():
+            warnings.warn(
+                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
+                stacklevel=4,
+            )
 
 
 def check_weights(model: nn.Module) -> None:
