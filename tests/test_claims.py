@@ -8,8 +8,10 @@ import zlib
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
+from sinkutils.data.tokenizer import train_tokenizer
 from sinkutils.ledger import frozen, open_models, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
@@ -38,6 +40,8 @@ from sinkutils.ledger.rules import (
     judge,
 )
 from sinkutils.ledger.rules import verdict as of_outcomes
+from sinkutils.measuring.own import Subject
+from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import ledger_sha256, record_folder, write_record
@@ -530,3 +534,190 @@ def test_the_row_and_the_checks_of_a_claim_hold_the_same_effect(ledger):
     assert (row["effect"], row["low"], row["high"]) == (same["mean"], same["low"], same["high"])
     found = effect("v_bias", "base", "laptop", runs=ledger.runs)
     assert (found.mean, found.low, found.high) == (row["effect"], row["low"], row["high"])
+
+
+# --- trials on weights, and open models ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer((f"a few words of text number {i}" for i in range(200)), 512)
+
+
+def kept(name, ledger, tokenizer, edit=lambda model: None, seeds=(0, 1, 2), **more):
+    """Records whose weights are those of models before the first step, edited."""
+    for seed in seeds:
+        model = TransformerLM(config(name, ledger.preset).model, seed)
+        with torch.no_grad():
+            edit(model)
+        ledger.add(name, seeds=(seed,), weights=dict(model.state_dict()), tokenizer=tokenizer, **more)
+    return ledger
+
+
+def test_weights_of_fewer_than_three_seeds_are_not_tried(ledger, tokenizer):
+    kept("window_1_4", ledger.base(), tokenizer, seeds=(0, 1)).add("window_1_4", seeds=(2,))
+    assert ledger.says("window_relative") == NOT_RUN
+    assert "2 of 3 seeds hold excess alpha of the window's first key" in ledger.row("window_relative")["reason"]
+    assert kept("window_1_4", ledger, tokenizer, seeds=(2,)).says("window_relative") == REPRODUCED
+
+
+def test_the_sink_token_itself_is_looked_at_for_massive_activations(ledger, tokenizer):
+    def grow(model):
+        model.sink.mul_(60.0)  # x* alone
+
+    kept("sink_token_default", ledger.base(), tokenizer, excess=0.0, star=0.4)
+    assert ledger.says("sink_token_activations") == NOT_REPRODUCED
+    assert kept("sink_token_default", ledger, tokenizer, grow, excess=0.0, star=0.4).says(
+        "sink_token_activations") == REPRODUCED  # fmt: skip
+    with pytest.raises(ValueError, match="with a sink token"):
+        trials.sink_token_ratios(TransformerLM(LMConfig()), torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_without_its_biases_a_model_is_what_it_was_but_for_them(tokenizer):
+    biased = TransformerLM(config("k_bias", "smoke").model)
+    own = Subject("k_bias", biased.eval(), tokenizer)
+    plain = trials._unbiased(own).model
+    ids = own.inputs("random", 2, 16)
+    with torch.no_grad():
+        for name, parameter in biased.named_parameters():
+            if "key_bias" in name:
+                parameter.fill_(-1e4)
+    same = {name for name in plain.state_dict() if torch.equal(plain.state_dict()[name], biased.state_dict()[name])}
+    assert same == set(plain.state_dict()) < set(biased.state_dict())
+    assert not torch.allclose(plain(ids), TransformerLM(config("k_bias", "smoke").model)(ids), atol=1e-4)
+
+
+class Moved:
+    """In place of a model with learned positions: a report whose sink follows p_1, or stays on x_1."""
+
+    length = 64
+
+    def __init__(self, follows):
+        self.follows, self.at = follows, 1
+        self.model = self
+
+    def inputs(self, *args):
+        return None
+
+    def measure(self, ids, targets=(1,), norms=True):
+        seen = {self.at if self.follows else 1: 0.5}
+        return type("Report", (), {"excess": staticmethod(lambda k: seen.get(k, 0.0))})()
+
+
+@pytest.mark.parametrize("follows, left, shift", [(True, 0.0, 0.5), (False, 1.0, -0.5)])
+def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, monkeypatch):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def moved(model, t):
+        model.at = t
+        yield
+        model.at = 1
+
+    monkeypatch.setattr("sinkutils.measuring.load.swap_positions", moved)
+    monkeypatch.setattr("sinkutils.measuring.load.replace_position", moved)
+    assert trials._edited(Moved(follows), swap=False) == left and trials._edited(Moved(follows), swap=True) == shift
+
+
+@pytest.mark.parametrize("optimizer, powers", [("sgd", {"lr": 1}), ("adamw", {"lr": 1}), ("adamw", {})])
+def test_scaling_needs_all_of_the_papers_rule(optimizer, powers):
+    assert (
+        max(trials.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > trials.scaling_difference(optimizer)
+    )
+
+
+def test_the_propositions_hold_but_for_the_second_up_to_its_distance(ledger):
+    table = claims("laptop", ledger.runs).set_index("id")
+    proofs = ["equal_states", "proposition_1", "proposition_3", "proposition_4", "scale_is_rescaling"]
+    assert set(table.loc[proofs, "verdict"]) == {REPRODUCED}
+    row = table.loc["proposition_2"]
+    assert (row["verdict"], row["holds"]) == (PARTLY, "3 of 5")
+    assert "fails: g never grows" in row["reason"] and "fails: alpha_1 at most 0.3 at T = 64" in row["reason"]
+
+
+def report(sink, early=0.1, late=0.6, norms=True, spread=1.0, high=None):
+    result = {"T": 64, "sink": {"1": {f"{eps}": high if high and eps == 0.4 else sink for eps in EPSILONS}},
+              "interval": {"1": {"0.3": [sink - spread, sink + spread]}},
+              "alpha": [[[early] * 2, *[[late] * 2] * 3]]}  # fmt: skip
+    rows = {"hidden_norms": [[9.0, 1, 1], [9.0, 1, 1], [1.0, 1, 1]], "key_norms": [[0.5, 1, 1]] * 4,
+            "value_norms": [[0.5, 1, 1]] * 4}  # fmt: skip
+    return result | rows if norms else result
+
+
+def real(tmp_path, name, bos=False, random=80.0, repeat=0.0, parameters=135e6, sinks=(90, 80, 70, 60, 50)):
+    """A file of data/open_lms as `measuring.open_lms` makes it."""
+    first = "BOS" if bos else "text"
+    none = report(0.0) | {"alpha": [[[0.1] * 2] * 4]}
+    probes = {
+        "natural": {"text": report(75.0) if not bos else none, first: report(75.0)},
+        "random": {"text": report(random)},
+        "repeat": {"text": report(repeat) | {"hidden_norms": [[9.0, 9, 9]] * 3}},
+    }
+    lengths = {first: {f"{32 * 2**i}": report(s, norms=False, high=s - 9 * i) for i, s in enumerate(sinks)}}
+    angles = {"cosine": {"first": [[0.5] * 2] * 4, "others": [[0.1] * 2] * 4},
+              "norm_product": {"first": [[1.0] * 2] * 4, "others": [[2.0] * 2] * 4}}  # fmt: skip
+    domains = {"by": {"Github": {first: report(78.0)}, "ArXiv": {first: report(69.0)}}}
+    sections = {"about": {"title": name, "parameters": parameters, "trained_with_bos": bos}, "probes": probes,
+                "lengths": lengths, "angles": angles, "domains": domains}  # fmt: skip
+    (tmp_path / "open_lms").mkdir(exist_ok=True)
+    (tmp_path / "open_lms" / f"{name}.json").write_text(json.dumps(sections), encoding="utf-8")
+
+
+def test_real_models_are_judged_one_a_check_with_what_stood_first_in_training(ledger, tmp_path):
+    assert ledger.says("universal") == NOT_RUN and "measure gpt2" in ledger.row("universal")["reason"]
+    real(tmp_path, "SmolLM2")
+    results_on_one = {id: claims("laptop", tmp_path / "other").set_index("id").loc[id, "verdict"] for id in (
+        "universal", "small_models", "random_input", "repeated_input", "repeated_massive", "norms_everywhere",
+        "qk_angles", "length_and_threshold", "domains", "later_blocks")}  # fmt: skip
+    assert set(results_on_one.values()) == {REPRODUCED}, results_on_one
+    real(tmp_path, "Gemma", bos=True, random=0.0)
+    table = claims("laptop", tmp_path / "third").set_index("id")
+    assert table.loc["universal", "verdict"] == REPRODUCED and table.loc["universal", "holds"] == "2 of 2"
+    assert table.loc["random_input", "verdict"] == PARTLY  # without its BOS it has none
+    assert "Sink_1 of Gemma 0.0" in table.loc["random_input", "ours"]
+
+
+@pytest.mark.parametrize("sinks, verdict", [
+    ((90, 80, 70, 60, 50), REPRODUCED), ((50, 60, 70, 80, 90), PARTLY), ((70, 60, 80, 65, 69), INCONCLUSIVE),
+])  # fmt: skip
+def test_a_fall_with_length_is_by_rank_over_all_lengths(sinks, verdict, ledger, tmp_path):
+    real(tmp_path, "SmolLM2", sinks=sinks)
+    assert ledger.says("length_and_threshold") == verdict
+
+
+def saved(tmp_path, model, sink, kind="natural", domain=""):
+    folder = tmp_path / "measurements"
+    folder.mkdir(exist_ok=True)
+    name = model.rsplit("/", 1)[-1] + ("@" + domain if domain else "")
+    (folder / f"{name}.json").write_text(json.dumps({kind: report(sink) | {"name": model}}), encoding="utf-8")
+
+
+def test_saved_measurements_of_table_8_are_judged_too(ledger, tmp_path):
+    for model, sink in (("mistralai/Mistral-7B-v0.1", 97.0), ("mistralai/Mistral-7B-Instruct-v0.1", 88.0),
+                        ("EleutherAI/pythia-14m", 10.0), ("EleutherAI/pythia-70m", 20.0),
+                        ("EleutherAI/pythia-1b", 60.0), ("ai21labs/Jamba-v0.1", 88.5)):  # fmt: skip
+        saved(tmp_path, model, sink)
+    saved(tmp_path, "EleutherAI/pythia-1b", 30.0, domain="ArXiv")
+    saved(tmp_path, "EleutherAI/pythia-1b", 60.0, domain="Github")
+    table = claims("laptop", tmp_path / "none").set_index("id")
+    assert set(table.loc[["universal", "base_and_chat", "larger_pythia", "jamba"], "verdict"]) == {REPRODUCED}
+    assert table.loc["domains", "verdict"] == NOT_REPRODUCED  # 15 points from their mean
+    assert table.loc["jamba_third", "verdict"] == NOT_REPRODUCED  # the first layer has the least here
+
+
+def test_a_file_that_is_no_measurement_is_named(ledger, tmp_path):
+    (tmp_path / "measurements").mkdir()
+    (tmp_path / "measurements" / "gpt2.json").write_text('{"natural": {"sink": {}}}')
+    with pytest.raises(ValueError, match=r"gpt2\.json in data/measurements is not what"):
+        ledger.row("universal")
+
+
+def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger, tmp_path, monkeypatch):
+    monkeypatch.setattr("sinkutils.measuring.scores.MEASUREMENTS", tmp_path / "measurements")
+    for model, sink, score in (("EleutherAI/pythia-160m", 20.0, 30.0), ("EleutherAI/pythia-1.4b", 60.0, 52.0),
+                               ("facebook/opt-1.3b", 90.0, 53.0)):  # fmt: skip
+        saved(tmp_path, model, sink)
+        folder = tmp_path / "measurements" / "hellaswag"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{model.rsplit('/', 1)[-1]}.json").write_text(json.dumps({"model": model, "acc_norm": score}))
+    assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]

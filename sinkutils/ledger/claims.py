@@ -80,7 +80,8 @@ def _claim(id: str) -> Claim:
 
 def _judged(ours: Results) -> Judged:
     """Every claim's verdict and outcomes; directional checks after Holm over the whole ledger."""
-    if ("ledger", "") not in ours.cache:
+    key = ("ledger", open_models.state())
+    if key not in ours.cache:
         visible = {claim.id: _held(claim, ours) for claim in CLAIMS if ours.preset not in GATES[claim.gate][0]}
         asked = dict.fromkeys(check for checks in visible.values() for check in checks)
         raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
@@ -94,8 +95,8 @@ def _judged(ours: Results) -> Judged:
                 outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
             result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
             judged[claim.id] = result, outcomes
-        ours.cache["ledger", ""] = judged
-    return ours.cache["ledger", ""]
+        ours.cache[key] = judged
+    return ours.cache[key]
 
 
 def _elsewhere(name: str) -> list[Outcome]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,19 @@ class Measured:
         return self.probes.get(kind, {}).get(first or self.usual)
 
 
-def measured() -> list[Measured]:
+def state() -> tuple[tuple[Path, int], ...]:
+    """Every file of measurements, and when it was written."""
+    files = [*paths.OPEN_LMS.glob("*.json"), *MEASUREMENTS.glob("**/*.json")]
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted(files))
+
+
+def measured() -> tuple[Measured, ...]:
     """Every model that was measured. Raises ValueError for a file that is no measurement."""
+    return _measured(state())
+
+
+@lru_cache(maxsize=1)
+def _measured(files: tuple[tuple[Path, int], ...]) -> tuple[Measured, ...]:
     from sinkutils.measuring.load import find
     from sinkutils.measuring.scores import saved_scores
 
@@ -69,7 +81,7 @@ def measured() -> list[Measured]:
         one = Measured(name, float("inf"), probes=probes, more=more)
         found.append(one if known is None else replace(one, parameters=known.parameters, family=known.family,
                                                        in_paper=known.in_paper, chat=known.chat))  # fmt: skip
-    return found
+    return tuple(found)
 
 
 def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:

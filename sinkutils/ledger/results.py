@@ -238,7 +238,7 @@ class Results:
     preset: str
     runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
     older: tuple[str, ...] = ()  # records made before the ledger was frozen
-    cache: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    cache: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False)
 
     def label(self, name: str) -> str:
         """The name under which an experiment runs here."""
