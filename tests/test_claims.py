@@ -28,7 +28,7 @@ from sinkutils.ledger.rules import (
     MARGIN,
     MISSING,
     NOT_REPRODUCED,
-    NOT_RUN,  # fmt: skip
+    NOT_RUN,
     NOT_VISIBLE,
     OPEN,
     PARTLY,
@@ -40,6 +40,7 @@ from sinkutils.ledger.rules import (
     judge,
 )
 from sinkutils.ledger.rules import verdict as of_outcomes
+from sinkutils.measuring import saved
 from sinkutils.measuring.own import Subject
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
@@ -173,7 +174,7 @@ def ledger(tmp_path):
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
-    monkeypatch.setattr(open_models, "MEASUREMENTS", tmp_path / "measurements")
+    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
     monkeypatch.setattr(open_models.paths, "OPEN_LMS", tmp_path / "open_lms")
 
 
@@ -685,20 +686,19 @@ def test_a_fall_with_length_is_by_rank_over_all_lengths(sinks, verdict, ledger, 
     assert ledger.says("length_and_threshold") == verdict
 
 
-def saved(tmp_path, model, sink, kind="natural", domain=""):
-    folder = tmp_path / "measurements"
-    folder.mkdir(exist_ok=True)
-    name = model.rsplit("/", 1)[-1] + ("@" + domain if domain else "")
-    (folder / f"{name}.json").write_text(json.dumps({kind: report(sink) | {"name": model}}), encoding="utf-8")
+def save(model, sink, kind="natural", domain=""):
+    path = saved.path_of(model, domain=domain)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"model": model, kind: report(sink)}), encoding="utf-8")
 
 
 def test_saved_measurements_of_table_8_are_judged_too(ledger, tmp_path):
     for model, sink in (("mistralai/Mistral-7B-v0.1", 97.0), ("mistralai/Mistral-7B-Instruct-v0.1", 88.0),
                         ("EleutherAI/pythia-14m", 10.0), ("EleutherAI/pythia-70m", 20.0),
                         ("EleutherAI/pythia-1b", 60.0), ("ai21labs/Jamba-v0.1", 88.5)):  # fmt: skip
-        saved(tmp_path, model, sink)
-    saved(tmp_path, "EleutherAI/pythia-1b", 30.0, domain="ArXiv")
-    saved(tmp_path, "EleutherAI/pythia-1b", 60.0, domain="Github")
+        save(model, sink)
+    save("EleutherAI/pythia-1b", 30.0, domain="ArXiv")
+    save("EleutherAI/pythia-1b", 60.0, domain="Github")
     table = claims("laptop", tmp_path / "none").set_index("id")
     assert set(table.loc[["universal", "base_and_chat", "larger_pythia", "jamba"], "verdict"]) == {REPRODUCED}
     assert table.loc["domains", "verdict"] == NOT_REPRODUCED  # 15 points from their mean
@@ -707,17 +707,14 @@ def test_saved_measurements_of_table_8_are_judged_too(ledger, tmp_path):
 
 def test_a_file_that_is_no_measurement_is_named(ledger, tmp_path):
     (tmp_path / "measurements").mkdir()
-    (tmp_path / "measurements" / "gpt2.json").write_text('{"natural": {"sink": {}}}')
+    (tmp_path / "measurements" / "gpt2.json").write_text('{"model": "openai-community/gpt2", "natural": {"sink": {}}}')
     with pytest.raises(ValueError, match=r"gpt2\.json in data/measurements is not what"):
         ledger.row("universal")
 
 
-def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger, tmp_path, monkeypatch):
-    monkeypatch.setattr("sinkutils.measuring.scores.MEASUREMENTS", tmp_path / "measurements")
+def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
     for model, sink, score in (("EleutherAI/pythia-160m", 20.0, 30.0), ("EleutherAI/pythia-1.4b", 60.0, 52.0),
                                ("facebook/opt-1.3b", 90.0, 53.0)):  # fmt: skip
-        saved(tmp_path, model, sink)
-        folder = tmp_path / "measurements" / "hellaswag"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{model.rsplit('/', 1)[-1]}.json").write_text(json.dumps({"model": model, "acc_norm": score}))
+        save(model, sink)
+        saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
