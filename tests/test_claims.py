@@ -100,7 +100,9 @@ class Ledger:
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
             floor = float(np.mean(1 / np.arange(1, seen + 1)))
             alpha = (floor + end * (1 - floor)) * seen / length
-            by_eps = {f"{k}": {f"{eps}": 100 * max(0.0, of[k]) / HEAD for eps in EPSILONS} for k in range(1, 11)}
+            by_eps = {
+                f"{k}": {f"{eps}": min(100.0, 100 * max(0.0, of[k]) / HEAD) for eps in EPSILONS} for k in range(1, 11)
+            }
             report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": by_eps, "layers": [0, 1, 2],
                       "alpha": [[[alpha, alpha]] * 3], "hidden_norms": norms, "key_norms": lesser, "floor": uniform,
                       "value_norms": lesser, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
@@ -116,7 +118,7 @@ class Ledger:
                 grown = 0.0 if share < start else min(1.0, (share - start + 0.05) / (1 - start))
                 point = {
                     "step": step,
-                    "sink_1": 100 * max(0.0, end) / HEAD * grown,
+                    "sink_1": min(100.0, 100 * max(0.0, end) / HEAD) * grown,
                     "train_loss": final_loss,
                     "excess_1": untrained + (end - untrained) * grown,
                     "valid_loss": final_loss + abs(share - turn),
@@ -176,6 +178,12 @@ def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
     monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
     monkeypatch.setattr(open_models.paths, "OPEN_LMS", tmp_path / "open_lms")
+
+
+@pytest.fixture(autouse=True)
+def untrained_models_without_a_ratio(monkeypatch):
+    """The made-up norms stand for themselves, unless a test says so."""
+    monkeypatch.setattr(trials, "untrained_ratio", lambda *arguments: 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -393,8 +401,20 @@ def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
     assert QUANTITIES["onset"].read(Run(Fake(points(*sinks)))) == expected
 
 
+def test_massive_is_measured_by_the_same_model_before_its_first_step(ledger, monkeypatch):
+    monkeypatch.undo()
+    model = json.dumps({"vocab_size": 512, "context_length": 64, "num_layers": 4, "num_heads": 4, "hidden_size": 64,
+                        "intermediate_size": 128})  # fmt: skip
+    untrained = trials.untrained_ratio(model, 64, "hidden_norms", (1,))
+    assert 2.5 < untrained < 4.0  # x_1 sees only itself: no training is needed for that
+    report = {"T": 64, "hidden_norms": [[1.5 * untrained, 1.0, 1.0], [1.0, 1.0, 1.0]]}
+    run = Fake(final={"report": report})
+    run.config["model"] = json.loads(model)
+    assert QUANTITIES["hidden"].read(Run(run)) == pytest.approx(1.5)  # far above 2 as it stands
+
+
 def test_the_last_block_is_left_out_of_norm_ratios():
-    report = {"hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
+    report = {"T": 64, "hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
     assert QUANTITIES["hidden"].read(Run(Fake(final={"report": report}))) == 2.5
 
 
@@ -718,3 +738,25 @@ def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
         save(model, sink)
         saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
+
+
+def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch, capsys):
+    import runpy
+    from pathlib import Path
+
+    ledger.base().add("sigmoid", 0.0).add("elu", 0.0, seeds=(0, 1)).add("elu", 0.06, seeds=(2,))
+    assert ledger.says("no_normalisation") == INCONCLUSIVE  # one seed of elu has a sink
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "drop_a_seed.py"))
+    monkeypatch.setitem(script["main"].__globals__, "results", lambda preset: results(preset, ledger.runs))
+    script["main"]()
+    said = capsys.readouterr().out
+    assert "without elu/2: no_normalisation inconclusive -> reproduced" in said
+    assert "12 seeds left out one at a time" in said
+
+
+def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(monkeypatch):
+    from sinkutils.showing import readme
+
+    page = readme.ledger_page()
+    assert page.count("\n| ") == len(CLAIMS) + 2 and "18.18" in page
+    assert json.loads(frozen.PATH.read_text(encoding="utf-8"))[0]["sha256"][:16] in page

@@ -45,6 +45,11 @@ def claims(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFra
     return pd.DataFrame([_row(claim, ours, *judged[claim.id]) for claim in CLAIMS], columns=list(COLUMNS))
 
 
+def verdicts(ours: Results) -> dict[str, str]:
+    """Every claim's verdict on results that are read."""
+    return {id: result for id, (result, _) in _judged(ours).items()}
+
+
 def verdict(id: str, preset: str = "laptop", runs: Path | str | None = None) -> str:
     """One claim's verdict as a line for a notebook. Raises ValueError for an unknown id."""
     claim, ours = _claim(id), results(preset, runs)

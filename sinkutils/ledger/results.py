@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -123,12 +124,18 @@ def _gap(run: Run) -> float | None:
     return run.final["valid_loss"] - run.final["train_loss"] if {"valid_loss", "train_loss"} <= set(run.final) else None
 
 
-def _ratio(run: Run, name: str, positions: Iterable[int] = (1,)) -> float | None:
+def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | None:
     """The largest ratio of a position's norm to the mean of the others', over the blocks but the last, whose output
-    reflects the prediction.
+    reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself.
     """
+    from sinkutils.ledger.trials import untrained_ratio
+
     norms = run.report.get(name)
-    return max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions) if norms else None
+    if not norms:
+        return None
+    model = json.dumps(run.record.config["model"], sort_keys=True)
+    largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
+    return largest / untrained_ratio(model, run.report["T"], name, positions)
 
 
 def _ratio_at_sink(run: Run, name: str) -> float | None:
@@ -207,14 +214,20 @@ QUANTITIES: dict[str, Quantity] = {
     "turn": Quantity("least validation loss at, share of the steps", _turn),
     "valid_loss": Quantity("valid loss", lambda r: r.final.get("valid_loss")),
     "gap": Quantity("valid minus train loss", _gap),
-    "hidden": Quantity("norm ratio of h_1", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
-    "before_norm": Quantity("norm ratio of h_1 before LN", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True),
+    "hidden": Quantity("norm ratio of h_1, times the untrained", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
+    "before_norm": Quantity(
+        "norm ratio of h_1 before LN, times the untrained", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True
+    ),
     "key": Quantity("norm ratio of k_1 where the sink is", lambda r: _ratio_at_sink(r, "key_norms"), 1.0, 2, log=True),
     "value": Quantity(
         "norm ratio of v_1 where the sink is", lambda r: _ratio_at_sink(r, "value_norms"), 1.0, 2, log=True
     ),
     "hidden_prefix": Quantity(
-        "largest norm ratio of h_2 to h_5", lambda r: _ratio(r, "hidden_norms", range(2, 6)), 2.0, 2, log=True
+        "largest norm ratio of h_2 to h_5, times the untrained",
+        lambda r: _ratio(r, "hidden_norms", (2, 3, 4, 5)),
+        2.0,
+        2,
+        log=True,
     ),
     "depths": Quantity("alpha_1 of the first quarter of the layers over the others'", _depths, 1.0, 2, log=True),
     "fall": Quantity("fall of the training loss", lambda r: _tuned(r, "fall"), 0.0),
@@ -223,7 +236,9 @@ QUANTITIES: dict[str, Quantity] = {
     "spike": Quantity("largest over median gradient norm", lambda r: _tuned(r, "spike"), 10.0, 1, log=True),
     "repeat": Quantity("excess alpha_1 on one token repeated", _from_weights("repeat"), "sink"),
     "window_first": Quantity("excess alpha of the window's first key", _from_weights("window_first"), "sink"),
-    "star_hidden": Quantity("norm ratio of h at x*", _from_weights("star_hidden"), 2.0, 2, log=True),
+    "star_hidden": Quantity(
+        "norm ratio of h at x*, times the untrained", _from_weights("star_hidden"), 2.0, 2, log=True
+    ),
     "replaced": Quantity("excess left on one token repeated, p_1 replaced", _from_weights("replaced"), 0.5),
     "swapped": Quantity("excess alpha_t less alpha_1, p_1 and p_t swapped", _from_weights("swapped"), 0.0),
     "without_bias": Quantity("excess alpha_1 without the trained biases", _from_weights("without_bias"), "sink"),
@@ -238,6 +253,7 @@ class Results:
     preset: str
     runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
     older: tuple[str, ...] = ()  # records made before the ledger was frozen
+    least: int = 3  # seeds of an experiment without which nothing is judged
     cache: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False)
 
     def label(self, name: str) -> str:

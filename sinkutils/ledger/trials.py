@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from sinkutils.ledger.rules import FAILS, HOLDS, Outcome
-from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import from_dict
 
 if TYPE_CHECKING:
     from sinkutils.measuring.own import Subject
@@ -243,9 +245,32 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
     return norm_ratio(seen.blocks)
 
 
+@lru_cache(maxsize=512)
+def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
+    """The largest norm ratio at these positions of a model before its first step, on 8 texts of random tokens.
+
+    model: the LMConfig of a record, as JSON. x_1 sees only itself, so that its state is not a mean of others': with
+    softmax its norm is about three times theirs without any training.
+    """
+    from sinkutils.measuring.measure import measure
+
+    untrained = TransformerLM(from_dict(LMConfig, json.loads(model))).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(untrained.config.vocab_size, (8, length), generator=generator)
+    report = measure(untrained, ids, targets=(1,))
+    return max(max(report.norm_ratio(name, k)) for k in positions)
+
+
 def _star_hidden(own: Subject) -> float:
-    """The largest of `sink_token_ratios` before the last block; x* sees only itself, so any input will do."""
-    return max(sink_token_ratios(own.model, own.inputs("random", SEQUENCES, own.length))[:-1])
+    """The largest of `sink_token_ratios` before the last block, over that of an untrained model, whose x* stands out a
+    little too because it sees only itself; any input will do.
+    """
+    ids = own.inputs("random", SEQUENCES, own.length)
+    trained, untrained = (
+        max(sink_token_ratios(model, ids)[:-1])
+        for model in (own.model, TransformerLM(own.model.config))  # type: ignore[arg-type]
+    )
+    return trained / untrained
 
 
 def _edited(own: Subject, swap: bool) -> float:
