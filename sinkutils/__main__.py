@@ -270,7 +270,7 @@ def readme_command(options: argparse.Namespace) -> int:
     return 0
 
 
-LONG = ("why", "reason", "holds", "effect", "low", "high")  # columns that only --long prints
+LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long prints
 COMMANDS = {
     "list": list_command,
     "train": train_command,

@@ -340,7 +340,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def ledger_sha256() -> str:
-    """The hash of the ledger, which each record keeps: rules that stood before it judged it (`ledger.frozen`)."""
+    """The hash of the ledger, which each record keeps: the rules that judge it stood before it (`ledger.frozen`)."""
     return _hash_of(LEDGER_MODULES)
 
 
