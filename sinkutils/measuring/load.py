@@ -15,12 +15,9 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.record import RUNS, CorruptRecord, read_record
-
-
-class ModelUnavailable(OSError):
-    """A model cannot be had: absent, gated, not in the cache without a network; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,9 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of the registry, a hub id, a local folder, or a recorded run that kept its weights
-        ("laptop/fixed_1/0", or the folder of any record).
-    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate:
-        pip install 'sinkutils[devices]'.
+    name_or_path: a name of the registry, a hub id, a local folder, a recorded run that kept its weights
+        ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
+    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
     trust_remote_code: run code from the hub; off unless asked for.
@@ -137,6 +133,10 @@ def load_lm(
         return _load_record(recorded, target, dtype)
     if not folder.is_dir() and name.count("/") == 2:
         raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
+    if name.lower() in REAL_MODELS and not folder.is_dir():
+        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, dtype, None, False)
+        model.config.name_or_path = name.lower()  # which reports show, in place of a folder of the cache
+        return model, tokenizer
     known = find(name)
     hub_id = known.hub_id if known and not folder.is_dir() else name
     return _load_transformers(hub_id, device, target, dtype, revision, trust_remote_code)
