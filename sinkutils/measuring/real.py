@@ -172,9 +172,8 @@ def _convert(name: str, folder: Path) -> None:
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
-    save_file(
-        {key: value.contiguous() for key, value in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    weights = {key: value.contiguous() for key, value in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     del model.config.quantization_config
     model.config.architectures, model.config.name_or_path = [type(model).__name__], name
     model.config.save_pretrained(folder)

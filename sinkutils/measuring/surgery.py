@@ -67,7 +67,8 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=model.config)  # type: ignore[arg-type]
             for layer, (k, v) in enumerate(pairs):
-                filled.update(*(x[None, :, None].expand(samples, -1, -1, -1) for x in (k, v)), layer)
+                k, v = (x[None, :, None].expand(samples, -1, -1, -1) for x in (k, v))  # (B, H_kv, 1, D)
+                filled.update(k, v, layer)
             return filled
 
         return _run(model, ids, shares, cache)
@@ -171,8 +172,7 @@ def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module
     """
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
-        raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}"
-                         " (for our own models the experiments k_bias and kv_bias train what is transplanted here)")  # fmt: skip
+        raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
     blocks, modules = attention_layers(model.base_model)
     require(all(eager_function(module) for module in modules), f"{kind} has attention outside transformers' interface")
     implementation, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
