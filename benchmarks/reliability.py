@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkutils.study.record import CorruptRecord, read_record, record_folder
+from sinkutils.study.record import CorruptRecord, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "attention sink token head query key value softmax norm layer train loss weight decay window prefix".split()
@@ -68,6 +68,10 @@ class Sweeps:
         """The folder of the records of the sweeps of that name."""
         return self.folder / name / "runs"
 
+    def records(self, name: str) -> Path:
+        """The folder of the preset in it; on a text of our own it has that in its name."""
+        return next(self.runs(name).glob(f"{self.preset}*"), self.runs(name) / self.preset)
+
     def texts(self) -> Path:
         """Made-up documents, the same each time."""
         folder, rng = self.folder / "texts", random.Random(0)
@@ -83,8 +87,7 @@ class Sweeps:
         """The records there are, each checked: experiment -> config.json and metrics.json."""
         found = {}
         for one in self.only:
-            folder = record_folder(self.preset, one, 0, self.runs(name))
-            if folder.exists():
+            for folder in self.records(name).glob(f"{one}/0"):
                 read_record(folder)
                 found[one] = ((folder / "config.json").read_bytes(), (folder / "metrics.json").read_bytes())
         return found
@@ -116,7 +119,7 @@ def kill_at_random(
         if hit.total() < kills and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            hit[what_was_hit(sweeps.runs(name) / sweeps.preset, began)] += 1
+            hit[what_was_hit(sweeps.records(name), began)] += 1
         else:
             process.wait()
             seconds = max(time.time() - began, seconds / 2)  # what else runs on the machine changes with time
@@ -245,7 +248,7 @@ def main() -> None:
             seconds = sweeps.finish("whole")
             expected = sweeps.results("whole")
             if options.damage:
-                made["damage"] = damage(record_folder("smoke", sweeps.only[0], 0, sweeps.runs("whole")))
+                made["damage"] = damage(sweeps.records("whole") / sweeps.only[0] / "0")
             if options.kills:
                 twice = two_at_once(sweeps)
                 made["twice"] = {"runs": len(twice), "trained_once": sum(n == 1 for n in twice.values())}

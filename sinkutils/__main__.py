@@ -179,7 +179,7 @@ def train_command(options: argparse.Namespace) -> int:
                        checkpoint_seconds=options.checkpoint_seconds, group=group)  # fmt: skip
     if not group.first:
         return 0
-    name = f"{record.config['preset']}/{record.config['experiment']}/{options.seed}"
+    name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
@@ -197,7 +197,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     run = finetune_config(options.finetuning, options.preset, options.seed)
     record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
                       keep_weights=options.keep_weights)  # fmt: skip
-    name = f"{run.preset}/{run.experiment}/{run.seed}"
+    name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
         print(f"{name}: fine-tuning failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
@@ -216,7 +216,11 @@ def sweep_command(options: argparse.Namespace) -> int:
     seeds = tuple(options.seeds) if options.seeds else None
     only = tuple(resolve(name, options.preset) for name in options.only) if options.only else None
     if options.dry_run:
-        plan = [entry for entry in estimate(options.preset, seeds, options.runs) if only is None or entry[0] in only]
+        plan = [
+            entry
+            for entry in estimate(options.preset, seeds, options.runs, options.corpus)
+            if only is None or entry[0] in only
+        ]
         for name, seed, seconds in plan:
             print(f"{name:<28} seed {seed}  about {seconds / 60:.1f} min")
         hours = sum(seconds for _, _, seconds in plan) / 3600

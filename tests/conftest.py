@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
@@ -37,9 +38,13 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """A corpus with a vocabulary of 300 from `text_folder`."""
+    """A corpus with a vocabulary of 300 from `text_folder`, under the name of the presets' text: it stands for that."""
     cache = tmp_path_factory.mktemp("cache")
-    return load_corpus(f"path:{text_folder}", 300, cache_dir=cache, progress=False)
+    folder = load_corpus(f"path:{text_folder}", 300, cache_dir=cache, progress=False).folder
+    meta = verified(folder)
+    (folder / "meta.json").unlink()
+    write_meta(folder, {key: value for key, value in meta.items() if key != "files"} | {"name": "docstrings"})
+    return Corpus(folder)
 
 
 @pytest.fixture
@@ -50,7 +55,7 @@ def tiny() -> RunConfig:
         preset="test",
         model=LMConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=2, hidden_size=16,
                        intermediate_size=32),
-        data=DataConfig(corpus="tiny", fixed_position=1),
+        data=DataConfig(corpus="docstrings", fixed_position=1),
         train=TrainConfig(steps=12, batch_size=4, warmup_steps=3, eval_every=4, eval_sequences=2, eval_length=32,
                           valid_chunks=4),
     )  # fmt: skip

@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sinkutils.measuring import hf
 from sinkutils.measuring.measure import measure
@@ -42,6 +44,9 @@ CONFIGS = {
     "gemma2-softcap": lambda: tf.Gemma2Config(
         **GROUPED, head_dim=8, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
     "gemma3": lambda: tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=7, query_pre_attn_scalar=8),
+    "llama4-chunks": lambda: tf.Llama4TextConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, head_dim=8, attention_chunk_size=7, intermediate_size_mlp=48,
+        num_local_experts=2, num_experts_per_tok=1),
     "olmo2": lambda: tf.Olmo2Config(**GROUPED),
     "phi": lambda: tf.PhiConfig(**BASE),
     "gpt_oss": lambda: tf.GptOssConfig(
@@ -60,7 +65,7 @@ LEGACY = {
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
 }  # fmt: skip
 FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
-         "gemma3", "olmo2", "phi", "gpt_oss"}  # fmt: skip
+         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss"}  # fmt: skip
 
 
 def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
@@ -200,6 +205,24 @@ def test_mass_of_every_key_and_maps_of_chosen_heads(family: str) -> None:
         torch.testing.assert_close(rebuilt, kept.map, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom", "mistral-window"])
+def test_kept_heads_are_the_ones_asked_for_or_refused_by_name(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps = eager_maps(model, ids)
+    repeated = measure(model, ids, heads=((0, 1), (1, 2), (0, 1), [0, 3]), batch_size=2)
+    assert set(repeated.kept) == {(0, 1), (1, 2), (0, 3)}
+    for (layer, head), kept in repeated.kept.items():
+        torch.testing.assert_close(kept.map, maps[layer][:, head], atol=1e-6, rtol=1e-5)
+    for heads, named in (
+        (((0, 99), (0, 1)), r"\(0, 99\).*heads 0..3"),
+        (((0, 1), (7, 0)), r"\(7, 0\).*layers are \[0, 1\]"),
+        (((1, 4),), r"\(1, 4\).*heads 0..3"),
+    ):
+        for keep in (("map", "qk"), ("qk",), ()):
+            with pytest.raises(ValueError, match=named):
+                measure(model, ids, heads=heads, keep=keep)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
 def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: str) -> None:
@@ -266,19 +289,54 @@ def test_two_models_that_share_a_config_can_both_be_used() -> None:
     assert torch.equal(two(ids).logits, before)
 
 
-def test_a_fused_path_that_disagrees_with_eager_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = build("llama"), tokens()
+WINDOWED = ("mistral-window", "gemma3", "gpt_oss", "gemma2-softcap", "llama4-chunks")
+
+
+def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks come as tensors that know nothing of windows."""
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, hf.sdpa_mask)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "mask"])
+@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
+    model, ids = build("llama" if kind == "causal" else "mistral-window"), tokens()
+    monkeypatch.setattr(flash, "TRUST", {})
+    if kind == "mask":
+        mask_without_positions(monkeypatch)
+    right, expected = flash.fused, dense_alpha(eager_maps(model, ids))
+    assert measure(model, ids, TARGETS).path == "fused"
+
+    def wrong(q, k, v, **kwargs):
+        out, lse = right(q, k, v, **kwargs)
+        lse[:, :, 3] += 1.0
+        return out, lse
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    if not tried:
+        flash.TRUST.clear()
+        with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+            report = measure(model, ids, TARGETS)
+    else:
+        report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, mask = build("mistral-window"), tokens(), torch.ones(3, T, dtype=torch.long)
+    mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 
-    def base_two(*args, **kwargs):
-        out, lse = right(*args, **kwargs)
-        return out, lse / math.log(2)
+    def wrong(q, k, v, mask=None, **kwargs):
+        out, lse = right(q, k, v, mask=mask, **kwargs)
+        return out, lse + (mask is not None)
 
-    expected = measure(model, ids, TARGETS)
-    monkeypatch.setattr(flash, "fused", base_two)
-    report = measure(model, ids, TARGETS)
-    assert report.path == "exact"
-    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr(flash, "fused", wrong)
+    report = measure(model, ids, TARGETS, attention_mask=mask)
+    torch.testing.assert_close(report.alpha[1:], dense_alpha(eager_maps(model, ids[1:])), atol=1e-6, rtol=1e-5)
+    assert report.path == "exact" and report.windows == (7, 7)
 
 
 def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +347,63 @@ def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.Monkey
     expected = measure(model, ids, TARGETS)
     assert expected.path == "fused"
     monkeypatch.setattr(flash, "fused", missing)
-    flash.fused_trusted.cache_clear()
+    monkeypatch.setattr(flash, "TRUST", {})
     report = measure(model, ids, TARGETS)
-    flash.fused_trusted.cache_clear()
     assert report.path == "exact"
     torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
+def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
+    family: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = build(family), tokens()
+    asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
+    mask_without_positions(monkeypatch)
+    expected = measure(model, ids, **asked)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, hf._mask)
+    monkeypatch.setattr(hf, "LONG_MASK", 1)
+    monkeypatch.setattr(flash, "ROWS", 5)
+    monkeypatch.setattr(flash.PositionMask.__init__, "__defaults__", (5,))
+    report = measure(model, ids, **asked)
+    for name in ("alpha", "hidden_norms", *(("mass",) if exact else ())):
+        torch.testing.assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
+    assert report.path == expected.path
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo"])
+def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps, report = eager_maps(model, ids), measure(model, ids, TARGETS)
+    for k in TARGETS:
+        seeing = [(layer[:, :, k - 1 :, k - 1] > 0).float().mean(dim=(0, 1, 2)) for layer in maps]
+        assert report.caps(k) == pytest.approx([float(share) for share in seeing])
+        over = torch.stack([m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1)
+        torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
+    assert min(report.caps()) == pytest.approx(7 / T)
+    assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest memory that a tensor of any operation has."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.bytes = max(self.bytes, *sizes, 0)
+        return result
+
+
+def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
+    model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
+    length = 8192
+    with Largest() as largest:
+        report = measure(model.eval(), tokens(1, length))
+    assert report.path == "fused" and report.windows == (64, 64)
+    assert largest.bytes < length**2 / 8  # a mask of booleans would be eight times that
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ def tokenizer():
 
 
 def kept(name, ledger, tokenizer, **more):
-    model = TransformerLM(config(name, ledger.preset).model, torch.Generator().manual_seed(0))
+    model = TransformerLM(config(name, ledger.preset).model, 0)
     return ledger.add(name, weights=dict(model.state_dict()), tokenizer=tokenizer, **more)
 
 
@@ -406,7 +406,7 @@ def sink_of_the_first_position(length=16):
     """A model whose queries look for p_1: one block, token embeddings along axis 1, p_1 along axis 0."""
     shape = LMConfig(vocab_size=512, context_length=length, num_layers=1, num_heads=1, hidden_size=8,
                      intermediate_size=8, position="learnable")  # fmt: skip
-    model = TransformerLM(shape, torch.Generator().manual_seed(0))
+    model = TransformerLM(shape, 0)
     with torch.no_grad():
         model.embed.weight.zero_()[:, 1] = 1
         model.position_embedding.zero_()[0, 0] = 10
@@ -442,7 +442,7 @@ def test_the_sink_token_itself_is_looked_at_for_massive_activations(factor, expe
     ledger.base(20.0, ratio=8.0).add("sink_token", ratio=9.0)
     assert ledger.says("sink_token_activations") == NOT_RUN  # the record's norms are those of x_1 onwards
     assert "train sink_token --preset smoke --keep-weights" in ledger.verdict("sink_token_activations")
-    model = TransformerLM(config("sink_token", "smoke").model, torch.Generator().manual_seed(0))
+    model = TransformerLM(config("sink_token", "smoke").model, 0)
     model.sink.data = factor * model.embed.weight[5].detach()  # unscaled it is as long as any token's embedding
     ledger.add("sink_token", weights=dict(model.state_dict()), tokenizer=tokenizer)
     assert ledger.says("sink_token_activations") == expected, ledger.verdict("sink_token_activations")

@@ -1,6 +1,7 @@
 """Corpora: splits by document, the text kept as it is, caches whole or rebuilt, clear words when text is missing."""
 
 import ast
+import importlib
 import inspect
 import itertools
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import tomllib
 from pathlib import Path
 
 import datasets
@@ -23,6 +25,7 @@ from tokenizers import Tokenizer, models
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
 from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus, pack_corpus
+from sinkutils.paths import ROOT
 
 STRANGE = [
     "<eos> <bos> and <fix> are written here, as text " * 5,
@@ -438,55 +441,94 @@ def test_a_hub_tokenizer_without_network_is_a_clear_error(monkeypatch, text_fold
 # ---- embedded text
 
 
+def install(site, package, files, version="1.0", unlisted=()):
+    """What pip leaves of a package: its files, by their path in `site`, and a RECORD of those that it brought."""
+    info = f"{package}-{version}.dist-info"
+    files = files | {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"}
+    for name, text in {**files, **dict(unlisted)}.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    (site / info / "RECORD").write_text("".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]))
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A made-up installation: stdlib/ with two packages in it, and what must be left out."""
+    """A made-up installation: site/ with two packages of the list in it, and what must be left out."""
+    monkeypatch.setattr(embedded, "DISTRIBUTIONS", ("alpha", "beta"))
+    monkeypatch.setattr(embedded, "_standard_library", lambda: iter(()))
 
-    def make(folder):
+    def make(folder, more=False):
+        site, unread = folder / "site", f'"""{"must not be read " * 30}"""'
         for package in ("alpha", "beta"):
+            files: dict[str, str | bytes] = {}
             for i in range(20):
-                module = folder / "site" / package / f"m{i}.py"
-                module.parent.mkdir(parents=True, exist_ok=True)
                 words = f"{package} {i} " * 40
                 code = f'def f():\n    r"""Does {words}"""\n    return \'no\'\n' + f"x = {i}\n" * 60
-                module.write_text(f'# a comment\n"""Module {words}"""\n\n{code}')
-        for excluded in ("sinkutils/a.py", "alpha/__pycache__/b.py", "alpha-1.0.dist-info/c.py", "__editable__x.py"):
-            file = folder / "site" / excluded
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f'"""{"must not be read " * 30}"""')
-        (folder / "site" / "alpha" / "broken.py").write_bytes(b'"""caf\xe9"""' * 50)
-        (folder / "site" / "beta" / "copy.py").write_bytes((folder / "site" / "alpha" / "m0.py").read_bytes())
-        monkeypatch.setattr(embedded, "roots", lambda: [folder / "site"])
+                files[f"{package}/m{i}.py"] = f'# a comment\n"""Module {words}"""\n\n{code}'
+            files[f"{package}/broken.py"] = b'"""caf\xe9"""' * 50
+            files[f"{package}-1.0.dist-info/c.py"] = files["../bin/script.py"] = unread
+            install(site, package, files, unlisted={f"{package}/here.py": unread, "sinkutils/a.py": unread})
+        shutil.copy(site / "alpha" / "m0.py", site / "beta" / "m0.py")
+        if more:
+            install(site, "gamma", {"gamma/m.py": unread})
+        monkeypatch.syspath_prepend(str(site))
         return folder
 
     return make
 
 
-def test_embedded_text_is_the_same_wherever_it_is_installed(installed, tmp_path):
+def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_is_installed(installed, tmp_path):
     found = []
-    for place in ("one", "two/deep"):
-        installed(tmp_path / place)
+    for place, more in (("one", False), ("two/deep", True)):
+        installed(tmp_path / place, more)
         found.append([list(kind(False)) for kind in (embedded.docstrings, embedded.sources, embedded.everything)])
     assert found[0] == found[1]
-    assert len(found[0][0]) == len(found[0][1]) == 40  # every module once
+    assert len(found[0][0]) == len(found[0][1]) == 39  # every module once
     assert not any("must not be read" in text for texts in found[0] for text in texts)
 
 
 def test_the_docstring_corpus_holds_docstrings_and_no_code(installed, tmp_path):
     installed(tmp_path / "one")
     texts = all_texts(load("docstrings", tmp_path / "cache"))
-    assert len(texts) == 40
+    assert len(texts) == 39
     assert all("Module" in text and "Does" in text and "return" not in text and "#" not in text for text in texts)
 
 
-def test_installing_another_version_makes_another_corpus(installed, tmp_path):
+def test_another_version_makes_another_corpus_and_another_package_does_not(installed, tmp_path):
     folder = installed(tmp_path / "one")
     before = embedded.installed_versions()
     load("docstrings", tmp_path / "cache")
-    (folder / "site" / "alpha-1.0.dist-info").rename(folder / "site" / "alpha-1.1.dist-info")
+    install(folder / "site", "gamma", {})
+    assert embedded.installed_versions() == before
+    shutil.rmtree(folder / "site" / "alpha-1.0.dist-info")
+    install(folder / "site", "alpha", {"alpha/m0.py": f'"""{"something else " * 30}"""'}, "1.1")
+    importlib.invalidate_caches()
     assert embedded.installed_versions() != before
     load("docstrings", tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_package_of_the_list_that_is_not_installed_is_named(installed, tmp_path):
+    folder = installed(tmp_path / "one")
+    whole = list(embedded.docstrings(False))
+    shutil.rmtree(folder / "site" / "beta-1.0.dist-info")
+    importlib.invalidate_caches()
+    with pytest.warns(UserWarning, match=r"the embedded text lacks beta, .* install what pyproject.toml pins"):
+        assert set(embedded.docstrings(False)) < set(whole)
+
+
+def test_the_embedded_text_is_of_distributions_that_are_pinned_and_installed():
+    pins = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    versions = {name: one and one.version.partition("+")[0] for name, one in embedded.installed().items()}
+    assert {f"{name}=={version}" for name, version in versions.items()} <= set(pins)
+
+
+def test_the_standard_library_is_read_without_tests_and_what_else_lies_there():
+    files = set(embedded._standard_library())
+    root = Path(sysconfig.get_path("stdlib"))
+    assert {root / "inspect.py", root / "json" / "decoder.py"} <= files
+    assert not any({"site-packages", "test", "tests", "__pycache__"} & set(f.relative_to(root).parts) for f in files)
+    assert not any("_sysconfigdata" in file.name for file in files)
 
 
 def ast_docstrings(source):

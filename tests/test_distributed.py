@@ -50,7 +50,7 @@ from pathlib import Path
 import torch
 import sinkutils.training.trainer as training
 from sinkutils.study import presets
-from sinkutils.training import group
+from sinkutils.training import group as distributed
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.training.group import joined
@@ -96,7 +96,7 @@ with joined("ddp", torch.device("cpu")) as ddp:
         (out / f"agree-{group.rank}").write_text(str(error))
 
     # A process joins once; the command line gets the group that is there.
-    group.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
     smoke = presets.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
     presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
@@ -265,7 +265,7 @@ runpy.run_module("sinkutils", run_name="__main__")
 """
 
 
-def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, tmp_path):
+def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpus, tmp_path):
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
     command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), "train", "fixed_1", "--preset", "smoke",
                "--corpus", f"packed:{packed}", "--runs", str(runs)]  # fmt: skip
@@ -276,14 +276,14 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, tmp_p
     assert "smoke/fixed_1/0: Sink_1" in done.stdout
     assert "in place of 'docstrings' with 512" in done.stderr
     record = read_record(record_folder("smoke", "fixed_1", 0, runs))
-    assert record.provenance["corpus"] == "path", "the text that was brought is named, without its folder"
-    assert record.config["data"]["corpus"] == "docstrings"
+    assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
     assert ("fixed_1", 0) not in missing("smoke", (0,), runs), "the record is the preset's: its config has not changed"
 
 
-def test_a_sweep_hands_the_corpus_to_its_workers(tmp_path, monkeypatch):
+def test_a_sweep_hands_the_corpus_to_its_workers(packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     commands = []
     answer = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or answer)
-    sweep("smoke", seeds=(0,), only=("nope",), runs=tmp_path / "runs", corpus="packed:FILE", progress=False)
-    assert commands and commands[0][-2:] == ["--corpus", "packed:FILE"]
+    sweep("smoke", seeds=(0,), only=("nope",), runs=tmp_path / "runs", corpus=f"packed:{packed}", progress=False)
+    assert commands and commands[0][-2:] == ["--corpus", f"packed:{packed}"]

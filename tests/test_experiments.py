@@ -27,15 +27,25 @@ from sinkutils.training.trainer import next_token_loss
 
 SMALL = ("smoke", "laptop", "gpu", "paper")
 HEADLINE = {
-    *("default", "fixed_1", "sink_token", "k_bias", "kv_bias", "v_bias", "sigmoid", "sigmoid_normalised"),
-    *("prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
+    *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
+    *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
 }
+# Where the default is the base, there is no fixed token to leave out.
+DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 # The rows that coincide at a scale: name -> the run they share.
 SAME = {
     "smoke": {"heads_2": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
     "laptop": {"heads_4": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
-    "gpu": {"constant_lr": "default_constant_lr", "window_none": "default", "k_bias_dims_2": "k_bias_dims_1"},
-    "paper": {"constant_lr": "default_constant_lr", "window_none": "default", "data_share_1": "default"},
+    "gpu": {
+        **DEFAULT,
+        **{"constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"},
+        "k_bias_dims_2": "k_bias_dims_1",
+    },
+    "paper": {
+        **DEFAULT,
+        **{"constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"},
+        "data_share_1": "default",
+    },
     "paper-1b": {},
 }
 
@@ -98,7 +108,7 @@ def test_an_experiment_changes_exactly_what_it_names(scale):
 def test_every_experiment_has_a_model_whose_every_weight_gets_a_gradient():
     chunks = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
     for model_config in dict.fromkeys(config(e.name, "smoke").model for e in experiments() if "smoke" in e.presets):
-        model = TransformerLM(model_config, torch.Generator().manual_seed(1))
+        model = TransformerLM(model_config, 1)
         loss = next_token_loss(model, chunks, model_config.attention.prefix)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -157,11 +167,14 @@ def test_the_paper_preset_is_the_recipe_of_section_4():
     assert (train.steps, train.warmup_steps, train.learning_rate, train.weight_decay) == (20_000, 100, 4e-4, 0.1)
     assert (train.beta1, train.beta2, train.clip_norm, train.lr_floor) == (0.9, 0.95, 1.0, 0.1)
     assert (train.eval_sequences, train.eval_length) == (100, 64)
+    assert (run.data.corpus, run.data.validation) == ("pile", "pile:Pile-CC")
     assert 58e6 < parameters(model) < 62e6
     assert config("default_constant_lr", "paper").train.lr_floor == 1.0
 
 
-def test_the_1b_preset_has_about_1b_parameters_without_embeddings():
+def test_the_1b_preset_has_the_heads_of_the_authors_config_and_about_1b_parameters_without_embeddings():
+    model = config("softmax_1b", "paper-1b").model
+    assert (model.num_heads, model.head_dim) == (16, 128)
     assert 1.0e9 < parameters(config("softmax_1b", "paper-1b").model) < 1.2e9
 
 
@@ -175,7 +188,8 @@ def test_scaled_values_come_to_the_papers_at_the_paper_preset():
     assert [config(f"lr_{n}", "paper").train.learning_rate for n in ("x2", "half", "quarter")] == [8e-4, 2e-4, 1e-4]
     assert config("lr_x2.5", "paper").train.learning_rate == pytest.approx(1e-3)
     assert config("lr_x0.025", "paper").train.learning_rate == pytest.approx(1e-5)
-    assert config("lr_quarter_steps_x4", "paper").train.steps == 80_000
+    steps = [config(name, "paper").train.steps for name in ("lr_quarter_steps_x2", "lr_quarter_steps_x4", "lr_x0.025")]
+    assert steps == [40_000, 80_000, 80_000]
     assert config("lr_x2_steps_half", "paper").train.steps == 10_000
     batches = [config(f"batch_{n}", "paper").train.batch_size * 2048 for n in ("quarter", "half", "x2")]
     assert batches == [2**18, 2**19, 2**21]
@@ -225,7 +239,7 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setitem(PRESETS, "narrow", narrow)
     table = tuple(dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS)
     monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", table)
-    assert set(unavailable("narrow")) == {"heads_4", "heads_2"}
+    assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2"}
     assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads"):
@@ -236,14 +250,34 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
 def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
     plan = missing("laptop", runs=tmp_path)
     assert len(set(plan)) == len(plan)
-    assert {name for name, _ in plan[: len(HEADLINE)]} == HEADLINE
-    assert plan[len(HEADLINE) : len(HEADLINE) + 2] == [("fixed_1", 1), ("fixed_1", 2)]
-    assert {seed for name, seed in plan if name == "k_bias"} == {0, 1, 2}
-    assert {seed for name, seed in plan if name == "ffn_relu"} == {0}
-    assert not {name for name, _ in plan} & set(SAME["laptop"])
-    at_laptop = [e for e in EXPERIMENTS if "laptop" in e.presets]
-    assert len(plan) == len(at_laptop) - len(SAME["laptop"]) + 2 * len(HEADLINE)
-    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name, _ in plan}
+    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"])
+    parts = []  # in the order of the plan
+    for size in (len(HEADLINE), 5, len(names - HEADLINE), 2 * len(names) - 2, 3 * len(HEADLINE) - 3):
+        parts.append(set(plan[:size]))
+        plan = plan[size:]
+    assert not plan
+    rest = HEADLINE - {"fixed_1"}
+    assert parts == [
+        {(name, 0) for name in HEADLINE},
+        {("fixed_1", seed) for seed in (1, 2, 3, 4, 5)},
+        {(name, 0) for name in names - HEADLINE},
+        {(name, seed) for name in names - {"fixed_1"} for seed in (1, 2)},
+        {(name, seed) for name in rest for seed in (3, 4, 5)},
+    ]
+    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names}
+
+
+def test_a_base_that_is_not_of_the_headline_has_three_seeds(tmp_path):
+    seeds = (0, 1, 2)
+    plan = [*(("softmax_1b", seed) for seed in seeds), *(("sigmoid_1b", seed) for seed in seeds)]
+    assert missing("paper-1b", runs=tmp_path) == plan
+
+
+def test_variants_without_a_fixed_token_change_the_default_and_not_the_base():
+    for name, with_it in DEFAULT.items():
+        assert config(name, "laptop").data.fixed_position is None
+        assert config(name, "laptop").model == config(with_it, "laptop").model
+        assert config(with_it, "laptop").data.fixed_position == 1
 
 
 def test_a_record_counts_only_while_it_is_of_this_config(tmp_path):

@@ -272,40 +272,37 @@ def test_log_mass_is_float32_or_better_and_knows_no_mass():
     assert (fast.log_mass(0 * q, k, spec) == -math.inf).all()
 
 
-def test_a_kernel_whose_log_sum_exp_is_in_base_2_is_not_trusted(monkeypatch):
-    (q, k, _), _ = draw(AttentionSpec(), 30)
-    kernel = flash.fused
-
-    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, Tensor]:
-        out, lse = kernel(*inputs, **kw)
-        return out, lse / math.log(2)
-
-    monkeypatch.setattr(flash, "fused", base_2)
-    flash.fused_trusted.cache_clear()
-    with pytest.warns(UserWarning, match="using blocks of queries instead"):
-        mass = fast.log_mass(q, k, AttentionSpec())
-    torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
-    flash.fused_trusted.cache_clear()
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel was compared yet, and what is found here stays here."""
+    monkeypatch.setattr(flash, "TRUST", {})
 
 
-def test_a_missing_kernel_falls_back_to_blocks_without_noise(monkeypatch):
-    def missing(*inputs: Any, **kw: Any) -> Tensor:
-        raise RuntimeError("not on this device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", flash.KINDS["fused"])
+def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, dtype, untried, monkeypatch):
+    device = torch.device("cpu")
+    assert flash.trusted("fused", kind, device, dtype, 16)
+    kernel, asked = flash.fused, []
 
-    (q, k, _), _ = draw(AttentionSpec(), 30)
-    monkeypatch.setattr(flash, "fused", missing)
-    flash.fused_trusted.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mass = fast.log_mass(q, k, AttentionSpec())
-    torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
-    flash.fused_trusted.cache_clear()
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
+        asked.append((kw.get("mask") is not None, kw.get("causal", True), q.shape[2] == k.shape[2]))
+        out, lse = kernel(q, k, v, **kw)
+        return out, lse + torch.nn.functional.one_hot(torch.tensor(3), q.shape[2]) / 4  # in one row that sees key 1
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    flash.TRUST.clear()
+    with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+        assert not flash.trusted("fused", kind, device, dtype, 16)
+    shapes = {"causal": (False, True, True), "full": (False, False, True), "mask": (True, True, True)}
+    assert asked[-1] == shapes.get(kind, (True, True, False))  # a window calls the kernel on a block and its keys
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_with_a_log_sum_exp_in_base_2_is_not_trusted(monkeypatch):
+@pytest.mark.parametrize("kind", flash.KINDS["flex"])
+def test_flex_attention_with_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, untried, monkeypatch):
     device = torch.device("cpu")
-    assert flash._flex_trusted.__wrapped__(device, torch.float32, 16)
+    assert flash.trusted("flex", kind, device, torch.float32, 16)
     run = flash.flex_attention
 
     def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, flex_attention.AuxOutput]:
@@ -313,8 +310,71 @@ def test_flex_attention_with_a_log_sum_exp_in_base_2_is_not_trusted(monkeypatch)
         return out, aux._replace(lse=aux.lse / math.log(2))
 
     monkeypatch.setattr(flash, "flex_attention", base_2)
-    with pytest.warns(UserWarning, match="FlexAttention .* other row sums"):
-        assert not flash._flex_trusted.__wrapped__(device, torch.float32, 16)
+    flash.TRUST.clear()
+    with pytest.warns(UserWarning, match=f"flex kernel .*{kind} attention.* other row sums"):
+        assert not flash.trusted("flex", kind, device, torch.float32, 16)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(prefix=5), AttentionSpec(bias="k")], ids=name)
+def test_row_sums_do_not_come_from_a_kernel_in_base_2(spec, untried, monkeypatch):
+    (q, k, _), extras = draw(spec, 30)
+    kernel = flash.fused
+
+    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel(*inputs, **kw)
+        return out, lse / math.log(2)
+
+    monkeypatch.setattr(flash, "fused", base_2)
+    with pytest.warns(UserWarning, match="using blocks of queries instead"):
+        mass = fast.log_mass(q, k, spec, **extras)
+    torch.testing.assert_close(mass, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
+
+
+def test_a_missing_kernel_falls_back_to_blocks_without_noise(untried, monkeypatch):
+    def missing(*inputs: Any, **kw: Any) -> Tensor:
+        raise RuntimeError("not on this device")
+
+    (q, k, _), _ = draw(AttentionSpec(), 30)
+    monkeypatch.setattr(flash, "fused", missing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mass = fast.log_mass(q, k, AttentionSpec())
+    torch.testing.assert_close(mass, dense_mass(q, k, AttentionSpec()), rtol=0, atol=1e-10)
+
+
+def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
+    def asks(x: Tensor, spec: AttentionSpec) -> Tensor:
+        return x + 1 if flash.trusted("flex", flash.flex_kind(spec), x.device, x.dtype, x.shape[-1]) else x - 1
+
+    x, spec = torch.zeros(3, 16), AttentionSpec(window=4)
+    compiled = torch.compile(asks, fullgraph=True, backend="eager")
+    assert (compiled(x, spec) == -1).all() and not flash.TRUST
+    flash.TRUST["flex", "causal", x.device, x.dtype, 16] = True  # another kind of mask
+    torch.compiler.reset()
+    assert (torch.compile(asks, fullgraph=True, backend="eager")(x, spec) == -1).all()
+    flash.TRUST["flex", "window", x.device, x.dtype, 16] = True
+    torch.compiler.reset()
+    assert (torch.compile(asks, fullgraph=True, backend="eager")(x, spec) == 1).all()
+
+
+def test_which_kernel_serves_where():
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    plain, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+    for asked, expected in (
+        (("cuda", half, 64, False), plain),
+        (("cuda", half, 64, True), efficient),  # a mask is no reason for the slow path
+        (("cuda", half, 512, False), efficient),
+        (("cuda", single, 64, False), efficient),
+        (("cuda", single, 64, True), efficient),
+        (("cuda", double, 64, False), None),
+        (("cpu", double, 64, True), "_scaled_dot_product_flash_attention_for_cpu"),
+        (("mps", single, 64, False), None),
+    ):
+        assert flash.kernel_for(*asked) == expected
+        assert expected is None or hasattr(torch.ops.aten, expected)
+    for kind in ({"window": 4}, {"prefix": 4}, {}):
+        assert flash.flex_fits("cuda", half, 64, AttentionSpec(similarity="sigmoid", **kind)) == flash.HAS_TRITON
+    assert not flash.flex_fits("cpu", single, 64, AttentionSpec(window=4))
 
 
 class Largest(TorchDispatchMode):

@@ -176,7 +176,7 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     assert re.fullmatch("[0-9a-f]{64}", config_hash(config))
     rates = [learning_rate(config.train, step) for step in range(config.train.steps)]
     assert all(0 <= rate <= (1 + 1e-9) * config.train.learning_rate for rate in rates)
-    net = TransformerLM(config.model, torch.Generator().manual_seed(seed))
+    net = TransformerLM(config.model, seed)
     length = 1 + seed % config.model.context_length
     ids = torch.randint(0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
 
 
 def own(**fields) -> TransformerLM:
-    net = TransformerLM(LMConfig(**SMALL, **fields), torch.Generator().manual_seed(0))
+    net = TransformerLM(LMConfig(**SMALL, **fields), 0)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(2)

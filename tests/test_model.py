@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
+from sinkutils.model.fast import attend as attend_fast
 from sinkutils.model.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
 
 VARIANTS = {
@@ -32,7 +33,7 @@ VARIANTS = {
 def small(**changes) -> TransformerLM:
     shape = {"vocab_size": 50, "context_length": 24, "num_layers": 2, "num_heads": 2, "hidden_size": 16,
              "intermediate_size": 24}  # fmt: skip
-    return TransformerLM(LMConfig(**{**shape, **changes}), torch.Generator().manual_seed(0))
+    return TransformerLM(LMConfig(**{**shape, **changes}), 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -85,13 +86,57 @@ def test_a_sink_token_adds_a_position_that_the_logits_do_not_show():
 
 def test_initialisation_has_the_authors_variances():
     config = LMConfig(vocab_size=4000, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=4)
-    model = TransformerLM(config, torch.Generator().manual_seed(0))
+    model = TransformerLM(config, 0)
     std = {name: parameter.std().item() for name, parameter in model.named_parameters()}
     assert std["embed.weight"] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert std["blocks.0.attention.out.weight"] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert std["blocks.3.ffn.up.weight"] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert std["blocks.3.ffn.down.weight"] == pytest.approx(1 / math.sqrt(512) / 4, rel=0.02)
     assert model.norm.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+def test_the_output_of_swiglu_alone_starts_small_as_in_the_published_code(ffn):
+    config = LMConfig(hidden_size=256, intermediate_size=512, num_layers=4, num_heads=4, ffn=ffn)
+    std = TransformerLM(config, 0).blocks[2].ffn.down.weight.std().item()
+    assert std == pytest.approx(1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02)
+
+
+def test_learned_positions_start_like_the_embeddings():
+    config = LMConfig(vocab_size=1000, context_length=1000, position="learnable", attention=AttentionSpec(bias="k"))
+    model = TransformerLM(config, 0)
+    assert model.position_embedding.std().item() == pytest.approx(math.sqrt(0.4 / 64), rel=0.02)
+    assert model.blocks[0].attention.key_bias.std().item() == pytest.approx(0.02, rel=0.3)
+
+
+@pytest.mark.parametrize("position", ["alibi", "relative", "relative_learned"])
+def test_distances_are_exact_under_bfloat16(position):
+    model = small(context_length=400, position=position, num_heads=2)
+    tables = dict(model.named_buffers(recurse=False))
+    bias = model.blocks[0].attention.extras(tables, torch.bfloat16)["distance_bias"]
+    if position == "alibi":
+        expected = -alibi_slopes(2)[:, None] * torch.arange(400)
+        assert len(expected[0].bfloat16().unique()) < 400 == len(bias[0].unique())
+    elif position == "relative":
+        expected = relative_buckets(400).float()[None]
+    else:
+        expected = model.blocks[0].attention.bucket_bias[:, relative_buckets(400)]
+    assert torch.equal(bias, expected)
+
+
+@pytest.mark.parametrize("length", [400, 600])
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(normalizer="p_norm", p=1.5)])
+def test_neighbouring_distances_differ_in_bfloat16_attention(spec, length):
+    q = torch.zeros(1, 2, length, 8, dtype=torch.bfloat16)
+    v = torch.zeros_like(q)
+    v[:, :, :2, 0] = torch.tensor([1.0, -1.0])  # the last query sees the difference of its two farthest keys
+    distance_bias = torch.arange(length).float()[None]
+    share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * torch.arange(length)).sum() ** (1 / spec.p)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = attend_fast(q, q, v, spec, distance_bias=distance_bias)[0, 0, -1, 0]
+    dense = attend(q, q, v, spec, distance_bias=distance_bias)[0][0, 0, -1, 0]
+    assert float(fast) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
+    assert float(dense) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
 
 
 def test_one_seed_gives_the_same_shared_weights_whatever_the_attention():
@@ -152,7 +197,10 @@ def test_alibi_slopes_are_the_papers_examples():
     torch.testing.assert_close(alibi_slopes(16)[:3], torch.tensor([2**-0.5, 2**-1.0, 2**-1.5]))
 
 
-def test_relative_buckets_grow_with_distance_as_equation_6_prints_them():
+def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one_step():
+    exact = torch.arange(16, 128)
+    printed = 16 + 16 * torch.floor(torch.log(exact / 16) / math.log(128 / 16))  # Eq. 6, floor before the factor
+    assert printed.eq(16).all() and relative_buckets(128)[16:].unique().tolist() == list(range(16, 32))
     buckets = relative_buckets(400)
     assert buckets[:16].tolist() == list(range(16))
     assert (buckets.diff() >= 0).all()

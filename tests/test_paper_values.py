@@ -17,8 +17,8 @@ ITEMS = {
     *(f"Figure {name}" for name in ("28", "29 left", "29 right")),
     *(f"Table {name}" for name in ("2", "3", "4", "5", "6", "9", "10 left", "10 right", "11", "12 left", "12 right")),
     *(f"Table {name}" for name in ("13", "14 left", "14 right", "15")),
-    *(f"Section {name}" for name in ("4", "5", "7.2", "7.4")),
-    "Appendix A",
+    *(f"Section {name}" for name in ("4", "5", "6", "7.2", "7.3", "7.4")),
+    *("Appendix A", "Appendix B.1"),
 }
 
 

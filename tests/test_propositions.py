@@ -35,7 +35,7 @@ def test_proposition_1_attention_without_position_is_uniform() -> None:
     torch.testing.assert_close(weights, expected.expand_as(weights), atol=1e-14, rtol=1e-11)
 
 
-def test_proposition_2_fails_for_eq_6_as_printed_because_g_grows_with_distance() -> None:
+def test_proposition_2_fails_for_t5s_bucket_number_because_g_grows_with_distance() -> None:
     g = distance_table("relative", T, 1)[0]
     assert (g.diff() >= 0).all() and g[-1] > g[0]  # the proof takes g to be non-increasing
     weights = repeated_tokens("relative", T).weights
@@ -49,8 +49,17 @@ def test_proposition_2_fails_for_eq_6_as_printed_because_g_grows_with_distance()
     assert (last[..., :1] >= last - 1e-12).all()
 
 
-def test_eq_6_makes_a_sink_by_the_papers_own_metric() -> None:
-    model = TransformerLM(LMConfig(position="relative"), torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("length", "sinks"), [(16, True), (64, True), (128, False), (160, False), (512, False)])
+def test_the_bucket_number_as_a_bias_makes_a_sink_up_to_about_d_and_none_far_beyond(length: int, sinks: bool) -> None:
+    weights = repeated_tokens("relative", length).weights
+    alpha_1 = float(weights[..., 0].mean())
+    assert (alpha_1 > 0.3) == sinks
+    if length > 128:  # where the proof argues, the first t - D keys share the largest weight
+        assert float(weights[0, 0, -1, 0]) <= 1 / (length - 128)
+
+
+def test_the_bucket_number_as_a_bias_makes_a_sink_by_the_papers_own_metric() -> None:
+    model = TransformerLM(LMConfig(position="relative"), 0)
     report = measure(model, torch.full((1, 16), 7))
     assert report.sink(1, 0.3) == 100
 
@@ -92,6 +101,6 @@ def test_the_table_says_where_the_premise_fails() -> None:
 def test_embeddings_that_move_h_0_are_outside_the_propositions(position: str) -> None:
     with pytest.raises(ValueError, match="leave h\\^0 alone"):
         repeated_tokens(position)
-    model = TransformerLM(LMConfig(position=position), torch.Generator().manual_seed(0))
+    model = TransformerLM(LMConfig(position=position), 0)
     report = measure(model, torch.full((1, 32), 7))
     assert report.hidden_norms[-1].std() > 1e-4  # Table 7 is about these

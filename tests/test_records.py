@@ -15,6 +15,7 @@ import torch
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
+    as_json,
     config_dict,
     config_hash,
     find_record,
@@ -22,6 +23,7 @@ from sinkutils.study.record import (
     read_record,
     read_tensors,
     record_folder,
+    run_folder,
     run_lock,
     write_record,
     write_tensors,
@@ -35,13 +37,15 @@ FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", 
 def folder(tiny, corpus, tmp_path):
     target = record_folder("test", "tiny", 0, tmp_path)
     metrics = {"status": "done", "reason": None, "curve": [], "final": {"sink_1": 1.5}}
-    write_record(target, tiny, metrics, {"device": "cpu"}, {"w": torch.ones(3)}, corpus.tokenizer)
+    write_record(target, tiny, metrics, {"device": "cpu"}, {"w": torch.ones(3)}, corpus.tokenizer,
+                 corpus.identity)  # fmt: skip
     return target
 
 
-def test_a_record_reads_back_as_written(folder, tiny):
+def test_a_record_reads_back_as_written(folder, tiny, corpus):
     record = read_record(folder)
-    assert record.config == config_dict(tiny) and record.metrics["final"] == {"sink_1": 1.5}
+    assert record.config == config_dict(tiny) | {"corpus": {"name": "docstrings", "sha256": corpus.fingerprint}}
+    assert record.metrics["final"] == {"sink_1": 1.5}
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert record.weights == folder / "model.safetensors"
 
@@ -160,11 +164,28 @@ def test_the_hash_depends_on_every_field_and_on_nothing_else(tiny):
     assert len({config_hash(config) for config in [tiny, *others]}) == 4
 
 
-def test_the_hash_is_the_digest_of_config_json(folder, tiny):
+def test_the_hash_is_the_digest_of_config_json_but_for_the_corpus(folder, tiny):
     import hashlib
 
-    assert hashlib.sha256((folder / "config.json").read_bytes()).hexdigest() == config_hash(tiny)
-    assert json.loads((folder / "config.json").read_text())["experiment"] == "tiny"
+    values = json.loads((folder / "config.json").read_text())
+    assert values.pop("corpus") and values["experiment"] == "tiny"
+    assert hashlib.sha256(as_json(values).encode()).hexdigest() == config_hash(tiny)
+
+
+def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus):
+    runs, own = folder.parents[2], corpus.identity
+    other, same_name = ({"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings"))
+    assert find_record(folder, tiny) == find_record(folder, tiny, own) is not None
+    assert find_record(folder, tiny, other) is None and find_record(folder, tiny, same_name) is None
+    assert run_folder(tiny, runs) == run_folder(tiny, runs, own) == folder
+    assert run_folder(tiny, runs, other) == record_folder("test@path-novels-00000000", "tiny", 0, runs)
+    assert run_folder(tiny, runs, same_name) == record_folder("test@docstrings-00000000", "tiny", 0, runs)
+    assert run_folder(tiny, runs / "empty", same_name) == record_folder("test", "tiny", 0, runs / "empty")
+
+
+def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):
+    named = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, corpus=f"path:{tmp_path}/novels/"))
+    assert config_dict(named)["data"]["corpus"] == "path:novels"
 
 
 def test_tensors_and_their_json_come_back_exactly(tmp_path):

@@ -43,7 +43,7 @@ VARIANTS = {
 
 
 def build(variant: str) -> TransformerLM:
-    model = TransformerLM(LMConfig(**{**SMALL, **VARIANTS[variant]}), torch.Generator().manual_seed(0))
+    model = TransformerLM(LMConfig(**{**SMALL, **VARIANTS[variant]}), 0)
     with torch.no_grad():
         for parameter in model.parameters():
             # Attention far from uniform; but the reference's elu(s) + 1 rounds to 0 at s = -17, log space does not.
@@ -136,6 +136,17 @@ def test_mass_and_maps_of_our_model_are_the_dense_ones(variant: str) -> None:
     assert report.mass.shape == (3, 2, 2, T)
 
 
+def test_repeated_heads_are_kept_once_and_those_that_are_not_there_are_named() -> None:
+    model, ids, dense = build("softmax"), tokens(), DenseMaps()
+    with torch.no_grad():
+        model(ids, dense)
+    report = measure(model, ids, heads=((1, 0), (0, 1), (1, 0)), batch_size=2)
+    for layer, head in ((1, 0), (0, 1)):
+        torch.testing.assert_close(report.kept[layer, head].map, dense.maps[layer][:, head], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"\(0, 99\).*2 layers of 2 heads"):
+        measure(model, ids, heads=((0, 99), (0, 1)))
+
+
 def test_the_batch_size_changes_nothing() -> None:
     model, ids = build("softmax"), tokens(7)
     one, all_at_once = measure(model, ids, batch_size=1), measure(model, ids)
@@ -219,6 +230,9 @@ def test_questions_a_report_cannot_answer_are_clear_errors() -> None:
         (lambda: report.sink_star(), "key bias"),
         (lambda: report.interval("star"), "key bias"),
         (lambda: report.interval(level=2), "level"),
+        (lambda: report.interval(draws=0), "draws must be at least 1"),
+        (lambda: report.excess(3), r"targets \(1, 2\)"),
+        (lambda: report.excess("star"), "key bias"),
     ):
         with pytest.raises(ValueError, match=message):
             question()
@@ -246,3 +260,84 @@ def test_signed_proxy_scores_are_what_alpha_reads() -> None:
     positions = torch.arange(2)
     scores = proxy_scores(logits, visible(positions, positions, spec), spec)
     torch.testing.assert_close(scores, torch.tensor([[1.0, 0.0], [0.75, 0.25]]))
+
+
+def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share() -> None:
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[1, 9:] = 0  # sequences of unequal length have unequal floors
+    report = measure(build("softmax"), tokens(), TARGETS, attention_mask=mask)
+    for k in TARGETS:
+        each = []
+        for row, length in enumerate((T, 9, T)):
+            u = sum(1 / i for i in range(k, length + 1)) / (length - k + 1)
+            each += [(float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()]
+        assert report.excess(k) == pytest.approx(sum(each) / len(each), abs=1e-6)
+    assert report_of([[[1.0]]]).excess() == 1
+    assert report_of([[[uniform_alpha(64)]]]).excess() == pytest.approx(0, abs=1e-7)
+    assert measure(build("softmax"), tokens(length=1)).excess() == 0
+
+
+@pytest.mark.parametrize(("variant", "key"), [("window", 1), ("window", 5), ("k-bias", "star"), ("sink-token", "star")])
+def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(variant: str, key: int | str) -> None:
+    model = build(variant)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[:32] = 0  # q = k = 0: every visible key gets the same share
+            if hasattr(block.attention, "key_bias"):
+                block.attention.key_bias.zero_()
+    report = measure(model, tokens(), TARGETS)
+    assert report.excess(key) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_window_is_named_with_its_cap_and_alpha_over_the_queries_that_see_the_key() -> None:
+    model, dense = build("window"), DenseMaps()
+    with torch.no_grad():
+        model(tokens(), dense)
+    report = measure(model, tokens(), TARGETS)
+    assert report.windows == (4, 4)
+    for k in TARGETS:
+        seeing = slice(k - 1, k - 1 + 4)
+        expected = torch.stack([m[:, :, seeing, k - 1].mean(-1) for m in dense.maps], 1)
+        torch.testing.assert_close(report.visible_alpha(k), expected)
+        assert report.caps(k) == pytest.approx([4 / (T - k + 1)] * 2)
+    assert "layers 0, 1 see 4 keys: alpha_1 is at most 0.200 there" in str(report)
+    plain = measure(build("softmax"), tokens(), TARGETS)
+    assert torch.equal(plain.visible_alpha(2), plain.alpha[:, 1]) and plain.caps(2) == [1, 1]
+    assert "see" not in str(plain)
+
+
+@pytest.mark.parametrize("variant", ["window", "k-bias", "softmax"])
+def test_a_recorded_report_answers_as_the_live_one(variant: str) -> None:
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[0, :3] = 0
+    live = measure(build(variant), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True)
+    summary = json.loads(json.dumps(live.to_dict(digits=9), allow_nan=False))
+    read = Report.from_dict(summary)
+    keys = [*TARGETS, *(["star"] if live.star is not None else [])]
+    for k in keys:
+        assert read.excess(k) == pytest.approx(live.excess(k), abs=1e-6)
+        for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
+            assert read.sink(k, eps) == pytest.approx(live.sink(k, eps), abs=1e-6)
+        assert read.interval(k, 0.22) == pytest.approx(live.interval(k, 0.22), abs=1e-6)
+    torch.testing.assert_close(read.visible_alpha(2), live.visible_alpha(2).mean(dim=0, keepdim=True))
+    for name in ("hidden_norms", "key_norms", "value_norms"):
+        assert read.norm_ratio(name) == pytest.approx(live.norm_ratio(name), rel=1e-6)
+    assert (read.samples, read.bos, read.windows, read.to_dict()) == (3, True, live.windows, summary)
+    with pytest.raises(ValueError, match="eps must be one that the record has"):
+        read.sink(1, 0.123)
+    by_text = Report.from_dict(summary, live.alpha[:, :2].half(), None if live.star is None else live.star.half())
+    assert by_text.targets == (1, 2) and by_text.sink(1, 0.123) == live.sink(1, 0.123)
+
+
+def test_norm_ratios_compare_one_position_with_the_mean_of_the_others_and_leave_the_last_block_out() -> None:
+    report = report_of([[[0.1]]])
+    report.hidden_norms = torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])
+    assert report.norm_ratio() == [3.0, 1.0]
+    assert report.norm_ratio(last=True) == [3.0, 1.0, 9.0]
+    assert report.norm_ratio(k=2) == pytest.approx([1 / 4.5, 1.0])
+    report.value_norms = torch.tensor([[1.0, 2.0]])
+    assert report.norm_ratio("value_norms") == [0.5]
+    for name, k, message in (("key_norms", 1, "has no key_norms"), ("value_norms", 3, "at least two positions"),
+                             ("norms", 1, "name must be one of")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            report.norm_ratio(name, k)

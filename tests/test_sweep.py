@@ -88,6 +88,18 @@ def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, t
     assert {name for name, _, _ in before} - {name for name, _, _ in estimate("smoke", (0,), runs)} == set(ONLY)
 
 
+def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_path, text_folder, monkeypatch):
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        sweep("smoke", seeds=(0,), runs=tmp_path / "runs", corpus=f"path:{tmp_path}/nowhere", progress=False)
+    text = f"path:{text_folder}"
+    before = estimate("smoke", (0,), tmp_path / "runs", text)
+    (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=tmp_path / "runs", corpus=text, progress=False)
+    assert outcome.status == "done"
+    assert len(estimate("smoke", (0,), tmp_path / "runs", text)) == len(before) - 1
+    assert len(estimate("smoke", (0,), tmp_path / "runs")) == len(before)
+
+
 def test_an_unknown_engine_is_refused_and_lists_the_engines(tmp_path):
     with pytest.raises(ValueError, match="local, slurm, ray"):
         engine("abacus", 1, tmp_path)

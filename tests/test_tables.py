@@ -6,7 +6,7 @@ import pytest
 
 from sinkutils.showing.tables import COLUMNS, paper_beside_ours, plain, records
 from sinkutils.study.grid import config, paper_rows
-from sinkutils.study.record import record_folder, write_record
+from sinkutils.study.record import RECIPE, record_folder, run_folder, write_record
 
 
 @pytest.fixture
@@ -48,6 +48,20 @@ def test_every_record_is_a_row_and_says_whether_it_counts(runs):
     }
     assert table.loc[("elu_normalised", 0), "reason"] == "the loss was not finite by step 20"
     assert table.loc[("k_bias", 0), ["sink_star", "steps", "item", "section"]].tolist() == [50.0, 60, "Table 4", "7"]
+
+
+def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):
+    run, metrics = config("k_bias", "smoke"), {"status": "done", "reason": None, "curve": [], "final": {"step": 60}}
+    for name, letter in (("docstrings", "a"), ("path:novels", "b")):
+        corpus = {"name": name, "sha256": letter * 64}
+        write_record(run_folder(run, tmp_path, corpus), run, metrics, {"wall_seconds": 1.5}, corpus=corpus)
+    for preset, text in (("smoke", "docstrings aaaaaaaa"), ("smoke@path-novels-bbbbbbbb", "path:novels bbbbbbbb")):
+        (row,) = records(preset, tmp_path).to_dict("records")
+        assert (row["status"], row["corpus"], row["recipe"]) == ("done", text, RECIPE)
+    strange = {"name": "path:novels", "sha256": "c" * 64}
+    write_record(record_folder("smoke", "v_bias", 0, tmp_path), config("v_bias", "smoke"), metrics,
+                 {"wall_seconds": 1.5}, corpus=strange)  # fmt: skip
+    assert records("smoke", tmp_path)["status"].tolist() == ["done", "stale"]
 
 
 def test_a_record_of_no_known_experiment_is_stale(runs):

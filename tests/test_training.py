@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
@@ -66,6 +67,41 @@ def test_a_prefix_of_p_leaves_the_first_p_minus_1_predictions_without_loss(tiny,
         torch.testing.assert_close(next_token_loss(run.model, chunks, prefix), per_token[:, prefix - 1 :].mean())
 
 
+FIXED = ((1, 1, None), (2, 1, 0), (3, 1, 1), (3, 2, 1), (3, 4, None))
+
+
+@pytest.mark.parametrize(("position", "prefix", "left_out"), FIXED)
+def test_a_fixed_token_is_no_prediction_that_counts(tiny, corpus, position, prefix, left_out):
+    tiny = dataclasses.replace(
+        tiny,
+        data=dataclasses.replace(tiny.data, fixed_position=position),
+        model=dataclasses.replace(tiny.model, attention=AttentionSpec(prefix=prefix)),
+    )
+    run = Run(tiny, corpus, CPU)
+    assert run.valid[:, position - 1].eq(corpus.fix_id).all()
+    logits = run.model(run.valid[:, :-1])
+    per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
+    kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t != left_out]
+    assert run.evaluate()[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
+    batch = run.chunks.batch(0, 4, 0)
+    expected = F.cross_entropy(run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten())
+    assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, tmp_path, monkeypatch):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index} " + "zebra sink token head. " * 50)
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    data = dataclasses.replace(tiny.data, corpus=corpus.name, validation=f"path:{tmp_path}", fixed_position=None)
+    run = Run(dataclasses.replace(tiny, data=data), corpus, CPU)
+    assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
+    assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
+    # Another text than the config's is validated on its own.
+    elsewhere = dataclasses.replace(data, corpus="docstrings")
+    other = Run(dataclasses.replace(tiny, data=elsewhere), corpus, CPU)
+    assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
+
+
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
     losses = [Run(change(tiny, micro_batch=m), corpus, CPU) for m in (None, 2)]
     first, second = (float(run.advance(next_token_loss)) for run in losses)
@@ -98,7 +134,7 @@ def test_a_record_says_what_ran_and_holds_the_curve(tiny, corpus, tmp_path):
     assert [point["step"] for point in record.metrics["curve"]] == [4, 8, 12]
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
     assert record.config["recipe"] >= 1 and record.config["seed"] == 0
-    assert {"corpus_sha256", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)
+    assert {"corpus_train_tokens", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
     assert not partial_folder(record.folder).exists()
 
@@ -180,26 +216,39 @@ def test_a_run_in_training_is_not_trained_twice(tiny, corpus, tmp_path):
     assert train(tiny, tmp_path, corpus=corpus, progress=False).status == "done"
 
 
+def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder, tmp_path):
+    study = train(tiny, tmp_path, corpus=corpus, progress=False)
+    other = load_corpus(f"path:{text_folder}", 300, cache_dir=tmp_path / "cache", progress=False)
+    with pytest.warns(UserWarning, match="in place of 'docstrings' with 300: the record is test@path-texts"):
+        apart = train(tiny, tmp_path, corpus=other, progress=False)
+    assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
+    assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
+    for text, message in (("path:/nowhere", "no such folder"), ("nonsense", "unknown corpus")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train(tiny, tmp_path, corpus=text, progress=False)
+    for file in ("config.json", "provenance.json"):
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()
+
+
 RUNNER = """
 import json, sys
 from pathlib import Path
 import torch
-from sinkutils.data.corpus import load_corpus
+from sinkutils.data.corpus import Corpus
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.training.trainer import train
-config, texts, cache, runs = json.loads(sys.argv[1]), *sys.argv[2:]
-corpus = load_corpus(f"path:{texts}", 300, cache_dir=cache, progress=False)
+config, folder, runs = json.loads(sys.argv[1]), *sys.argv[2:]
+corpus = Corpus(Path(folder))
 print("ready", flush=True)
 train(from_dict(RunConfig, config), runs, corpus=corpus, progress=False, checkpoint_seconds=0.0)
 """
 
 
-def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, text_folder, tmp_path):
+def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, corpus, tmp_path):
     config = change(tiny, steps=60, eval_every=2)
-    cache = tmp_path / "cache"
 
     def start(runs: Path) -> subprocess.Popen:
-        arguments = [json.dumps(dataclasses.asdict(config)), str(text_folder), str(cache), str(runs)]
+        arguments = [json.dumps(dataclasses.asdict(config)), str(corpus.folder), str(runs)]
         process = subprocess.Popen([sys.executable, "-c", RUNNER, *arguments], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline().strip() == "ready"
         return process

@@ -28,7 +28,7 @@ SMALL = 1000
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_CHARACTERS = 2_000_000
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
-FORMAT = 2  # raised when the files or the way they are made change
+FORMAT = 3  # raised when the files or the way they are made change
 
 
 class Corpus:
@@ -58,6 +58,11 @@ class Corpus:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
         return f"Corpus({self.name!r}, vocab_size={self.vocab_size}, tokens: {sizes})"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a record says of its text: name and sha256 (of text and tokenizer)."""
+        return {"name": self.name, "sha256": self.fingerprint}
 
     def tokens(self, split: str, bos: bool = False) -> np.ndarray:
         """The documents of a split, each followed by EOS and, with `bos`, preceded by BOS: (N,) unsigned."""
@@ -114,6 +119,12 @@ def corpus_names() -> list[str]:
         "path:<folder or file>",
         "packed:<file of pack_corpus>",
     ]
+
+
+def public_name(name: str) -> str:
+    """The name of a corpus as caches and records have it: of path:<folder> the last part, nothing of the machine."""
+    kind, _, rest = name.partition(":")
+    return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" and rest else name
 
 
 def load_corpus(
@@ -271,7 +282,13 @@ def _build(
         )
     write_meta(
         folder,
-        {"name": name, "vocab_size": found, "dtype": dtype, "fingerprint": fingerprint.hexdigest(), **special},
+        {
+            "name": public_name(name),
+            "vocab_size": found,
+            "dtype": dtype,
+            "fingerprint": fingerprint.hexdigest(),
+            **special,
+        },
     )
 
 

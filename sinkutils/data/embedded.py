@@ -1,15 +1,19 @@
-"""The text that is on every machine that can run the project: the installed packages and the standard library."""
+"""The text that is on every machine that can run the project: pinned packages and the standard library."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import os
 import platform
 import re
+import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path, PurePath
 
 from tqdm.auto import tqdm
 
@@ -19,9 +23,16 @@ DOMAINS = ("prose", "python", "c-headers", "licences", "data")
 HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
 MAX_CHARACTERS = 20_000  # of a document of a domain, which is there to be probed
-PRUNED = {"__pycache__", "site-packages", "dist-packages", "node_modules", "sinkutils"}
-# Written at installation, with the paths of the machine in them.
-LOCAL = ("_sysconfigdata", "__editable__")
+# What pyproject.toml pins exactly and what has English docstrings: nothing else in an environment changes the text.
+DISTRIBUTIONS = (
+    *("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib", "seaborn", "hypothesis", "pytest", "mypy"),
+    *("jupyterlab", "papermill", "nbval", "tokenizers", "safetensors", "tqdm", "ipywidgets"),
+    # Required by those; pinned because they are text.
+    *("sympy", "networkx", "huggingface-hub", "debugpy", "fonttools", "ipython", "mpmath", "pydantic", "tornado"),
+)
+# Of the standard library: what some distributors leave out.
+PRUNED = {"__pycache__", "test", "tests", "idle_test"}
+OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
 DATA = (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg")
@@ -37,16 +48,18 @@ COMMENT_OR_STRING = re.compile(
 )
 
 
-def roots() -> list[Path]:
-    """The folders whose text is used: the standard library, the installed packages, Python's C headers."""
-    paths = sysconfig.get_paths()
-    return [Path(p) for p in dict.fromkeys(paths[key] for key in ("stdlib", "purelib", "platlib", "include"))]
+def installed() -> dict[str, Distribution | None]:
+    """The distributions whose text is used, by name; None for those that are not installed with a list of files."""
+    found: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = one if (one := distribution(name)).files is not None else None
+    return found
 
 
 def installed_versions() -> list[str]:
-    """What the text depends on: the Python version and the name and version of every installed package."""
-    infos = {p.stem for root in roots() for p in root.glob("*-info") if not p.name.startswith("sinkutils-")}
-    return [platform.python_version(), *sorted(infos)]
+    """What the text depends on: the version of Python and of every distribution that is used."""
+    return [platform.python_version(), *(f"{name} {one and one.version}" for name, one in installed().items())]
 
 
 def text_digest(text: str) -> bytes:
@@ -63,7 +76,7 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     """The docstrings of the modules, classes and functions of a file, joined: a document a file.
 
     Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
-    documents, wherever and whenever they were installed.
+    documents, wherever, with whatever else and whenever they were installed.
     """
     paths = tqdm(_files(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
     files = (docstrings_of(_text(path)) for path in paths)
@@ -184,13 +197,33 @@ def _files(*suffixes: str) -> list[Path]:
 
 
 def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
-    """The files under the roots whose name is wanted; those of *-info folders (installation records) on request."""
-    found: list[Path] = []
-    for root in roots():
-        for folder, folders, files in os.walk(root):
-            folders[:] = [f for f in folders if f not in PRUNED and (dist_info or not f.endswith("-info"))]
-            found += [Path(folder, file) for file in files if wanted(file) and not file.startswith(LOCAL)]
+    """The files whose name is wanted; those of *-info folders (installation records) on request.
+
+    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders.
+    """
+    found = [path for path in _standard_library() if wanted(path.name)]
+    distributions = installed()
+    if missing := [name for name, one in distributions.items() if one is None]:
+        warnings.warn(
+            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what pyproject.toml "
+            "pins, or bring a file of pack_corpus",
+            stacklevel=2,
+        )
+    for one in filter(None, distributions.values()):
+        for file in one.files or ():
+            outside = file.parts[0] == ".." or (not dist_info and file.parts[0].endswith("-info"))
+            if not outside and wanted(file.name) and file.as_posix() not in OF_THE_BUILD:
+                found.append(Path(str(one.locate_file(file))))
     return found
+
+
+def _standard_library() -> Iterator[Path]:
+    """The files of the running Python's own modules, without their tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(root):
+        top = Path(folder) == root
+        folders[:] = [f for f in folders if f not in PRUNED and (not top or f in sys.stdlib_module_names)]
+        yield from (Path(folder, f) for f in files if not top or PurePath(f).stem in sys.stdlib_module_names)
 
 
 def _read(paths: list[Path], key: Callable[[bytes], float] | None, progress: bool) -> Iterator[str]:

@@ -21,6 +21,7 @@ class DataConfig:
     random_positions: tuple[int, ...] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     bos: bool = False  # BOS before every document
+    validation: str | None = None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
 
     def __post_init__(self) -> None:
         instance("corpus", self.corpus, str)
@@ -31,6 +32,8 @@ class DataConfig:
         require(self.fixed_position is None or is_count(self.fixed_position),
                 f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}")  # fmt: skip
         flag("bos", self.bos)
+        if self.validation is not None:
+            instance("validation", self.validation, str)
 
 
 class Batches:

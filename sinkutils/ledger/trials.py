@@ -62,7 +62,7 @@ def uniform_without_positions() -> list[Check]:
 
 
 def relative_has_no_sink() -> list[Check]:
-    """Proposition 2 for Eq. 6 as printed: the closed form, and the conclusion at two lengths."""
+    """Proposition 2 with T5's bucket number as the bias: the closed form, and the conclusion at two lengths."""
     rows = {length: _propositions(length)["relative"] for length in (16, 64)}
     return [
         *(Check(f"alpha_1 at most {EPSILON} at T = {length} (Eq. 6 grows with the distance, against the proof)",

@@ -3,8 +3,9 @@
 transformers lets a model choose its attention function by name. The one registered here computes the module's own
 output and, beside it, what a report needs, by one of two paths:
 
-- fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; it is compared with the exact
-  path on a few rows of every module before it is trusted, and not used where a module asks for more than it can do
+- fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; in every module it is compared
+  with the exact path, on rows that see those keys, before it is trusted under a kind of mask, and not used where a
+  module asks for more than it can do
 - exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
 
 Families outside that interface are measured by hooks on the weights that their eager attention returns.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from sinkutils.measuring.report import NotFinite, Request, Tally, keep_products, mean_over_queries
 from sinkutils.model import flash
+from sinkutils.model.flash import PositionMask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -36,7 +38,8 @@ except ImportError as error:
 
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
-CHECK_ROWS = 16  # queries on which the fused path is compared with the exact one
+CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
+LONG_MASK = 4096  # positions from which a window's mask of T x T is not made
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
 KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
          "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
@@ -78,9 +81,34 @@ def _attention(
     return capture.attention(module, query, key, value, attention_mask, kwargs), None
 
 
+def _mask(**asked: Any) -> Tensor | None:
+    """transformers' mask; where it hides what is outside a window, its `of_positions` makes it block by block.
+
+    From `LONG_MASK` positions on that is all there is: its elements are nan then, so that nothing can read them unseen.
+    """
+    length, window, padding = asked["q_length"], asked.get("local_size"), asked.get("attention_mask")
+    plain = asked.get("allow_is_causal_skip", True) and not asked.get("use_vmap") and asked["kv_length"] == length
+    plain = plain and not (asked.get("q_offset") or asked.get("kv_offset")) and (padding is None or bool(padding.all()))
+    if window is None or length < window or not plain:
+        return sdpa_mask(**asked)
+    device = torch.device(asked.get("device", "cpu"))
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
+
+    def seen(rows: Tensor, columns: Tensor) -> Tensor:
+        found = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
+        return found.expand(1, 1, len(rows), len(columns))[0, 0]
+
+    if length < LONG_MASK:
+        mask = sdpa_mask(**asked)
+    else:
+        mask = torch.full((), torch.nan, device=device).expand(asked["batch_size"], 1, length, length)
+    mask.of_positions, mask.window = flash.PositionMask(seen, length, device), window  # type: ignore[union-attr]
+    return mask
+
+
 # A name without a mask of its own would get none at all, and the model would see later tokens.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 class Capture:
@@ -99,20 +127,29 @@ class Capture:
         self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
         self.recording = True
         self.calls: Counter[nn.Module] = Counter()
-        self.fused: dict[nn.Module, bool] = {}  # whether the fused path proved right
+        self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
+        self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
+        self.chunked = False  # windows do not slide
         self.last_hidden: Tensor | None = None
         self.blocks, self.layers = attention_layers(self.base)
         eager = [eager_function(module) is not None for module in self.layers]
         if any(eager) != all(eager):
             raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
+        wrong = [pair for pair in request.heads if pair[0] not in self.layers.values()]
+        if wrong:
+            raise ValueError(
+                f"heads names (layer, head) pairs that the model does not have: {wrong}; its attention layers are "
+                f"{sorted(self.layers.values())}"
+            )
 
     @property
     def path(self) -> str:
         """How alpha was computed."""
         if self.legacy:
             return "eager weights"
-        trusted = sum(self.fused.get(module, False) for module in self.layers)
+        found = {module: [right for (of, _), right in self.fused.items() if of is module] for module in self.layers}
+        trusted = sum(bool(kinds) and all(kinds) for kinds in found.values())
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
     @property
@@ -173,25 +210,57 @@ class Capture:
         """The module's own output, (B, T, H, D); q (B, H, T, D), k and v (B, H or fewer, T, D), mask (B, 1, T, T)."""
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
-        if mask is None and not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        causal = kwargs.get("is_causal")
+        if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
         self.calls[module] += 1
         layer = self.layers[module]
+        self._check_heads(layer, q.shape[1])
+        seen = self._look_at_mask(layer, mask, q.shape[2], kwargs)
         if self.recording:
             for name, x in (("query", q), ("key", k), ("value", v)):
                 self.tally.add_norms(name, layer, x)
             for head in self.request.heads_of(layer) if "qk" in self.request.keep else ():
-                if head < q.shape[1]:
-                    keep_products(self.tally, layer, head, q[:, head], k[:, head // (q.shape[1] // k.shape[1])])
+                keep_products(self.tally, layer, head, q[:, head], k[:, head // (q.shape[1] // k.shape[1])])
         if self._may_fuse(module, kwargs):
-            out = self._fused(module, layer, q, k, v, mask, kwargs)
+            out = self._fused(module, layer, q, k, v, seen, kwargs)
             if out is not None:
                 return out
-        return self._exact(module, layer, q, k, v, mask, kwargs)
+        return self._exact(module, layer, q, k, v, seen, kwargs)
+
+    def _check_heads(self, layer: int, count: int) -> None:
+        """Raise ValueError for a head that a layer does not have; a first pass that records nothing comes here too."""
+        wrong = [(layer, head) for head in self.request.heads_of(layer) if head >= count]
+        if wrong:
+            raise ValueError(
+                f"heads names (layer, head) pairs that the model does not have: {wrong}; its layer {layer} has heads "
+                f"0..{count - 1}"
+            )
+
+    def _look_at_mask(
+        self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]
+    ) -> Tensor | PositionMask | None:
+        """The mask as positions where it is a window's, and a note of that window."""
+        by_position: PositionMask | None = getattr(mask, "of_positions", None)
+        if mask is not None and by_position is None and mask.is_floating_point() and mask.stride(-1) == 0 < length - 1:
+            raise ValueError(
+                f"{type(self.model).__name__} reads the mask of its windows itself, which is not made for {length} "
+                f"positions: give at most {LONG_MASK - 1}"
+            )
+        window = kwargs.get("sliding_window") if by_position is None else getattr(mask, "window", None)
+        if mask is not None and isinstance(window, int) and window < length:
+            self.windows[layer] = window
+            if by_position is not None and window > 1:
+                rows, columns = (
+                    torch.tensor([window], device=mask.device),
+                    torch.tensor([window - 1], device=mask.device),
+                )
+                self.chunked |= not bool(by_position.seen(rows, columns))
+        return mask if by_position is None else by_position
 
     def _may_fuse(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
         unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
-        if self.exact or unknown or not self.recording or not self.fused.get(module, True):
+        if self.exact or unknown or not self.recording:
             return False
         return not (self.request.mass or self.request.heads_of(self.layers[module]))
 
@@ -202,65 +271,61 @@ class Capture:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | PositionMask | None,
         kwargs: dict[str, Any],
     ) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
+        kind = "causal" if mask is None else "mask" if isinstance(mask, Tensor) else "window"
+        if not self.fused.get((module, kind), True):
+            return None
         scale = kwargs.get("scaling")
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
             return None
-        if not flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+        if not flash.trusted("fused", kind, q.device, q.dtype, q.shape[-1]):
             return None
-        found = flash.fused(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), mask=mask, scale=scale)
+        keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        if mask is None:
+            found = flash.fused(q, keys, values, scale=scale)
+        else:
+            found = flash.fused_rows(q, keys, values, mask, scale)
         if found is None:
             return None
         out, lse = found
         columns = torch.tensor(self.request.targets, device=q.device) - 1
-        chosen = repeat_heads(k[:, :, columns], q.shape[1]).float()
-        logits = q.float() @ chosen.mT * scale  # (B, H, T, K)
+        logits = q.float() @ keys[:, :, columns].float().mT * scale  # (B, H, T, K)
         rows = torch.arange(q.shape[2], device=q.device)
-        seen = rows[:, None] >= columns if mask is None else mask[..., columns]
-        if mask is not None and mask.dtype != torch.bool:
-            logits, seen = logits + mask[..., columns], torch.ones_like(logits, dtype=torch.bool)
+        seen = rows[:, None] >= columns
+        if isinstance(mask, PositionMask):
+            seen = mask.seen(rows, columns)
+        elif mask is not None:
+            seen = mask[..., columns]
+            if mask.dtype != torch.bool:
+                logits, seen = logits + seen, seen > torch.finfo(mask.dtype).min / 2
         shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
-        values = {"alpha": shares}
+        result = {"alpha": shares}
         if kwargs.get("s_aux") is not None:
             # A learned sink logit joins the softmax through its log-sum-exp.
             sink = kwargs["s_aux"].float().reshape(1, -1, 1)
             total = torch.logaddexp(lse, sink)
             kept = torch.exp(lse - total)
-            values = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
+            result = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
             out = out * kept[..., None].to(out.dtype)
         out = out.transpose(1, 2).contiguous()
-        if module not in self.fused:
-            self.fused[module] = self._agrees(module, q, k, v, mask, kwargs, columns, values["alpha"], out)
-            if not self.fused[module]:
+        if (module, kind) not in self.fused:
+            looked_at = rows_to_compare(seen)
+            expected, weights = chunk(module, q[:1], k[:1], v[:1], mask, kwargs, looked_at)
+            tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
+            close = (result["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
+            tolerance *= max(1.0, float(v.abs().max()))
+            self.fused[module, kind] = bool(close and (out[:1, looked_at] - expected).abs().max() <= tolerance)
+            if not self.fused[module, kind]:
                 return None
         self._add(layer, {
             name: value.mean(dim=-1) if name == "star" else mean_over_queries(value, columns)
-            for name, value in values.items()
+            for name, value in result.items()
         })  # fmt: skip
         return out
-
-    def _agrees(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
-        columns: Tensor,
-        shares: Tensor,
-        out: Tensor,
-    ) -> bool:
-        """Whether the fused path gives what the family's eager function gives, on the last rows of one sample."""
-        rows = slice(-CHECK_ROWS, None)
-        expected, weights = chunk(module, q[:1], k[:1], v[:1], mask if mask is None else mask[:1], kwargs, rows)
-        tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
-        close = (shares[:1, :, rows] - weights[..., columns]).abs().max() <= tolerance
-        return bool(close and (out[:1, rows] - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
     def _exact(
         self,
@@ -269,7 +334,7 @@ class Capture:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | PositionMask | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Output and weights by the family's eager function, chunk by chunk of queries."""
@@ -280,7 +345,8 @@ class Capture:
         reduce = Reduction(self.request, self.tally, layer, length, sink=kwargs.get("s_aux") is not None)
         outs = []
         for start in range(0, length, step):
-            out, weights = chunk(module, q, k, v, mask, kwargs, slice(start, min(start + step, length)))
+            rows = torch.arange(start, min(start + step, length), device=q.device)
+            out, weights = chunk(module, q, k, v, mask, kwargs, rows)
             outs.append(out)
             if self.recording:
                 reduce.take(weights)
@@ -295,6 +361,11 @@ class Capture:
         if len(found) != 1:
             return output
         self.calls[module] += 1
+        layer, (_, heads, length, _) = self.layers[module], output[found[0]].shape
+        self._check_heads(layer, heads)
+        local = getattr(module, "attention_type", "") == "local"  # of GPT-Neo
+        if local and int(module.config.window_size) < length:  # type: ignore[arg-type, union-attr]
+            self.windows[layer] = int(module.config.window_size)  # type: ignore[arg-type, union-attr]
         if self.recording:
             weights = output[found[0]]
             reduce = Reduction(self.request, self.tally, self.layers[module], weights.shape[-1], sink=False)
@@ -336,8 +407,7 @@ class Reduction:
         if self.request.mass:
             self._sum("mass", weights)
         if self.request.heads_of(self.layer) and "map" in self.request.keep:
-            heads = [head for head in self.request.heads_of(self.layer) if head < weights.shape[1]]
-            self.maps.append(weights[:, heads])
+            self.maps.append(weights[:, self.request.heads_of(self.layer)])
 
     def _sum(self, name: str, rows: Tensor) -> None:
         total = rows.sum(dim=2, dtype=torch.float32)
@@ -354,9 +424,8 @@ class Reduction:
         if "mass" in self.sums:
             means["mass"] = self.sums["mass"] / torch.arange(self.length, 0, -1, device=device)
         if self.maps:
-            for head, kept in zip(
-                self.request.heads_of(self.layer), torch.cat(self.maps, dim=2).unbind(1), strict=False
-            ):
+            maps = torch.cat(self.maps, dim=2).unbind(1)
+            for head, kept in zip(self.request.heads_of(self.layer), maps, strict=True):
                 self.tally.keep(self.layer, head, "map", kept)
         return means
 
@@ -388,16 +457,33 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | 
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
+def rows_to_compare(seen: Tensor) -> Tensor:
+    """Up to `CHECK_ROWS` queries, evenly among those that see any of the keys in question, first and last included.
+
+    seen (.., T, K) booleans: who sees these keys; returns positions (R,), sorted, the very last one among them.
+    """
+    rows = seen.reshape(-1, *seen.shape[-2:])[0].any(dim=-1).nonzero()[:, 0]
+    chosen = rows[torch.linspace(0, len(rows) - 1, CHECK_ROWS, device=rows.device).long()]
+    return torch.cat([chosen, chosen.new_tensor([seen.shape[-2] - 1])]).unique()
+
+
 def chunk(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any], rows: slice
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PositionMask | None,
+    kwargs: dict[str, Any],
+    rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries: out (B, R, H, D) and weights (B, H, R, T)."""
-    length = q.shape[2]
+    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
+    positions = torch.arange(q.shape[2], device=q.device)
     if mask is None:
-        positions = torch.arange(length, device=q.device)
-        seen = positions[rows, None] >= positions
+        seen = rows[:, None] >= positions
+    elif isinstance(mask, PositionMask):
+        seen = mask.seen(rows, positions)
     else:
-        seen = mask[:, :, rows]
+        seen = mask[: len(q), :, rows]
     if seen.dtype == torch.bool:
         zero = torch.zeros((), device=q.device, dtype=q.dtype)
         seen = torch.where(seen, zero, torch.finfo(q.dtype).min)

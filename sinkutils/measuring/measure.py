@@ -66,7 +66,10 @@ def measure(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
+        windows: tuple[int | None, ...] = ()
+        chunked = False
         if isinstance(model, TransformerLM):
+            windows = (model.config.attention.window,) * model.config.num_layers
             run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
         else:
             from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
@@ -81,16 +84,14 @@ def measure(
                 run(torch.stack([rows[i] for i in indices]))
                 order += indices.tolist()
         if not isinstance(model, TransformerLM):
-            path = capture.path
-    missing = sorted(set(request.heads) - set(tally.kept)) if request.keep else []
-    if missing:
-        raise ValueError(f"heads names (layer, head) pairs that the model does not have: {missing}; they count from 0")
+            path, chunked = capture.path, capture.chunked
+            windows = tuple(capture.windows.get(layer) for layer in sorted(capture.layers.values()))
     report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
     config = getattr(model, "config", None)
     report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
-    report.path = path
+    report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
     bos_id = getattr(config, "bos_token_id", None)
@@ -136,9 +137,10 @@ def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tup
     """
     require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     for pair in heads:
-        good = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
+        good = isinstance(pair, tuple | list) and len(pair) == 2
+        good = good and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair)
         require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
-    chosen = tuple((layer, head) for layer, head in heads)
+    chosen = tuple(dict.fromkeys((layer, head) for layer, head in heads))
     if isinstance(model, TransformerLM):
         config = model.config
         wrong = [(layer, head) for layer, head in chosen if layer >= config.num_layers or head >= config.num_heads]

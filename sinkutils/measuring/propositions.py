@@ -106,7 +106,7 @@ def repeated_tokens(
                          "about embeddings that leave h^0 alone")  # fmt: skip
     config = LMConfig(vocab_size=64, context_length=length, num_layers=num_layers, num_heads=num_heads,
                       hidden_size=hidden_size, intermediate_size=2 * hidden_size, position=position)  # fmt: skip
-    model = TransformerLM(config, torch.Generator().manual_seed(seed)).double().eval()
+    model = TransformerLM(config, seed).double().eval()
     if position == "rotary":
         model.cos, model.sin = exact_rotary(length, config.head_dim)
     for name, parameter in model.named_parameters():

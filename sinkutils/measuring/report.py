@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import numbers
+from sinkutils.checks import choice, integer, numbers
 from sinkutils.model import fast
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, features, visible
 from sinkutils.model.decoder import TransformerLM
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
+NORMS = ("embedding_norms", "hidden_norms", "before_norm_norms", "query_norms", "key_norms", "value_norms")
 
 
 class NotFinite(ValueError):
@@ -39,7 +41,10 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `measure` returns; tensors are float32 on the CPU. Positions k count from 1, layers from 0."""
+    """What `measure` returns, or `from_dict` of a record; tensors are float32 on the CPU.
+
+    Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
+    """
 
     alpha: Tensor  # (samples, targets, layers, heads)
     targets: tuple[int, ...]
@@ -61,6 +66,9 @@ class Report:
     skipped_why: str = ""
     name: str = ""
     path: str = ""  # how alpha was computed
+    windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
+    chunked: bool = False  # windows that do not slide: position k is in the window of its own chunk only (Llama 4)
+    recorded: dict[str, Any] | None = None  # the summary of a report whose alpha is known as a mean over samples only
 
     @property
     def length(self) -> int:
@@ -69,22 +77,78 @@ class Report:
 
     @property
     def samples(self) -> int:
-        return self.alpha.shape[0]
+        return self.alpha.shape[0] if self.recorded is None else self.recorded["samples"]
 
     @property
     def floor(self) -> float:
         """alpha_1 of uniform causal attention: H_T / T, 0.074 at T = 64. A mean over unequal lengths."""
         return float(np.mean([uniform_alpha(int(length)) for length in self.lengths]))
 
-    def sink(self, k: int = 1, eps: float = 0.3) -> float:
-        """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean."""
+    def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
+        """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
+
+        At any eps in (0, 1); of a record without alpha by text, at those of its summary. Raises ValueError otherwise.
+        """
+        if self.recorded is not None:
+            return self._recorded_at("sink_star" if k == "star" else "sink", k, eps)
         return 100 * float(self._active(self._of(k), eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
         """Sink_*^eps in percent, for models with a key bias, a sink token or a learned sink logit."""
-        return 100 * float(self._active(self._star(), eps).mean())
+        return self.sink("star", eps)
 
-    def curve(self, k: int = 1, epsilons: Sequence[float] = CURVE_EPSILONS) -> np.ndarray:
+    def excess(self, k: int | str = 1) -> float:
+        """Mean over samples, layers and heads of (alpha_k - u) / (1 - u), u the alpha_k of uniform causal attention.
+
+        For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
+        i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
+        """
+        alpha = self._of(k).double()
+        if self.recorded is not None and "excess" in self.recorded:
+            return float(self.recorded["excess"][f"{k}"])
+        windows = self.windows or (None,) * alpha.shape[1]
+        uniform = torch.tensor(
+            [[[uniform_alpha(int(length), k, w, self.chunked)] for w in windows] for length in self.lengths]
+        ).double()  # (samples, layers, 1)
+        return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
+
+    def visible_alpha(self, k: int = 1) -> Tensor:
+        """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
+
+        It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
+        """
+        if self.recorded is not None and any(self.windows):
+            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None]
+        return self._of(k) / self._cap(k)[..., None]
+
+    def caps(self, k: int = 1) -> list[float]:
+        """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
+        return self._cap(k).mean(dim=0).tolist()
+
+    def _cap(self, k: int) -> Tensor:
+        """The share of the queries k..T that see key k, (samples, layers)."""
+        windows = self.windows or (None,) * len(self.layers)
+        return torch.tensor(
+            [
+                [float((first_key(np.arange(k, int(T) + 1), w, self.chunked) <= k).mean()) for w in windows]
+                for T in self.lengths
+            ]
+        )
+
+    def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
+        """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
+
+        last: also of the last block's output, whose norms reflect the next token's prediction; q, k and v have none.
+        Raises ValueError where these norms were not measured or there are no others (T = 1).
+        """
+        choice("name", name, NORMS)
+        norms = getattr(self, name)
+        if norms is None:
+            raise ValueError(f"this report has no {name}: measure(norms=True); some families of models show none")
+        left_out = name in ("hidden_norms", "before_norm_norms") and not last and len(norms) > 1
+        return norm_ratio(np.atleast_2d(norms)[: -1 if left_out else None], k)
+
+    def curve(self, k: int | str = 1, epsilons: Sequence[float] = CURVE_EPSILONS) -> np.ndarray:
         """Sink_k^eps in percent at each eps (Fig. 3)."""
         return np.array([self.sink(k, eps) for eps in epsilons])
 
@@ -94,14 +158,21 @@ class Report:
         """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         if not 0 < level < 1:
             raise ValueError(f"level must be in (0, 1), got {level}")
-        alpha = self._star() if k == "star" else self._of(int(k))
-        each = self._active(alpha, eps).flatten(1).mean(dim=1).numpy()
+        integer("draws", draws, least=1)
+        if self.recorded is not None:
+            return tuple(self._recorded_at("interval", k, eps))
+        each = self._active(self._of(k), eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
         low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
 
     def to_dict(self, digits: int = 5) -> dict[str, Any]:
-        """A JSON-able summary: Sink at every target and eps with intervals, mean alpha, norms."""
+        """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
+        if self.recorded is not None:
+            return self.recorded
+        keys: list[int | str] = [*self.targets, *(["star"] if self.star is not None else [])]
+        curve = sorted({*self.epsilons, *CURVE_EPSILONS})
+        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in keys}
         result: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -114,29 +185,55 @@ class Report:
             "targets": list(self.targets),
             "epsilons": list(self.epsilons),
             "layers": list(self.layers),
-            "sink": {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in self.epsilons}
-                     for k in self.targets},
+            "excess": {f"{k}": round(self.excess(k), digits) for k in keys},
             "interval": {f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)]
-                                  for eps in self.epsilons} for k in self.targets},
+                                  for eps in self.epsilons} for k in keys},
             "alpha": _rounded(self.alpha.mean(dim=0), digits),
         }  # fmt: skip
         if self.star is not None:
-            result["sink_star"] = {f"{eps}": round(self.sink_star(eps), digits) for eps in self.epsilons}
+            result["sink_star"] = sink.pop("star")
             result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)
+        result["sink"] = sink
+        if any(self.windows):
+            result["windows"], result["chunked"] = list(self.windows), self.chunked
+            result["visible_alpha"] = {
+                f"{k}": _rounded(self.visible_alpha(k).mean(dim=0), digits) for k in self.targets
+            }
         if self.renormalised is not None:
             result["alpha_renormalised"] = _rounded(self.renormalised.mean(dim=0), digits)
-        for name in (
-            "embedding_norms",
-            "hidden_norms",
-            "before_norm_norms",
-            "query_norms",
-            "key_norms",
-            "value_norms",
-        ):
+        for name in NORMS:
             norms = getattr(self, name)
             if norms is not None:
                 result[name] = _rounded(norms, digits)
         return result
+
+    @classmethod
+    def from_dict(cls, summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
+        """The report of a `to_dict` summary, with the same answers; alpha in it is the mean over samples.
+
+        alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
+        text was kept beside the summary: then Sink is known at any eps, as of a live report.
+        """
+        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in NORMS if name in summary}
+        means |= {name: torch.tensor(summary[key])[None] for name, key in (("star", "alpha_star"),
+                  ("renormalised", "alpha_renormalised")) if key in summary}  # fmt: skip
+        by_text = alpha is not None
+        alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
+        if by_text:
+            means.pop("renormalised", None)
+            means |= {"star": star.float()} if star is not None else {}
+        kept_as_is = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
+        means |= {name: summary[name] for name in kept_as_is if name in summary}
+        return cls(
+            alpha,
+            tuple(summary["targets"])[: alpha.shape[1]],
+            tuple(summary["epsilons"]),
+            torch.full((len(alpha),), summary["T"]),
+            tuple(summary["layers"]),
+            windows=tuple(summary.get("windows", ())),
+            recorded=None if by_text else summary,
+            **means,
+        )
 
     def __str__(self) -> str:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
@@ -152,28 +249,49 @@ class Report:
         lines.append(
             "  ".join(["key   mean alpha", *(f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons)])
         )
-        rows: list[tuple[str, int | str, Tensor]] = [(f"{k}", k, self._of(k)) for k in self.targets]
-        if self.star is not None:
-            rows.append(("*", "star", self.star))
-        for label, key, alpha in rows:
-            cells = [f"{label:<5} {float(alpha.mean()):10.4f}"]
+        for key in (*self.targets, *(("star",) if self.star is not None else ())):
+            cells = [f"{'*' if key == 'star' else key:<5} {float(self._of(key).mean()):10.4f}"]
             for eps in self.epsilons:
                 low, high = self.interval(key, eps)
-                percent = 100 * float(self._active(alpha, eps).mean())
-                cells.append(f"{percent:10.2f} % [{low:6.2f}, {high:6.2f}]")
+                cells.append(f"{self.sink(key, eps):10.2f} % [{low:6.2f}, {high:6.2f}]")
             lines.append("  ".join(cells))
-        return "\n".join(lines)
+        return "\n".join(lines + self._about_windows())
 
-    def _of(self, k: int) -> Tensor:
-        """alpha_k, (samples, layers, heads)."""
+    def _about_windows(self) -> list[str]:
+        """Which layers see a window only, and what that does to alpha_k, where it does anything."""
+        lines = []
+        for width in sorted({w for w in self.windows if w is not None}):
+            of_width = [index for index, w in enumerate(self.windows) if w == width]
+            for k in self.targets:
+                cap = self.caps(k)[of_width[0]]
+                if cap < 1:
+                    seeing = float(self.visible_alpha(k)[:, of_width].mean())
+                    layers = ", ".join(str(self.layers[index]) for index in of_width)
+                    lines.append(
+                        f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there; "
+                        f"over the queries that see the key its mean is {seeing:.4f}"
+                    )
+        return lines
+
+    def _of(self, k: int | str) -> Tensor:
+        """alpha_k or alpha_*, (samples, layers, heads)."""
+        if k == "star":
+            if self.star is None:
+                raise ValueError("Sink_* needs a model with a key bias k*, a sink token x* or a learned sink logit")
+            return self.star
         if k not in self.targets:
             raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
-        return self.alpha[:, self.targets.index(k)]
+        return self.alpha[:, self.targets.index(int(k))]
 
-    def _star(self) -> Tensor:
-        if self.star is None:
-            raise ValueError("Sink_* needs a model with a key bias k*, a sink token x* or a learned sink logit")
-        return self.star
+    def _recorded_at(self, table: str, k: int | str, eps: float) -> Any:
+        """What a record's summary says of Sink_k^eps or its interval."""
+        assert self.recorded is not None
+        self._of(k)
+        check_epsilons((eps,))
+        values = self.recorded[table] if table == "sink_star" else self.recorded[table].get(f"{k}", {})
+        if f"{eps}" not in values:
+            raise ValueError(f"eps must be one that the record has, {', '.join(values)}; got {eps}")
+        return values[f"{eps}"]
 
     @staticmethod
     def _active(alpha: Tensor, eps: float) -> Tensor:
@@ -181,9 +299,35 @@ class Report:
         return (alpha > eps).double()
 
 
-def uniform_alpha(length: int, k: int = 1) -> float:
-    """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric."""
-    return float(np.mean(1 / np.arange(k, length + 1)))
+def first_key(queries: np.ndarray, window: int | None, chunked: bool = False) -> np.ndarray:
+    """The first position that each query sees (all count from 1), through a window or within its chunk."""
+    if window is None:
+        return np.ones_like(queries)
+    return (queries - 1) // window * window + 1 if chunked else np.maximum(1, queries - window + 1)
+
+
+@lru_cache(maxsize=4096)
+def uniform_alpha(length: int, k: int | str = 1, window: int | None = None, chunked: bool = False) -> float:
+    """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
+
+    With a window w query i spreads over min(i, w) keys, the last ones. "star" is one key more, which all queries see.
+    """
+    queries = np.arange(1 if k == "star" else int(k), length + 1)
+    first = first_key(queries, window, chunked)
+    keys = queries - first + 1
+    return float(np.mean(1 / (keys + 1) if k == "star" else (first <= int(k)) / keys))
+
+
+def norm_ratio(norms: Any, k: int = 1) -> list[float]:
+    """The norm at position k over the mean of the others, for each row of norms (rows, positions).
+
+    Raises ValueError for a k that is no position, or where there are no others (T = 1).
+    """
+    rows = np.asarray(norms, dtype=float)
+    if rows.ndim != 2 or rows.shape[1] < 2 or not 1 <= k <= rows.shape[1]:
+        raise ValueError(f"a norm ratio needs rows of at least two positions and k among them; got {rows.shape}, k={k}")
+    others = np.delete(rows, k - 1, axis=1).mean(axis=1)
+    return (rows[:, k - 1] / others).tolist()
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:

@@ -87,8 +87,8 @@ class AttentionSpec:
             )
         if self.similarity == "linear":
             require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
-        if self.bias_shared or self.bias_dims is not None:
-            require(self.has_key_bias, "bias_shared and bias_dims describe a key bias: bias must be 'k' or 'kv'")
+        require(not self.bias_shared or self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
+        require(self.bias_dims is None or self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
             require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
         real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
@@ -166,7 +166,7 @@ def attend(
         star_value = torch.zeros_like(key_bias) if value_bias is None else value_bias
         v = torch.cat([star_value[None, :, None].expand(len(v), -1, -1, -1).to(v.dtype), v], dim=-2)
     weights = normalise(logits, seen, spec)
-    out = weights @ v
+    out = weights.to(v.dtype) @ v  # a position term may be wider than v
     if value_bias is not None and spec.bias == "v":
         out = out + value_bias[:, None]
     return out, weights

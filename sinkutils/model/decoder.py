@@ -7,6 +7,7 @@ and h to an observer as they are computed, so that nothing needs hooks and no at
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (F.silu, True),
 }
 HEAD_MERGES = ("concat", "add")
-BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned positions: N(0, 0.02^2), as the authors' code
+BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,12 @@ class Attention(nn.Module):
             extras["value_bias"] = fixed_value(spec, shape[1]).expand(shape).to(self.qkv.weight.device, dtype)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
+        # Distances keep their precision: beyond 256 bfloat16 has no odd ones.
+        wide = torch.promote_types(dtype, torch.float32)
         if "distance_bias" in tables:
-            extras["distance_bias"] = tables["distance_bias"].to(dtype)
+            extras["distance_bias"] = tables["distance_bias"].to(wide)
         elif "buckets" in tables:
-            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(dtype)
+            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
         return extras
 
 
@@ -252,9 +255,9 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """An auto-regressive LM: token ids (B, T) -> logits (B, T, V)."""
+    """An auto-regressive LM: token ids (B, T) -> logits (B, T, V). seed: of its initial values (`reset_parameters`)."""
 
-    def __init__(self, config: LMConfig, generator: torch.Generator | None = None) -> None:
+    def __init__(self, config: LMConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -268,14 +271,17 @@ class TransformerLM(nn.Module):
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
         for name, table in position_tables(config, length).items():
             self.register_buffer(name, table, persistent=False)
-        self.reset_parameters(generator)
+        self.reset_parameters(seed)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initialise as the authors' code does.
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Initialise as the authors' code is written (the paper says nothing of it).
 
-        Embeddings and linears N(0, 2/5/fan_in); the FFN's output projection has standard deviation
-        1/sqrt(fan_in)/L; biases, x* and learned positions N(0, 0.02^2); gains 1.
+        Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
+        The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
+
+        What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants of a seed start
+        from the same values wherever they share a parameter (its scale may differ, as said above).
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1 and name != "sink":
@@ -283,16 +289,15 @@ class TransformerLM(nn.Module):
                 continue
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
-            if name.endswith("ffn.down.weight"):
+            if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
             elif name == "sink" or name.rsplit(".", 1)[-1] in (
                 "key_bias",
                 "value_bias",
-                "position_embedding",
                 "bucket_bias",
             ):
                 std = BIAS_INIT_STD
-            parameter.normal_(0.0, std, generator=generator)
+            parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
@@ -325,6 +330,15 @@ class TransformerLM(nn.Module):
             if observer is not None:
                 observer.block(layer, h, before)
         return self.norm(h[:, 1:] if self.config.sink_token else h)
+
+
+def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
+    """N(0, 1) in the shape of `like`, float32: a function of (seed, name, shape)."""
+    if like.is_meta:
+        return torch.empty_like(like)
+    digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(like.shape, generator=generator)
 
 
 def _show_layer(

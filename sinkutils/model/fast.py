@@ -62,6 +62,15 @@ def attend(
     return out
 
 
+def check_kernels(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Compare the kernel that an operation would take on a device with dense rows, before `attend` is compiled.
+
+    Without it a compiled `attend` takes blocks of queries, as a graph cannot look at numbers.
+    """
+    if flash.flex_fits(device.type, dtype, head_dim, spec):
+        flash.trusted("flex", flash.flex_kind(spec), device, dtype, head_dim)
+
+
 def _by_head(
     q: Tensor,
     k: Tensor,
@@ -144,7 +153,8 @@ def log_mass(
         if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
             q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         fused = spec.similarity == "exp" and _plain(spec, distance_bias, length)
-        if fused and flash.fused_trusted(q.device, q.dtype, q.shape[-1]):
+        kinds = ("causal", "full") if spec.prefix > 1 else ("causal",)
+        if fused and all(flash.trusted("fused", kind, q.device, q.dtype, q.shape[-1]) for kind in kinds):
             mass = _lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
             if spec.prefix > 1:
                 first = _lse(q[:, :, : spec.prefix], k[:, :, : star + spec.prefix], causal=False)
@@ -160,7 +170,7 @@ def log_mass(
 
 
 def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The log-sum-exp (B, H, T) of a kernel that `flash.fused_trusted` has found; it wants values, any will do."""
+    """The log-sum-exp (B, H, T) of a kernel that `flash.trusted` has found; it wants values, any will do."""
     found = flash.fused(q, k, k, causal=causal)
     assert found is not None
     return found[1]
@@ -251,6 +261,10 @@ def _block(
     length: int,
 ) -> Tensor:
     """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if distance_bias is not None and q.dtype != wide:  # bfloat16 has no odd distances beyond 256
+        with torch.autocast(q.device.type, enabled=False):
+            return _block(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias, start, length).to(v.dtype)
     k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
     if _is_softmax(spec) and not _slow_kernel(q):
         return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])

@@ -1,9 +1,9 @@
 """PyTorch's kernels that return the log-sum-exp of each row of logits beside the output (flash attention).
 
-A kernel is compared once, for each device, dtype and head dimension, with dense rows before it is trusted: a private op
-can change, and one backend's log-sum-exp is in base 2 (pytorch #181645).
+A kernel is compared with dense rows before its first number is used, once for each kind of mask, device, dtype and head
+dimension (`trusted`): a private op can change, and one backend's log-sum-exp is in base 2 (pytorch #181645).
 
-- `fused`: the kernels behind scaled_dot_product_attention: softmax with any additive mask
+- `fused`, `fused_rows`: the kernels behind scaled_dot_product_attention: softmax with any additive mask
 - `flex`: FlexAttention, compiled for CUDA: any f >= 0, window, prefix and position term
 """
 
@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, visible
 
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
 FLEX_COMPILE: dict[str, Any] = {
@@ -29,6 +30,43 @@ FLEX_COMPILE: dict[str, Any] = {
     "recompile_limit": 64,
 }
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
+ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
+# kernel -> the kinds of mask that it is compared under. "full" has none; "mask" is an arbitrary one, such as a prefix
+# beside padding, and adds to the logits.
+KINDS = {"fused": ("causal", "full", "window", "mask"), "flex": ("causal", "window", "prefix")}
+TRUST: dict[tuple[str, str, torch.device, torch.dtype, int], bool] = {}  # what `trusted` has found
+
+
+class PositionMask:
+    """A mask that is a function of positions, of which a block of queries is made at a time: no T x T."""
+
+    def __init__(
+        self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device, rows: int = ROWS
+    ) -> None:
+        self.seen, self.rows = seen, rows  # seen: 0-based positions (R,) and (S,) -> booleans (R, S)
+        self.positions = torch.arange(length, device=device)
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple[slice, slice, Tensor]]:
+        """For `rows` queries at a time: those, the range of keys that one of them sees, and who sees which (R, S)."""
+        blocks = []
+        for rows in self.positions.split(self.rows):
+            seen = self.seen(rows, self.positions)
+            keys = seen.any(dim=0).nonzero()[:, 0]
+            low, high = int(keys[0]), int(keys[-1]) + 1
+            blocks.append((slice(int(rows[0]), int(rows[-1]) + 1), slice(low, high), seen[:, low:high].clone()))
+        return blocks
+
+
+def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    """Which of PyTorch's kernels `fused` calls on a type of device, by name; None where none fits."""
+    if device == "cpu":
+        return "_scaled_dot_product_flash_attention_for_cpu"
+    if device != "cuda" or dtype == torch.float64:
+        return None
+    if dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and not masked:
+        return "_scaled_dot_product_flash_attention"
+    return "_scaled_dot_product_efficient_attention"
 
 
 def fused(
@@ -43,49 +81,136 @@ def fused(
     """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of softmax attention, or None if no kernel fits.
 
     q: (B, H, T, D), k and v: (B, H, S, D). mask: added to the logits, or True where a key is seen, in place of
-    `causal`; on a CPU only. scale: of the logits, 1/sqrt(D) unless given. Raises what a missing private op raises.
+    `causal`. scale: of the logits, 1/sqrt(D) unless given. Raises what a missing private op raises.
     """
-    ops = torch.ops.aten
+    name = kernel_for(q.device.type, q.dtype, q.shape[-1], mask is not None)
+    if name is None:
+        return None
+    if mask is not None:
+        causal = False
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    op = getattr(torch.ops.aten, name)
     if q.device.type == "cpu":
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
         # Called by its private name the op takes the last dimension for contiguous, and is wrong where it is not.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return ops._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal and mask is None, attn_mask=mask, scale=scale
-        )
-    if q.device.type == "cuda" and mask is None:
-        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-            found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        elif q.dtype == torch.float32:
-            found = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        else:
-            return None
-        return found[0], found[1][..., : q.shape[2]]  # some pad their rows
-    return None
+        return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    if name == "_scaled_dot_product_flash_attention":
+        found = op(q, k, v, 0.0, causal, scale=scale)
+    else:
+        if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
+            mask = F.pad(mask.to(q.dtype), (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+            mask = mask.expand(*q.shape[:3], k.shape[2])
+        found = op(q, k, v, mask, True, 0.0, causal, scale=scale)
+    return found[0], found[1][..., : q.shape[2]]  # some pad their rows
 
 
-@functools.cache
-def fused_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `fused` has a kernel here whose causal log-sum-exp is that of dense rows; compared once."""
-    q, k, v = _probe(device, dtype, head_dim)
-    logits = q.double() @ k.double().mT * head_dim**-0.5
-    dense = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf).logsumexp(dim=-1)
+def fused_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: PositionMask | Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """`fused` under a mask, `ROWS` queries at a time and, where the mask knows their range, the keys that they see.
+
+    A mask that is a tensor broadcasts to (B, H, T, S).
+    """
+    blocks: Iterable[tuple[slice, slice, Tensor]]
+    if isinstance(mask, PositionMask):
+        blocks = mask.blocks
+    else:
+        starts = range(0, q.shape[2], ROWS)
+        blocks = ((slice(i, i + ROWS), slice(None), mask[..., i : i + ROWS, :]) for i in starts)
+    found = [fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=part, scale=scale) for rows, keys, part in blocks]
+    if any(pair is None for pair in found):
+        return None
+    outs, masses = zip(*found, strict=True)  # type: ignore[arg-type]
+    return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
+
+
+def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a kernel is there and gives the row sums of dense rows under a kind of mask (`KINDS`); compared once.
+
+    A graph under compilation cannot look at numbers: it trusts what was compared before, see `fast.check_kernels`.
+    """
+    key = (kernel, kind, device, dtype, head_dim)
+    if key not in TRUST:
+        if torch.compiler.is_compiling():
+            return False
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            TRUST[key] = _proves_right(*key)
+    return TRUST[key]
+
+
+def _proves_right(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Compare all rows of a random problem with dense ones: more keys than a kernel's block, a multiple of nothing."""
+    generator = torch.Generator().manual_seed(0)
+    draws = (torch.randn(2, 2, 130, head_dim, generator=generator) for _ in range(3))
+    q, k, v = (x.to(device, dtype) for x in draws)
     try:
-        found = fused(q, k, v)
+        got, expected = (_flex_probe if kernel == "flex" else _fused_probe)(q, k, v, kind)
     except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
         return False
-    return found is not None and _agree(found[1], dense, f"the fused kernel ({device.type}, {dtype})")
+    if got is None:
+        return False
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
+    if got.shape == expected.shape and torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance):
+        return True
+    warnings.warn(
+        f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense form; "
+        "using blocks of queries instead",
+        stacklevel=4,
+    )
+    return False
+
+
+def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
+    """Output and log-sum-exp side by side, of the kernel and of dense rows."""
+    length = q.shape[2]
+    positions = torch.arange(length, device=q.device)
+    seen = visible(positions, positions, AttentionSpec(window=33 if kind == "window" else None))
+    bias = torch.zeros(length, length, device=q.device, dtype=q.dtype)
+    if kind == "full":
+        seen = torch.ones_like(seen)
+    if kind == "mask":  # a prefix of 40 that all see, padding before and after, and a term that grows with distance
+        seen = (seen | (positions < 40)) & (positions > 2) & (positions < length - 5) | (
+            positions == positions[:, None]
+        )
+        bias = -0.25 * (positions[:, None] - positions).abs().to(q.dtype).sqrt()
+    logits = (q.double() @ k.double().mT * q.shape[-1] ** -0.5 + bias.double()).masked_fill(~seen, -torch.inf)
+    if kind in ("causal", "full"):
+        found = fused(q, k, v, causal=kind == "causal")
+    elif kind == "window":
+        mask = PositionMask(lambda i, j: visible(i, j, AttentionSpec(window=33)), length, q.device, rows=50)
+        found = fused_rows(q, k, v, mask)
+    else:
+        found = fused_rows(q, k, v, bias.masked_fill(~seen, -torch.inf)[None, None])
+    dense = torch.cat([logits.softmax(-1) @ v.double(), logits.logsumexp(-1, keepdim=True)], dim=-1)
+    return None if found is None else torch.cat([found[0].double(), found[1][..., None].double()], dim=-1), dense
+
+
+def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Un-normalised sigmoid attention, which hangs on the log-sum-exp, with k* and a position term."""
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=33 if kind == "window" else None,
+                         prefix=40 if kind == "prefix" else 1)  # fmt: skip
+    star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
+    dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
+    keys = torch.cat([star[None, :, None].expand(len(k), -1, -1, -1), k], dim=2)
+    return flex(q, keys, F.pad(v, (0, 0, 1, 0)), spec, line, 1), dense
+
+
+def flex_kind(spec: AttentionSpec) -> str:
+    """The kind of mask under which FlexAttention has to have proved right for an operation."""
+    return "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
+
+
+def flex_fits(device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> bool:
+    """Whether FlexAttention's compiled kernel takes such queries; that it is right here is `trusted`'s to say."""
+    return device == "cuda" and HAS_TRITON and spec.similarity != "linear" and dtype != torch.float64 and head_dim >= 16
 
 
 def flex_serves(q: Tensor, spec: AttentionSpec) -> bool:
-    """Whether FlexAttention's compiled kernel takes these queries and returns the log-sum-exp that is meant."""
-    if not (q.is_cuda and HAS_TRITON) or spec.similarity == "linear":
+    """Whether FlexAttention takes these queries and was found to return the log-sum-exp that is meant."""
+    if not flex_fits(q.device.type, q.dtype, q.shape[-1], spec):
         return False
-    if q.dtype == torch.float64 or q.shape[-1] < 16:
-        return False
-    # A graph under compilation cannot look at numbers; there the kernel is the same one.
-    return torch.compiler.is_compiling() or _flex_trusted(q.device, q.dtype, q.shape[-1])
+    return trusted("flex", flex_kind(spec), q.device, q.dtype, q.shape[-1])
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, star: int) -> Tensor:
@@ -147,27 +272,3 @@ def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.devic
 
     make = _flex_kernel(create_block_mask, spec, device)
     return make(seen, None, None, length, star + length, device=device)
-
-
-@functools.cache
-def _flex_trusted(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Compare un-normalised sigmoid attention, which hangs on the log-sum-exp, with dense rows, once."""
-    q, k, v = _probe(device, dtype, head_dim)
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
-    with torch.no_grad():
-        dense = attend(q.double(), k.double(), v.double(), spec)[0]
-        return _agree(flex(q, k, v, spec, None, 0), dense, f"FlexAttention ({device.type}, {dtype})")
-
-
-def _probe(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Tensor]:
-    """q, k, v of (2, 2, 130, D) to compare kernels on: more than a kernel's block, no multiple of anything."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 2, 130, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
-
-
-def _agree(got: Tensor, dense: Tensor, what: str) -> bool:
-    tolerance = 1e-3 if got.dtype in (torch.float32, torch.float64) else 3e-2
-    if got.shape == dense.shape and torch.allclose(got.double(), dense, rtol=tolerance, atol=tolerance):
-        return True
-    warnings.warn(f"{what} returned other row sums than the dense form; using blocks of queries instead", stacklevel=2)
-    return False

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-# Where each one acts. `relative` is Eq. 6 as printed (the raw bucket index, which grows with distance);
-# `relative_learned` is T5's, one learned bias a bucket and head.
+# Where each one acts. `relative` adds the number of T5's bucket itself, which grows with distance, as the authors'
+# code does; `relative_learned` is T5's, one learned bias a bucket and head. Eq. 6 prints a third thing: see
+# `relative_buckets`.
 ADDED_TO_EMBEDDING = ("absolute", "learnable")
 ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
 POSITIONS = ("rotary", "nope", *ADDED_TO_EMBEDDING, *ADDED_TO_LOGITS)
@@ -26,10 +27,10 @@ def absolute_embedding(length: int, hidden_size: int) -> Tensor:
 
 
 def relative_buckets(length: int) -> Tensor:
-    """g of Eq. 6 for distances 0..length-1, as int64: exact up to B/2, logarithmic up to D, then B - 1.
+    """T5's bucket of distances 0..length-1, (length,) int64: exact up to B/2, logarithmic up to D, then B - 1.
 
-    The floor is taken of the whole scaled logarithm, as T5 does; the paper's print puts the floor before the
-    factor B/2, which would leave a single step.
+    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled logarithm; Eq. 6 prints
+    the floor before the factor B/2, which puts all distances from B/2 to D - 1 in one bucket.
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2

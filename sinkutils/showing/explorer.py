@@ -64,9 +64,8 @@ def draw(report: Report, block: int, head: int, title: str = "") -> Figure:
     of_model.set(xlabel="head $h$", ylabel="attention layer", title="every head")
     of_model.grid(False)
     for name, symbol in (("hidden_norms", "h"), ("key_norms", "k"), ("value_norms", "v")):
-        norms = np.asarray(getattr(report, name))
-        ratios = norms[:, 0] / norms[:, 1:].mean(axis=1)
-        where = np.arange(1, len(norms) + 1) if name == "hidden_norms" else np.asarray(report.layers) + 1
+        ratios = report.norm_ratio(name)
+        where = np.arange(1, len(ratios) + 1) if name == "hidden_norms" else np.asarray(report.layers) + 1
         of_norms.plot(where, ratios, marker="o", label=rf"$\|{symbol}_1\|$")
     of_norms.axhline(1, color="grey", linewidth=1, linestyle=":")
     of_norms.set(xlabel="block $l$", title="first token over mean of the others", ylim=(0, None))

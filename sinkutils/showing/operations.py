@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from sinkutils.ledger.evidence import ratio_by_block
+from sinkutils.measuring.report import Report
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.study.grid import config, paper_rows
 from sinkutils.study.record import Record
@@ -79,12 +79,12 @@ def outcome(run: Record | None) -> str:
 
 
 def norm_ratios(runs: Mapping[str, Record | None], key: str = "hidden_norms") -> dict[str, list[float] | str]:
-    """||h_1^l|| over the mean of the others' norms by block (Figs. 7, 8, 29), or how a run ended without them.
+    """||h_1^l|| over the mean of the others' norms by block but the last (Figs. 7, 8, 29), or how a run ended without.
 
     key: the norms in the report, such as "before_norm_norms" of a post-norm model.
     """
     return {
-        name: ratio_by_block(run.metrics["final"]["report"][key])
+        name: Report.from_dict(run.metrics["final"]["report"]).norm_ratio(key)
         if run is not None and run.status == "done"
         else outcome(run)
         for name, run in runs.items()

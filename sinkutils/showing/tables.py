@@ -12,13 +12,13 @@ import pandas as pd
 
 from sinkutils.measuring.report import Report
 from sinkutils.study.grid import config, experiment, largest_alpha, paper_rows, preset, resolve
-from sinkutils.study.record import RUNS, CorruptRecord, Record, config_dict, read_record
+from sinkutils.study.record import RUNS, CorruptRecord, Record, is_of, read_record
 from sinkutils.training.finetune import FINETUNINGS, planned
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 VALUES = (*SINKS, "valid_loss")
 NUMERIC = ("steps", *VALUES, "train_loss", "wall_seconds")
-COLUMNS = ("preset", "experiment", "seed", "status", "reason", *NUMERIC, "section", "item")
+COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
 EPSILON = 0.3
 HEADINGS = {
     **{f"sink_{k}": f"Sink_{k} %" for k in (1, 2, 3, 4)},
@@ -32,12 +32,13 @@ def records(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFr
 
     status: done; failed (training diverged: `reason`); stale (its config is no longer that of the experiment);
     corrupt (a file is missing or changed: `reason` names it, and a warning is given). Only rows that are done or
-    failed count as results.
+    failed count as results. corpus: name and short hash of the text that the run was made on. Runs on another text
+    than the preset's are tables of their own: preset "laptop@path-mine-0123abcd", as their folder is named.
     """
     root = Path(runs or RUNS) / _known(preset)
     folders = [path for path in sorted(root.glob("*/*")) if path.is_dir() and path.name.isdigit()]
     rows = [_row(path, preset) for path in folders]
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(NUMERIC, float))
+    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype({**dict.fromkeys(NUMERIC, float), "recipe": "Int64"})
     return table.sort_values(["experiment", "seed"], ignore_index=True)
 
 
@@ -75,7 +76,8 @@ def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
 
 
 def _known(name: str) -> str:
-    return preset(name).name
+    preset(name.partition("@")[0])
+    return name
 
 
 def _row(folder: Path, preset: str) -> dict[str, Any]:
@@ -90,13 +92,16 @@ def _row(folder: Path, preset: str) -> dict[str, Any]:
     final = record.metrics["final"]
     row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
     row |= {"steps": final.get("step"), "wall_seconds": record.provenance["wall_seconds"]}
+    corpus = record.config.get("corpus")
+    row |= {"corpus": corpus and f"{corpus['name']} {corpus['sha256'][:8]}", "recipe": record.config["recipe"]}
+    base, apart, _ = preset.partition("@")
     try:
-        current = config_dict(planned(name, preset, seed))
+        current = planned(name, base, seed)
         one = FINETUNINGS.get(name) or experiment(name)
     except ValueError as error:
         return row | {"status": "stale", "reason": str(error)}
     row |= {"section": one.section, "item": one.item}
-    if record.config != current:
+    if not is_of(record, current, corpus if apart else None):
         return row | {"status": "stale", "reason": "the experiment or the recipe has changed since: train it again"}
     return row | {"status": record.status, "reason": record.metrics["reason"]}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,39 +28,61 @@ from typing import Any
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig
 from sinkutils.study.presets import Preset, preset
-from sinkutils.study.record import find_record, record_folder
+from sinkutils.study.record import find_record, run_folder
 
 SECTIONS = ("4", "5", "6", "7", "C")
-HEADLINE_SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2)
+HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
+
+
+class Scaled(ABC):
+    """A value of an override that depends on the preset."""
+
+    @abstractmethod
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> Any:
+        """The value at a preset: `old` is the base's, `run` the base's run."""
 
 
 @dataclass(frozen=True)
-class Times:
+class Times(Scaled):
     """A multiple of the base's value; of an integer, rounded and at least 1."""
 
     factor: float
 
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> Any:
+        return _whole(self.factor * old) if isinstance(old, int) else self.factor * old
+
 
 @dataclass(frozen=True)
-class OfContext:
+class OfContext(Scaled):
     """A share of the context length C, rounded, at least 1; with `at_most_base`, no more than the base's value."""
 
     share: float
     at_most_base: bool = False
 
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> int:
+        share = _whole(self.share * run.model.context_length)
+        return min(share, old) if self.at_most_base else share
+
 
 @dataclass(frozen=True)
-class OfHeadDim:
+class OfHeadDim(Scaled):
     """A share of the head dimension d_h, rounded, at least 1."""
 
     share: float
 
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> int:
+        return _whole(self.share * run.model.head_dim)
+
 
 @dataclass(frozen=True)
-class OfFourEpochs:
+class OfFourEpochs(Scaled):
     """A share of the text of which the preset's run makes four passes (`Preset.four_epochs`)."""
 
     share: float
+
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> float:
+        return self.share * scale.four_epochs
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class Experiment:
     title: str
     overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
-    headline: bool = False  # trained first, and at three seeds
+    headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
     weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
     note: str = ""
     presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
@@ -137,7 +160,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("lr_half_steps_x2", "4", "learning rate / 2, steps x 2", {_RATE: Times(1 / 2), _STEPS: Times(2)}),
     Experiment("lr_quarter", "4", "learning rate / 4", {_RATE: Times(1 / 4)}),
     Experiment("lr_quarter_steps_x4", "4", "learning rate / 4, steps x 4", {_RATE: Times(1 / 4), _STEPS: Times(4)}),
-    Experiment("lr_x0.025", "4", "learning rate / 40", {_RATE: Times(1 / 40)}),
+    Experiment("lr_quarter_steps_x2", "4", "learning rate / 4, steps x 2", {_RATE: Times(1 / 4), _STEPS: Times(2)}),
+    Experiment("lr_x0.025", "4", "learning rate / 40, steps x 4", {_RATE: Times(1 / 40), _STEPS: Times(4)}),
     *(Experiment(f"batch_{name}", "4", f"batch size x {factor:g}", {"train.batch_size": Times(factor)})
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
@@ -151,24 +175,31 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for share in (1.0, 0.5, 0.1, 0.04, 0.02, 0.01)),
     # Section 6: loss function (Table 2, Figures 5 and 6)
     *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
-      for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0)),
+      for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0, 10.0)),
     *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
                  weights=p == 5)
       for p in (2, 3, 4, 5, 10)),
+    Experiment("prefix_5_default", "6", "prefix of 5 tokens, none of them fixed", _attention(prefix=5), base=False),
     *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
                  weights=share == 4)
       for share in (64, 32, 16, 8, 4, 2)),
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": OfContext(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}, weights=name == "learnable") for name, title in (
+    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable",
+                 weights=name == "learnable") for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
-        ("relative", "relative positions, Eq. 6 as printed"), ("relative_learned", "relative positions, learned (T5)"),
+        ("relative", "relative positions, T5's bucket number as the bias"),
+        ("relative_learned", "relative positions, a learned bias a bucket (T5)"),
         ("alibi", "ALiBi"))),
-    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}),
+    Experiment("learnable_default", "7", "learnable positions, no fixed token", {"model.position": "learnable"},
+               base=False, weights=True),
+    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}, headline=True),
     # Section 7.3: biases (Tables 4 and 5)
     Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
                weights=True),
+    Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
+               base=False, weights=True),
     Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
     Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
     Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
@@ -189,10 +220,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # Appendix C: FFN, heads, biases, normalisers (Tables 11 to 14, Figure 29)
     *(Experiment(f"ffn_{name}", "C", f"{title} FFN", {"model.ffn": name}) for name, title in (
         ("relu", "ReLU"), ("gelu", "GeLU"), ("swish", "Swish"), ("reglu", "ReGLU"), ("geglu", "GeGLU"))),
-    *(Experiment(f"heads_{h}", "C", f"{h} head{'s' * (h > 1)}", {"model.num_heads": h}) for h in (4, 2, 1)),
+    *(Experiment(f"heads_{h}", "C", f"{h} head{'s' * (h > 1)}", {"model.num_heads": h}) for h in (8, 4, 2, 1)),
     Experiment("heads_add", "C", "heads added, not concatenated", {"model.head_merge": "add"}),
     *(Experiment(f"{bias}_bias_shared", "C", f"{bias.upper()} biases shared by the heads of a block",
-                 _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k")),
+                 _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k", "v")),
     *(Experiment(f"k_bias_dims_{dims}", "C", f"K biases learnable in {dims} / 96 of their dimensions",
                  _attention(bias="k", bias_dims=OfHeadDim(dims / 96))) for dims in (1, 2, 4, 8, 16, 32, 64)),
     *(Experiment(f"scale_{scale:g}", "C", f"softmax scaled by alpha = {scale:g}", _attention(scale=scale))
@@ -278,29 +309,41 @@ def unavailable(preset: str) -> dict[str, str]:
     return dict(_all(preset)[1])
 
 
-def missing(preset: str, seeds: tuple[int, ...] | None = None, runs: Path | str | None = None) -> list[tuple[str, int]]:
-    """The (experiment, seed) pairs of a preset without a valid record, most informative first.
+def missing(
+    preset: str,
+    seeds: tuple[int, ...] | None = None,
+    runs: Path | str | None = None,
+    corpus: dict[str, str] | None = None,
+) -> list[tuple[str, int]]:
+    """The (experiment, seed) pairs of a preset without a valid record, on that corpus, most informative first.
 
-    seeds None: the headline experiments at seeds 0, 1, 2 and the others at 0, in the order headline, more seeds of
-    the base, the others, more seeds of the headline. Otherwise every experiment at each of `seeds`.
+    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS, in the order headline, more seeds
+    of the base, the others, more seeds of all, more of the headline. Otherwise every experiment at each of `seeds`.
     """
-    built = _all(preset)[0]
-    names = list(dict.fromkeys(resolve(name, preset) for name in built))
-    headline = [name for name in names if experiment(name).headline]
-    others = [name for name in names if name not in headline]
+    base = resolve("base", preset)
+    names = list(dict.fromkeys(resolve(name, preset) for name in _all(preset)[0]))
+    names.sort(key=lambda name: not experiment(name).headline)
     if seeds is None:
-        base, more = resolve("base", preset), HEADLINE_SEEDS[1:]
-        plan = [(name, HEADLINE_SEEDS[0]) for name in headline]
-        plan += [(base, seed) for seed in more]
-        plan += [(name, HEADLINE_SEEDS[0]) for name in others]
-        plan += [(name, seed) for seed in more for name in headline if name != base]
+        seeds_of = {name: HEADLINE_SEEDS if experiment(name).headline else SEEDS for name in names}
+        plan = [(name, seed) for seed in HEADLINE_SEEDS for name in names if seed in seeds_of[name]]
+        plan.sort(key=lambda pair: _turn(pair[0], pair[1], base))
     else:
-        plan = [(name, seed) for seed in seeds for name in (*headline, *others)]
+        plan = [(name, seed) for seed in seeds for name in names]
+    planned = [config(name, preset, seed) for name, seed in plan]
     return [
-        (name, seed)
-        for name, seed in plan
-        if find_record(record_folder(preset, name, seed, runs), config(name, preset, seed)) is None
+        (run.experiment, run.seed) for run in planned if find_record(run_folder(run, runs, corpus), run, corpus) is None
     ]
+
+
+def _turn(name: str, seed: int, base: str) -> int:
+    """When a run has its turn in a sweep: what is learned most from comes first."""
+    if seed == 0 and experiment(name).headline:
+        return 0
+    if name == base:
+        return 1
+    if seed == 0:
+        return 2
+    return 3 if seed in SEEDS else 4
 
 
 def largest_alpha(run: RunConfig) -> float:
@@ -339,22 +382,13 @@ def _build(name: str, preset_name: str) -> RunConfig:
 
 
 def _scaled(overrides: dict[str, Any], run: RunConfig, scale: Preset) -> dict[str, Any]:
-    """The overrides with Times, OfContext, OfHeadDim and OfFourEpochs replaced by what they come to."""
+    """The overrides with every `Scaled` value replaced by what it comes to."""
     made = {}
     for path, value in overrides.items():
         old: Any = run
         for name in path.split("."):
             old = getattr(old, name)
-        if isinstance(value, Times):
-            value = _whole(value.factor * old) if isinstance(old, int) else value.factor * old
-        elif isinstance(value, OfContext):
-            share = _whole(value.share * run.model.context_length)
-            value = min(share, old) if value.at_most_base else share
-        elif isinstance(value, OfHeadDim):
-            value = _whole(value.share * run.model.head_dim)
-        elif isinstance(value, OfFourEpochs):
-            value = value.share * scale.four_epochs
-        made[path] = value
+        made[path] = value.apply(old, run, scale) if isinstance(value, Scaled) else value
     return made
 
 

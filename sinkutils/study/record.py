@@ -1,9 +1,9 @@
 """What a run leaves behind: one small folder, written whole or not at all, and checked when it is read.
 
-data/runs/<preset>/<experiment>/<seed>/
-    config.json       everything that determines the run, and the recipe version
+data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
+    config.json       everything that determines the run, the recipe version, and the corpus by name and hash
     metrics.json      the curve and the final values, or status "failed" and the reason
-    provenance.json   corpus and code hashes, device, versions, time: never part of a comparison
+    provenance.json   code hash, device, versions, time: never part of a comparison
     SHA256SUMS        a digest of every file above and of itself
     model.safetensors, tokenizer.json   only for the few runs that notebooks open
 """
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 import warnings
@@ -34,6 +35,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from sinkutils.data.corpus import public_name
 from sinkutils.paths import ROOT, RUNS
 
 if TYPE_CHECKING:
@@ -83,8 +85,25 @@ class Record:
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
-    """Where the record of one run lives."""
+    """Where the record of one run of the study lives."""
     return Path(runs or RUNS) / preset / experiment / str(seed)
+
+
+def run_folder(config: RunConfig, runs: Path | str | None = None, corpus: dict[str, str] | None = None) -> Path:
+    """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
+
+    On another text than the preset's it stands apart, and so it does on a text of the preset's name but another hash
+    (which another version of Python makes) where the study has a record on its own: that is never replaced.
+    """
+    study = record_folder(config.preset, config.experiment, config.seed, runs)
+    if corpus is None:
+        return study
+    if corpus["name"] == public_name(config.data.corpus):
+        record = find_record(study, config)
+        if record is None or record.config["corpus"] == corpus:
+            return study
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
+    return record_folder(f"{config.preset}@{slug}-{corpus['sha256'][:8]}", config.experiment, config.seed, runs)
 
 
 def partial_folder(target: Path) -> Path:
@@ -135,12 +154,14 @@ def as_json(value: Any) -> str:
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """What config.json holds: the config and the recipe version."""
-    return json.loads(as_json({**dataclasses.asdict(config), "recipe": RECIPE}))
+    """What config.json holds beside the corpus that the run was made on: the config and the recipe version."""
+    values = {**dataclasses.asdict(config), "recipe": RECIPE}
+    values["data"]["corpus"] = public_name(config.data.corpus)
+    return json.loads(as_json(values))
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of config.json."""
+    """SHA-256 of `config_dict`: of what determines a run, apart from its text."""
     return hashlib.sha256(as_json(config_dict(config)).encode()).hexdigest()
 
 
@@ -151,10 +172,16 @@ def write_record(
     provenance: dict[str, Any],
     weights: dict[str, Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
+    corpus: dict[str, str] | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there is replaced only once the new one is on disk."""
+    """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
+
+    corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash.
+    """
+    values = config_dict(config)
+    values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {
-        "config.json": as_json(config_dict(config)).encode(),
+        "config.json": as_json(values).encode(),
         "metrics.json": as_json(metrics).encode(),
         "provenance.json": as_json({**provenance, **versions()}).encode(),
     }
@@ -210,8 +237,15 @@ def verify_record(target: Path) -> None:
             raise CorruptRecord(f"record {name}: {file} is truncated or changed: {advice}")
 
 
-def find_record(target: Path, config: RunConfig) -> Record | None:
-    """The record at `target` if it is whole and of this very config; None if missing, damaged or stale."""
+def is_of(record: Record, config: RunConfig, corpus: dict[str, str] | None = None) -> bool:
+    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name."""
+    expected = config_dict(config)
+    made_on = record.config.get("corpus") or {}
+    return record.config == {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
+
+
+def find_record(target: Path, config: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
+    """The record at `target` if it is whole and `is_of` this config and corpus; None if missing, damaged or stale."""
     if not target.exists():
         return None
     try:
@@ -219,7 +253,7 @@ def find_record(target: Path, config: RunConfig) -> Record | None:
     except CorruptRecord as error:
         warnings.warn(f"{error}; it counts as missing", stacklevel=2)
         return None
-    return record if record.config == config_dict(config) else None
+    return record if is_of(record, config, corpus) else None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:

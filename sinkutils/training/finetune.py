@@ -126,11 +126,11 @@ def planned(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     return finetune_config(name, preset, seed) if name in FINETUNINGS else config(name, preset, seed)
 
 
-def answer_loss(model: Any, chunks: Tensor, prefix: int = 1) -> Tensor:
+def answer_loss(model: Any, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
     """Mean cross-entropy of the answers' tokens in nats; chunks: (B, 2, C + 1), tokens and targets.
 
-    prefix is what `training.Run` hands to a loss: no answer starts within one. Of several micro batches of a step the
-    means count alike.
+    prefix and given are what `Run` hands to a loss: no answer starts within them. Of several micro batches of a step
+    the means count alike.
     """
     targets = chunks[:, 1, 1:]
     kept = targets != IGNORED
@@ -242,9 +242,10 @@ def finetune(
     and another `experiment`, under which the record then stands. corpus: where the text of the sink metric comes from,
     in place of the one that the start was trained on.
     """
-    done = finished(record_folder(run.preset, run.experiment, run.seed, runs), run, keep_weights)
-    if done is not None:
-        return done
+    if corpus is None:
+        done = finished(record_folder(run.preset, run.experiment, run.seed, runs), run, keep_weights)
+        if done is not None:
+            return done
     make = partial(FinetuneRun, start=start_record(run, runs), progress=progress)
     return train(run, runs, device=device, corpus=corpus, keep_weights=keep_weights, progress=progress, make=make)
 

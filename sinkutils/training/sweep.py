@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 
 from sinkutils.checks import integer
+from sinkutils.data.corpus import load_corpus
 from sinkutils.study.grid import config, missing, preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, record_folder
+from sinkutils.study.record import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, run_folder
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
@@ -116,11 +117,13 @@ def sweep(
 
     jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
+    Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
     root = Path(runs or RUNS).resolve()  # a worker may start in another folder
     logs = root.parent / "logs" / preset_name
-    plan = [(name, seed) for name, seed in missing(preset_name, seeds, root) if only is None or name in only]
+    text = identity(preset_name, corpus, progress)
+    plan = [(name, seed) for name, seed in missing(preset_name, seeds, root, text) if only is None or name in only]
     pool = engine(engine_name, jobs, logs)
     queue, waiting = deque(plan), dict[Future, tuple[str, int]]()
     outcomes: list[Outcome] = []
@@ -137,7 +140,8 @@ def sweep(
             finished = [future for future in waiting if future.done()]
             for future in finished:
                 name, seed = waiting.pop(future)
-                outcomes.append(_outcome(preset_name, name, seed, root, logs, future))
+                folder = run_folder(config(name, preset_name, seed), root, text)
+                outcomes.append(_outcome(name, seed, folder, logs, future))
                 bar.update(steps[name, seed])
                 bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {name}")
             if not finished:
@@ -145,7 +149,13 @@ def sweep(
     return outcomes
 
 
-def _outcome(preset_name: str, name: str, seed: int, root: Path, logs: Path, future: Future) -> Outcome:
+def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dict[str, str] | None:
+    """`Corpus.identity` of a text that was asked for in place of the preset's own, None where none was."""
+    vocab_size = preset(preset_name).model.vocab_size
+    return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
+
+
+def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Future) -> Outcome:
     log = f"see {logs.name}/{name}-{seed}.log"
     try:
         status = future.result()
@@ -156,13 +166,15 @@ def _outcome(preset_name: str, name: str, seed: int, root: Path, logs: Path, fut
     if status != 0:
         return Outcome(name, seed, "crashed", f"exit status {status}; {log}")
     try:
-        record = read_record(record_folder(preset_name, name, seed, root))
+        record = read_record(folder)
     except CorruptRecord as error:
         return Outcome(name, seed, "crashed", str(error))
     return Outcome(name, seed, record.status, record.metrics["reason"] or "")
 
 
-def estimate(preset_name: str, seeds: tuple[int, ...] | None, runs: Path | str | None = None) -> list[tuple]:
+def estimate(
+    preset_name: str, seeds: tuple[int, ...] | None, runs: Path | str | None = None, corpus: str | None = None
+) -> list[tuple]:
     """(experiment, seed, seconds) of every missing run, by the speed of the records there are, else the preset's."""
     root = Path(runs or RUNS)
     rates = []
@@ -175,4 +187,4 @@ def estimate(preset_name: str, seeds: tuple[int, ...] | None, runs: Path | str |
     base = preset(preset_name)
     per_step = sorted(rates)[len(rates) // 2] if rates else base.seconds / base.train.steps
     return [(name, seed, per_step * config(name, preset_name, seed).train.steps)
-            for name, seed in missing(preset_name, seeds, root)]  # fmt: skip
+            for name, seed in missing(preset_name, seeds, root, identity(preset_name, corpus))]  # fmt: skip

@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.measure import measure
@@ -36,6 +35,7 @@ from sinkutils.study.record import (
     find_record,
     partial_folder,
     record_folder,
+    run_folder,
     run_lock,
     write_record,
 )
@@ -47,36 +47,36 @@ SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the lon
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (N, V) and targets (N,) in nats, with one exponential for both passes.
+    """Mean cross-entropy of logits (N, V) and targets (N,) in nats; keeps the logits, in their precision, and lse.
 
-    The gradient, (softmax - onehot) / N, is made with the loss: on a CPU and a small model that saves a tenth of
-    a training step against F.cross_entropy, which a test compares it with.
+    The gradient, (softmax - onehot) / N, is one pass over the logits: compiled on a CPU, that makes a step of a
+    small model a fifth faster than F.cross_entropy or a gradient made in the forward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        count = len(targets)
-        peak = logits.amax(-1, keepdim=True)
-        gradient = (logits - peak).float().exp_()
-        total = gradient.sum(-1, keepdim=True)
-        at_target = logits.gather(-1, targets[:, None]).float() - peak.float()
-        gradient.div_(total * count)
-        gradient.scatter_add_(-1, targets[:, None], gradient.new_full((count, 1), -1 / count))
-        ctx.save_for_backward(gradient.to(logits.dtype))
-        return (total.log() - at_target).mean()
+        lse = torch.logsumexp(logits.float(), dim=-1)
+        ctx.save_for_backward(logits, targets, lse)
+        return (lse - logits.gather(-1, targets[:, None])[:, 0].float()).mean()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output.to(gradient.dtype), None
+        logits, targets, lse = ctx.saved_tensors
+        softmax = (logits.float() - lse[:, None]).exp()
+        onehot = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+        return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
 
 
-def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1) -> Tensor:
-    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6)."""
-    logits = model(chunks[:, :-1])[:, prefix - 1 :].flatten(0, 1)
-    targets = chunks[:, prefix:].flatten()
-    if logits.is_cuda:  # there torch.compile fuses the plain form
-        return F.cross_entropy(logits.float(), targets)
+def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
+    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6).
+
+    given: the 1-based position, beyond the prefix, of a fixed token (Section 5), whose prediction carries none either.
+    """
+    logits, targets = model(chunks[:, :-1])[:, prefix - 1 :], chunks[:, prefix:]
+    if given is not None and given > prefix:
+        before = given - prefix - 1
+        logits, targets = (torch.cat([x[:, :before], x[:, before + 1 :]], dim=1) for x in (logits, targets))
+    logits, targets = logits.flatten(0, 1), targets.flatten()
     return CrossEntropy.apply(logits, targets)
 
 
@@ -104,12 +104,13 @@ class Run:
         self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
         self.step = 0
         self.curve: list[dict[str, Any]] = []
+        self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
         self.gradient_norm = torch.zeros(())  # of the last step, before clipping
         self.seconds = 0.0
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
-        return TransformerLM(self.config.model, torch.Generator().manual_seed(self.config.seed))
+        return TransformerLM(self.config.model, self.config.seed)
 
     def batches(self) -> tuple[Batches, Batches]:
         """What the run trains on, and what it is validated on."""
@@ -118,14 +119,20 @@ class Run:
         kept = dataclasses.replace(config.data, random_positions=())
         return (
             Chunks(self.corpus, "train", length, config.data, seed=config.seed),
-            Chunks(self.corpus, "valid", length, kept),
+            Chunks(self.group.in_turn(self.validation_corpus), "valid", length, kept),
         )
 
+    def validation_corpus(self) -> Corpus:
+        """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
+        data = self.config.data
+        if data.validation is None or self.corpus.name != data.corpus:
+            return self.corpus
+        vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
+        return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
+
     def provenance(self) -> dict[str, Any]:
-        """What the record says of where the run's text came from."""
+        """What the record says of the run's text beside its name and hash."""
         return {
-            "corpus": "path" if self.corpus.name.startswith("path:") else self.corpus.name,
-            "corpus_sha256": self.corpus.fingerprint,
             "corpus_train_tokens": len(self.chunks.tokens),
         }
 
@@ -144,7 +151,7 @@ class Run:
         for number, part in enumerate(parts, start=1):
             with self.group.backward_of(self.trained, last=number == len(parts)):
                 with self.autocast():
-                    loss = forward(self.trained, part, self.config.model.attention.prefix) / len(parts)
+                    loss = forward(self.trained, part, *self.unscored) / len(parts)
                 loss.backward()
             total += loss.detach()
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -168,16 +175,20 @@ class Run:
         if not math.isfinite(point["valid_loss"]):
             return point, None
         report = measure(self.model, self.probe, targets=self.targets)
-        point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]}
+        point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
         if report.star is not None:
-            point["sink_star"] = report.sink_star()
+            point |= {"sink_star": report.sink_star(), "alpha_star": float(report.star.mean())}
         return point, report
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
-        prefix = self.config.model.attention.prefix
-        losses = [float(self.loss(self.model, part, prefix)) * len(part) for part in self.valid.split(32)]
+        losses = [float(self.loss(self.model, part, *self.unscored)) * len(part) for part in self.valid.split(32)]
         return sum(losses) / len(self.valid)
+
+    @property
+    def unscored(self) -> tuple[int, int | None]:
+        """The prefix and the position of a fixed token, whose predictions carry no loss (`next_token_loss`)."""
+        return self.config.model.attention.prefix, self.config.data.fixed_position
 
     @property
     def tokens_per_step(self) -> int:
@@ -219,29 +230,41 @@ def train(
     that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
     another process trains the same run.
 
-    corpus: the text, or where to load it from, in place of the config's own; the record's provenance names it.
+    corpus: the text, or where to load it from, in place of the config's own. Only a record on that very text is then
+    returned, and the run's own stands apart from those of the study (see `study.record.run_folder`).
     group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
     make: the kind of run: pre-training, or what `finetuning` makes of it.
     """
-    folder = record_folder(config.preset, config.experiment, config.seed, runs)
-    done = group.once(finished, folder, config, keep_weights)
-    if done is not None:
-        return done
+    if corpus is None:  # a record is found without opening the text
+        study = record_folder(config.preset, config.experiment, config.seed, runs)
+        done = group.once(finished, study, config, keep_weights)
+        if done is not None:
+            return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = corpus is not None
     if not isinstance(corpus, Corpus):
-        corpus = group.in_turn(partial(open_corpus, config, corpus, progress))
+        name = corpus or config.data.corpus
+        corpus = group.in_turn(partial(load_corpus, name, config.model.vocab_size, progress=progress))
         group.agree("the corpus", corpus.fingerprint)
+    wanted = corpus.identity if asked else None
+    folder = group.once(run_folder, config, runs, wanted)
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"corpus {corpus.name!r} has {corpus.vocab_size} tokens, the model {config.model.vocab_size}: "
             "raise vocab_size or load the corpus with fewer"
         )
+    if asked and (corpus.name, corpus.vocab_size) != (public_name(config.data.corpus), config.model.vocab_size):
+        warnings.warn(
+            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
+            f"with {config.model.vocab_size}: the record is {'/'.join(folder.parts[-3:])}",
+            stacklevel=2,
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
         group.once(stack.enter_context, run_lock(folder))
-        done = group.once(finished, folder, config, keep_weights)  # by whoever held the lock before
+        done = group.once(finished, folder, config, keep_weights, wanted)  # also by whoever held the lock before
         if done is not None:
             return done
         run = make(config, corpus, target, group)
@@ -260,24 +283,12 @@ def train(
         weights = dict(group.weights(run.model)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         outcome = summary(run, report, reason)
-        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer)
+        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer, corpus.identity)
 
 
-def open_corpus(config: RunConfig, name: str | None, progress: bool) -> Corpus:
-    """The corpus of a config, or the one of that name in its place; warns where the two are not the same."""
-    corpus = load_corpus(name or config.data.corpus, config.model.vocab_size, progress=progress)
-    if name and (corpus.name, corpus.vocab_size) != (config.data.corpus, config.model.vocab_size):
-        warnings.warn(
-            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
-            f"with {config.model.vocab_size}: the record names it in its provenance only",
-            stacklevel=3,
-        )
-    return corpus
-
-
-def finished(folder: Path, config: RunConfig, weights: bool) -> Record | None:
-    """The whole record of this very config, with its weights if they are wanted; else None."""
-    record = find_record(folder, config)
+def finished(folder: Path, config: RunConfig, weights: bool, corpus: dict[str, str] | None = None) -> Record | None:
+    """The whole record of this very config and corpus, with its weights if they are wanted; else None."""
+    record = find_record(folder, config, corpus)
     return record if record is not None and (record.weights or not weights) else None
 
 
