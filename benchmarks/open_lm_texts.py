@@ -27,6 +27,7 @@ from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.scores import evaluate
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
+DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32
 QUESTIONS = "hellaswag_1000.jsonl"
 
 
@@ -41,30 +42,33 @@ def pieces(texts: list[str], tokenizer: Any, length: int = LENGTH, n: int = PIEC
 
 
 def domains(name: str, folder: Path) -> dict[str, Any]:
-    """Sink_1 by kind of text (Fig. 9), for what can stand first."""
+    """Sink_1 by kind of text (Fig. 9), with what stood first in training."""
     model, tokenizer = load_lm(name)
-    result: dict[str, Any] = {"T": LENGTH, "epsilons": list(EPSILONS), "pieces": "drawn from within documents"}
+    first = BOS if REAL_MODELS[name].bos else TEXT
+    result: dict[str, Any] = {
+        "T": LENGTH,
+        "first": first,
+        "epsilons": list(EPSILONS),
+        "pieces": "drawn from within documents",
+    }
     by: dict[str, Any] = {}
     for entry in json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8")):
         if entry["file"] == QUESTIONS:
             continue
         raw = (folder / entry["file"]).read_bytes()
         ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
-        one = {"samples": len(ids), "sha256": hashlib.sha256(raw).hexdigest(),
+        one = {"sha256": hashlib.sha256(raw).hexdigest(),
                "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]}  # fmt: skip
-        for first in (TEXT, BOS) if REAL_MODELS[name].bos else (TEXT,):
-            given = ids
-            if first == BOS:
-                given = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
-            one[first] = summary(measure(model, given, epsilons=EPSILONS, norms=False), ("sink", "interval", "alpha"))
-            print(name, entry["pile_domain"], first, one[first]["sink"]["1"], flush=True)
-        by[entry["pile_domain"]] = one
+        if first == BOS:
+            ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
+        by[entry["pile_domain"]] = one | summary(measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS))
+        print(name, entry["pile_domain"], by[entry["pile_domain"]]["sink"]["1"], flush=True)
     return result | {"by": by}
 
 
 def hellaswag(name: str, folder: Path) -> dict[str, Any]:
     """Zero-shot scores on the questions (Fig. 10), through lm-eval's own task on a local file."""
-    model, tokenizer = load_lm(name)
+    model, tokenizer = load_lm(name, dtype=DTYPE)
     package = importlib.util.find_spec("lm_eval")
     if package is None or package.origin is None:
         raise SystemExit("lm-eval is missing: pip install -e '.[downstream]'")
@@ -78,7 +82,7 @@ def hellaswag(name: str, folder: Path) -> dict[str, Any]:
         bos = REAL_MODELS[name].bos
         scores = evaluate(model, tokenizer, "hellaswag", include_path=own, bos=bos)
     digest = hashlib.sha256((folder / QUESTIONS).read_bytes()).hexdigest()
-    return scores | {"bos": bos, "split": "validation, 1,000 of its questions", "sha256": digest}
+    return scores | {"bos": bos, "computed_in": DTYPE, "split": "validation, 1,000 of its questions", "sha256": digest}
 
 
 def main(arguments: list[str]) -> None:

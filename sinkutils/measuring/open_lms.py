@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sinkutils import paths
+from sinkutils.data.corpus import load_corpus
 from sinkutils.data.probes import KINDS, bos_id, encode
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
@@ -22,7 +23,7 @@ from sinkutils.measuring.report import Report
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
-LENGTHS = {16: 100, 32: 100, 64: 100, 128: 32, 256: 16, 512: 8, 1024: 4, 2048: 2}  # T, and how many texts
+LENGTHS = {16: 100, 32: 50, 64: 25, 128: 16, 256: 8, 512: 4, 1024: 2, 2048: 1}  # T, and how many texts
 FEW = 16  # texts, where a mean over texts hardly moves
 LONG = (4, 512)  # texts and T of streaming
 STREAMS = ((128, 0), (127, 1), (124, 4))  # windows and kept first keys, one cache size
@@ -87,7 +88,7 @@ def about(measured: Subject) -> dict[str, Any]:
         "trained_with_bos": known.bos,
         "parameters": sum(p.numel() for p in measured.model.parameters()),
         "versions": {package: version(package).partition("+")[0] for package in ("torch", "transformers")},
-        "natural": f"corpus {measured.corpus!r}, first tokens of documents",
+        "natural": load_corpus("docstrings").identity | {"texts": "first tokens of documents of the probe split"},
     }
 
 
@@ -152,7 +153,7 @@ def maps(measured: Subject) -> dict[str, Any]:
 
 
 def first_token(measured: Subject) -> dict[str, Any]:
-    """x_1 alone: by block the largest dimensions of h_1 over its median (massive activations), and by layer how near
+    """x_1 alone: by block the largest dimensions of h_1 over the median (massive activations), and by layer how near
     k_1 is to its mean over texts (Section 5: the sink's key is a constant).
     """
     from sinkutils.measuring import surgery  # needs transformers

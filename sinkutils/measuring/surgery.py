@@ -103,16 +103,21 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
 
 
 def massive(model: nn.Module, ids: Tensor) -> Tensor:
-    """|h_1| after each block over its median dimension, mean over texts (n, T): (L, d). Massive activations are the
-    few dimensions above 1,000.
+    """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
+    activations are the few dimensions above 1,000.
     """
-    seen: list[Tensor] = []
+    found: dict[int, Tensor] = {}
+
+    def see(layer: int, output: Any) -> None:
+        sizes = _hidden(output).float().abs()
+        found[layer] = (sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu()
+
     with _operating(model) as (blocks, _):
-        handles = [block.register_forward_hook(lambda _, __, out: seen.append(_hidden(out)[:, 0])) for block in blocks]
-        with _removing(handles):
-            model.base_model(ids[:, :1].to(model.device))  # type: ignore[operator, arg-type]
-    sizes = torch.stack(seen).float().abs().cpu()  # (L, n, d)
-    return (sizes / sizes.median(dim=-1, keepdim=True).values).mean(dim=1)
+        hooks = [block.register_forward_hook(lambda _, __, output, layer=layer: see(layer, output))
+                 for layer, block in enumerate(blocks)]  # fmt: skip
+        with _removing(hooks):
+            model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    return torch.stack([found[layer] for layer in sorted(found)])
 
 
 def set_back(
