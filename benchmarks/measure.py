@@ -1,7 +1,7 @@
 """What measuring costs: a plain forward pass, `sinkutils.measure`, and the published procedure, side by side.
 
     python benchmarks/measure.py                  100 x 64 and 4 x 1024 tokens
-    python benchmarks/measure.py --long           and 1 x 32768, without the published procedure
+    python benchmarks/measure.py --long           and 1 x 32768, without the published procedure, also with windows
     python benchmarks/measure.py --json out.json
 
 GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
@@ -10,6 +10,7 @@ own, so that its peak memory is its own. The ways:
     blocks      the blocks alone by SDPA, which is all that measuring has to compute
     forward     the whole forward pass by SDPA, with its logits
     measure     sinkutils.measure, norms included
+    window      sinkutils.measure of a Mistral of the same shape whose layers see 512 keys (with --long)
     published   one prompt at a time, eager, generate(max_new_tokens=1, output_attentions=True), all maps kept
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-WAYS = ("blocks", "forward", "measure", "published")
+WAYS = ("blocks", "forward", "measure", "window", "published")
 SETTINGS = ((100, 64), (4, 1024))
 LONG = (1, 32768)
 
@@ -37,7 +38,13 @@ def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_positions=max(1024, ids.shape[1]) + 1)
+    if way == "window":
+        config = transformers.MistralConfig(
+            vocab_size=50257, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+            num_key_value_heads=4, sliding_window=512, max_position_embeddings=ids.shape[1],
+        )  # fmt: skip
+    else:
+        config = transformers.GPT2Config(n_positions=max(1024, ids.shape[1]) + 1)
     config.bos_token_id = config.eos_token_id = None
     implementation = "eager" if way == "published" else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
@@ -45,7 +52,7 @@ def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
         return lambda: model.transformer(ids, use_cache=False)
     if way == "forward":
         return lambda: model(ids, use_cache=False)
-    if way == "measure":
+    if way in ("measure", "window"):
         import sinkutils
 
         return lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink()
@@ -85,8 +92,8 @@ def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> l
     cells = []
     for samples, length in settings:
         for way in WAYS:
-            if (samples, length) == LONG and way == "published":
-                continue  # its maps would take 576 GiB
+            if way == ("published" if (samples, length) == LONG else "window"):
+                continue  # the maps of the long text would take 576 GiB; windows are for long texts
             command = [sys.executable, __file__, "--child", way, str(samples), str(length), "--repeats", str(repeats)]
             command += ["--threads", str(threads)] if threads else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)

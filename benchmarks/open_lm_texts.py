@@ -61,8 +61,9 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
                "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]}  # fmt: skip
         if first == BOS:
             ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
-        by[entry["pile_domain"]] = one | summary(measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS))
-        print(name, entry["pile_domain"], by[entry["pile_domain"]]["sink"]["1"], flush=True)
+        report = measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
+        by[entry["pile_domain"]] = one | {first: summary(report)}
+        print(name, entry["pile_domain"], report.curve(epsilons=EPSILONS), flush=True)
     return result | {"by": by}
 
 

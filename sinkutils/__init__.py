@@ -22,6 +22,7 @@ _HOMES = {
     "records": "showing.tables",
     "paper_beside_ours": "showing.tables",
     "claims": "ledger.claims",
+    "effect": "ledger.effects",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="use torch.compile, which needs a C++ compiler (default: as the preset says, on a GPU)",
+        help="use torch.compile, which needs a C++ compiler (default: as the preset says)",
     )
     one.add_argument(
         "--parallel",
@@ -171,8 +171,6 @@ def train_command(options: argparse.Namespace) -> int:
     scale = PRESETS[options.preset]
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     compile = options.compile
-    if compile is None:
-        compile = scale.compile and device.type == "cuda"
     keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
         record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,

@@ -1,7 +1,11 @@
 """`measure` on models of transformers, against the attention maps of their own eager attention."""
 
 import copy
+import json
 import math
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkutils.measuring import hf
+from sinkutils.measuring import hf, masks
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import NotFinite, Request, Tally
+from sinkutils.measuring.report import NotFinite
+from sinkutils.measuring.tally import Request, Tally
 from sinkutils.model import flash
 
 T, VOCAB = 24, 96
@@ -281,6 +286,110 @@ def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> Non
     assert state() == before
 
 
+def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come() -> None:
+    model = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
+                                             max_position_embeddings=64))  # fmt: skip
+
+    def state() -> list:
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
+
+    before = state()
+    first = measure(model, tokens())
+    assert state() == before
+    assert len(model(tokens(), output_attentions=True).attentions) == 2  # installs hooks that are its own to keep
+    before = state()
+    assert torch.equal(measure(model, tokens()).alpha, first.alpha)
+    assert state() == before and len(model(tokens(), output_attentions=True).attentions) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_threads_may_measure_one_model_at_once(family: str) -> None:
+    model, texts = build(family).train(), [tokens(2, length) for length in (T, 17, 12, 9)]
+    expected = [measure(model, ids, TARGETS) for ids in texts]
+    start = threading.Barrier(len(texts))
+
+    def work(ids: Tensor) -> list:
+        start.wait()
+        return [measure(model, ids, TARGETS) for _ in range(5)]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for found, right in zip(pool.map(work, texts), expected, strict=True):
+            assert all(torch.equal(r.alpha, right.alpha) for r in found)
+            assert all(torch.equal(r.hidden_norms, right.hidden_norms) for r in found)
+    assert model.training and model.config._attn_implementation == build(family).config._attn_implementation
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma2-softcap", "gpt_neo"])
+def test_float64_models_have_float32_reports(family: str) -> None:
+    model, ids = build(family).double(), tokens()
+    report = measure(model, ids, TARGETS)
+    assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
+    assert (report.alpha - dense_alpha(eager_maps(model, ids))).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "bloom"])
+def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
+    report = measure(build(family), tokens(2, 1))
+    total = report.alpha[:, 0] + (report.star if report.star is not None else 0)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    assert json.dumps(report.to_dict(), allow_nan=False) and str(report)
+    with pytest.raises(ValueError, match="at least two positions"):
+        report.norm_ratio()
+
+
+def test_weights_that_are_nowhere_or_that_nothing_is_computed_in_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"meta device .*load it first"):
+        measure(build("llama").to("meta"), tokens())
+    with pytest.raises(ValueError, match="float8_e4m3fn weights"):
+        measure(build("llama").to(torch.float8_e4m3fn), tokens())
+
+
+def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gpt2", "opt"):
+        model = build(family)
+        monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
+        with pytest.raises(ValueError, match="65 positions, and the model has learned 64"):
+            measure(model, tokens(1, 65))
+
+
+def test_padding_without_a_mask_is_warned_of() -> None:
+    model, ids = build("llama"), tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids)
+        ids[0, -2:] = model.config.pad_token_id
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        measure(model, ids, attention_mask=mask)
+    with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
+        measure(model, ids)
+    model.config.pad_token_id = model.config.eos_token_id  # one such token is text, several at an end are not
+    ids[0, -2:] = torch.tensor([5, model.config.eos_token_id])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids)
+    ids[0, -2:] = model.config.eos_token_id
+    with pytest.warns(UserWarning, match=r"padding token \(2\)"):
+        measure(model, ids)
+
+
+def test_several_bos_tokens_are_each_one() -> None:
+    model, ids = build("llama"), tokens()
+    vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
+    ids[:, 0] = torch.tensor([1, 2, 1])
+    assert measure(model, ids).bos is True
+    ids[1, 0] = 5
+    assert measure(model, ids).bos is False
+
+
+def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says() -> None:
+    model = build("llama")
+    wrapped = model.model.layers[0].self_attn
+    forward = wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_causal": None})
+    assert measure(model, tokens()).path == "fused"
+
+
 def test_two_models_that_share_a_config_can_both_be_used() -> None:
     one, ids = build("llama"), tokens()
     two = tf.LlamaForCausalLM(one.config).eval()
@@ -294,7 +403,7 @@ WINDOWED = ("mistral-window", "gemma3", "gpt_oss", "gemma2-softcap", "llama4-chu
 
 def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks come as tensors that know nothing of windows."""
-    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, hf.sdpa_mask)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.sdpa_mask)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
@@ -362,8 +471,8 @@ def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
     asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
     mask_without_positions(monkeypatch)
     expected = measure(model, ids, **asked)
-    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, hf._mask)
-    monkeypatch.setattr(hf, "LONG_MASK", 1)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.mask)
+    monkeypatch.setattr(masks, "LONG", 1)
     monkeypatch.setattr(flash, "ROWS", 5)
     monkeypatch.setattr(flash.PositionMask.__init__, "__defaults__", (5,))
     report = measure(model, ids, **asked)
@@ -403,7 +512,7 @@ def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() ->
     with Largest() as largest:
         report = measure(model.eval(), tokens(1, length))
     assert report.path == "fused" and report.windows == (64, 64)
-    assert largest.bytes < length**2 / 8  # a mask of booleans would be eight times that
+    assert largest.bytes < length**2 / 4  # a mask of booleans would be four times that
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +647,13 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"targets": ("a",)}, "targets must be a sequence of numbers"),
         ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
         ({"attention_mask": [[1]]}, "attention_mask must be of type Tensor"),
-        ({"ids": torch.full((1, 4), VOCAB)}, "no embedding for one of them"),
+        ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
+        ({"ids": torch.full((1, 4), -1)}, r"ids must be in 0..95, .* got -1..-1"),
+        ({"attention_mask": torch.full((3, T), 0.5)}, "attention_mask must be 1 at tokens and 0"),
+        ({"attention_mask": torch.full((3, T), torch.nan)}, "attention_mask must be 1 at tokens and 0"),
+        ({"attention_mask": torch.full((3, T), -1)}, "attention_mask must be 1 at tokens and 0"),
+        ({"bos": "maybe"}, "bos must be True, False or None"),
+        ({"heads": ((True, 0),)}, "count from 0"),
     ],
 )
 def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:

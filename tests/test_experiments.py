@@ -252,18 +252,15 @@ def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
     assert len(set(plan)) == len(plan)
     names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"])
     parts = []  # in the order of the plan
-    for size in (len(HEADLINE), 5, len(names - HEADLINE), 2 * len(names) - 2, 3 * len(HEADLINE) - 3):
-        parts.append(set(plan[:size]))
+    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE)):
+        parts.append(plan[:size])
         plan = plan[size:]
     assert not plan
-    rest = HEADLINE - {"fixed_1"}
-    assert parts == [
-        {(name, 0) for name in HEADLINE},
-        {("fixed_1", seed) for seed in (1, 2, 3, 4, 5)},
-        {(name, 0) for name in names - HEADLINE},
-        {(name, seed) for name in names - {"fixed_1"} for seed in (1, 2)},
-        {(name, seed) for name in rest for seed in (3, 4, 5)},
-    ]
+    assert parts[0] == [("fixed_1", seed) for seed in (0, 1, 2)]
+    for part, held in ((parts[1], HEADLINE - {"fixed_1"}), (parts[2], names - HEADLINE)):
+        assert set(part) == {(name, seed) for name in held for seed in (0, 1, 2)}
+        assert [seed for _, seed in part] == [0, 1, 2] * len(held), "all three of an experiment together"
+    assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
     assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names}
 
 

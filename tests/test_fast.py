@@ -1,5 +1,6 @@
 """The fast forms against the dense reference: values, gradients, memory, and which form is trusted when."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -43,10 +44,12 @@ OPERATIONS = [
 ]
 MASKS = [{}, {"window": 5}, {"prefix": 4}]
 BIASES = ["none", "k", "kv", "v"]
+# Every operation under every mask; the biases take turns, so that each meets every mask and most operations.
 SPECS = [
-    AttentionSpec(**operation, **mask, bias=bias)
-    for operation, mask, bias in itertools.product(OPERATIONS, MASKS, BIASES)
-    if not (operation.get("similarity") == "linear" and bias == "v")
+    AttentionSpec(**operation, **mask, bias=biases[(turn + other) % len(biases)])
+    for turn, operation in enumerate(OPERATIONS)
+    for biases in [BIASES[:3] if operation.get("similarity") == "linear" else BIASES]
+    for other, mask in enumerate(MASKS)
 ]
 
 
@@ -68,7 +71,7 @@ def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.compile(function, **flash.FLEX_COMPILE, backend="eager")
 
     monkeypatch.setattr(flash, "_flex_kernel", traced)
-    monkeypatch.setattr(flash, "flex_serves", lambda q, spec: True)
+    monkeypatch.setattr(fast, "FORM", "flex")
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
 
 
@@ -244,7 +247,14 @@ def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tens
     return mass.log()
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.bias in ("none", "k") and s.normalizer != "p_norm"], ids=name)
+MASSES = {
+    (spec.similarity, spec.kernel, spec.window, spec.prefix, bias): dataclasses.replace(spec, bias=bias)
+    for spec, bias in itertools.product(SPECS, ("none", "k"))
+    if spec.normalizer in ("sum", "none")
+}
+
+
+@pytest.mark.parametrize("spec", MASSES.values(), ids=name)
 def test_log_mass_is_the_logarithm_of_the_row_sum_of_absolute_similarities(spec):
     for length, position in ((1, "none"), (70, "none"), (70, "heads")):
         (q, k, *_), extras = draw(spec, length, position)
@@ -372,9 +382,32 @@ def test_which_kernel_serves_where():
     ):
         assert flash.kernel_for(*asked) == expected
         assert expected is None or hasattr(torch.ops.aten, expected)
-    for kind in ({"window": 4}, {"prefix": 4}, {}):
-        assert flash.flex_fits("cuda", half, 64, AttentionSpec(similarity="sigmoid", **kind)) == flash.HAS_TRITON
-    assert not flash.flex_fits("cpu", single, 64, AttentionSpec(window=4))
+
+
+@pytest.mark.parametrize(
+    ("form", "spec", "device", "dtype", "length", "term"),
+    [
+        ("fused", {}, "cpu", torch.float32, 64, False),
+        ("fused", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
+        ("fused", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
+        ("dense", {"window": 63}, "cpu", torch.float32, 64, False),
+        ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
+        ("fused", {}, "cpu", torch.bfloat16, 4096, False),
+        ("dense", {}, "cuda", torch.bfloat16, 64, True),
+        ("linear", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("blocks", {"similarity": "linear", "normalizer": "none", "window": 5}, "cuda", torch.float32, 4096, False),
+        ("blocks", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
+        ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {}, "cuda", torch.float32, 4096, True),
+        ("blocks", {"window": 512}, "cuda", torch.float64, 4096, False),
+    ],
+)
+def test_which_form_serves_where(form, spec, device, dtype, length, term, monkeypatch):
+    monkeypatch.setattr(flash, "HAS_TRITON", True)
+    assert fast.choose_form(AttentionSpec(**spec), device, dtype, length, 64, term) == form
+    monkeypatch.setattr(flash, "HAS_TRITON", False)
+    assert fast.choose_form(AttentionSpec(**spec), device, dtype, length, 64, term) == form.replace("flex", "blocks")
 
 
 class Largest(TorchDispatchMode):

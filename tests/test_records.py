@@ -184,8 +184,9 @@ def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny,
 
 
 def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):
-    named = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, corpus=f"path:{tmp_path}/novels/"))
-    assert config_dict(named)["data"]["corpus"] == "path:novels"
+    data = dataclasses.replace(tiny.data, corpus=f"path:{tmp_path}/novels/", validation=f"path:{tmp_path}/news")
+    values = config_dict(dataclasses.replace(tiny, data=data))["data"]
+    assert (values["corpus"], values["validation"]) == ("path:novels", "path:news")
 
 
 def test_tensors_and_their_json_come_back_exactly(tmp_path):

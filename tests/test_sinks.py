@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sinkutils.measuring import tally
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
+from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec, attend, proxy_scores, visible
 from sinkutils.model.decoder import LMConfig, TransformerLM
 
@@ -145,6 +147,34 @@ def test_repeated_heads_are_kept_once_and_those_that_are_not_there_are_named() -
         torch.testing.assert_close(report.kept[layer, head].map, dense.maps[layer][:, head], atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match=r"\(0, 99\).*2 layers of 2 heads"):
         measure(model, ids, heads=((0, 99), (0, 1)))
+
+
+@pytest.mark.parametrize("variant", ["sink-token", "relative", "mlp-kernel"])
+def test_the_row_sums_of_a_layer_are_computed_once_however_many_keys_are_asked_for(variant, monkeypatch) -> None:
+    calls, log_mass = [], fast.log_mass
+    monkeypatch.setattr(fast, "log_mass", lambda *args, **kw: calls.append(1) or log_mass(*args, **kw))
+    monkeypatch.setattr(tally, "COLUMNS", 4)
+    model = build(variant)
+    report = measure(model, tokens(), TARGETS, mass=True, heads=((0, 1),))
+    assert len(calls) == model.config.num_layers
+    torch.testing.assert_close(report.mass[..., [k - 1 for k in TARGETS]], report.alpha.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("variant", ["softmax", "window", "sigmoid", "k-bias", "mlp-kernel"])
+def test_float64_models_have_float32_reports(variant: str) -> None:
+    model, ids = build(variant), tokens()
+    single = measure(model, ids, TARGETS)
+    double = measure(model.double(), ids, TARGETS)
+    assert double.alpha.dtype == double.hidden_norms.dtype == torch.float32
+    torch.testing.assert_close(double.alpha, single.alpha, atol=2e-5, rtol=1e-4)
+
+
+def test_our_models_refuse_what_they_have_no_numbers_for() -> None:
+    model = build("softmax")
+    with pytest.raises(ValueError, match=r"ids must be in 0..59, .* got 60..60"):
+        measure(model, torch.full((1, 4), 60))
+    with pytest.raises(ValueError, match="meta device"):
+        measure(TransformerLM(LMConfig(**SMALL)).to("meta"), tokens())
 
 
 def test_the_batch_size_changes_nothing() -> None:

@@ -97,7 +97,7 @@ def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, 
     assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
     assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
     # Another text than the config's is validated on its own.
-    elsewhere = dataclasses.replace(data, corpus="docstrings")
+    elsewhere = dataclasses.replace(data, corpus="sources")
     other = Run(dataclasses.replace(tiny, data=elsewhere), corpus, CPU)
     assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
 

@@ -139,7 +139,7 @@ def load_corpus(
     """Open a corpus from the cache, or build it there.
 
     name: one of corpus_names(). "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C
-    headers and documentation files) are the text of the installed packages and need no network.
+    headers and documentation files) are the text of pinned packages and the standard library and need no network.
     vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
     `tokenizer`, the most that it may have.
     tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a

@@ -1,78 +1,221 @@
-"""The ledger: the paper's conclusions, each with its evidence and a verdict at a preset.
-
-A claim is reproduced if all its checks hold, not reproduced if none of its core checks does at any seed, partly
-otherwise (`evidence.judge`; the thresholds and their reasons stand in `evidence`, the criteria of "not visible" in
-`gates`).
-"""
+"""The ledger at a preset: every claim's verdict, and the numbers that it rests on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from sinkutils.ledger import open_models, trials
 from sinkutils.ledger.conclusions import CLAIMS, Claim
-from sinkutils.ledger.evidence import NOT_VISIBLE, QUANTITIES, Results, as_text, judge
-from sinkutils.study.grid import experiment
-from sinkutils.training.trainer import one_thread
+from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, results, sink
+from sinkutils.ledger.rules import GATES, HOLDS, MISSING, NOT_RUN, NOT_VISIBLE, TRAINED, Check, Outcome, judge
+from sinkutils.ledger.rules import verdict as of_outcomes
+from sinkutils.study.grid import experiment, unavailable
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("id", "source", "claim", "paper", "ours", "interval", "verdict", "why")
+COLUMNS = ("id", "source", "claim", "paper", "ours", "interval", "verdict", "holds", "effect", "low", "high", "reason")
+# Which of the paper's columns stands beside a quantity of ours.
+PRINTED = {"excess_1": "sink_1", "learned_1": "sink_1", "excess_star": "sink_star", "learned_star": "sink_star",
+           "excess_2": "sink_2", "excess_3": "sink_3", "valid_loss": "valid_loss"}  # fmt: skip
+Judged = dict[str, tuple[str, list[tuple[Check | None, Outcome]]]]  # by claim: its verdict, and each check's outcome
 
 
 def claims(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
-    """The ledger at a preset: a row a claim, columns COLUMNS, all text.
+    """The ledger at a preset: a row a claim, columns COLUMNS; text, but for the numbers effect, low and high.
 
-    interval: least to greatest over seeds, where an experiment has several. why: the reason of a verdict other than
-    reproduced. Raises ValueError for an unknown preset.
+    ours, interval: the means over seeds of what the checks read, and their 95 % intervals. holds: "k of n" checks.
+    effect, low, high: of the first run that the claim names beside the base, on mean excess alpha_1, with the 95 %
+    interval of the paired difference; of a claim on the base alone, the base's own level. reason: of the verdict.
+    Raises ValueError for an unknown preset.
     """
     import pandas as pd
 
-    results = Results(preset, runs)
-    return pd.DataFrame([_row(claim, results) for claim in CLAIMS], columns=list(COLUMNS))
+    ours = results(preset, runs)
+    judged = _judged(ours)
+    return pd.DataFrame([_row(claim, ours, *judged[claim.id]) for claim in CLAIMS], columns=list(COLUMNS))
 
 
 def verdict(id: str, preset: str = "laptop", runs: Path | str | None = None) -> str:
     """One claim's verdict as a line for a notebook. Raises ValueError for an unknown id."""
+    claim, ours = _claim(id), results(preset, runs)
+    row = _row(claim, ours, *_judged(ours)[id])
+    figures = f"; 95 %: {row['interval']}" if row["interval"] else ""
+    evidence = f"paper: {row['paper']}" + (f" | ours: {row['ours']}{figures}" if row["ours"] else "")
+    return f"{row['verdict'].capitalize()} ({row['holds']}): {row['claim']} ({evidence}) [{row['reason']}]"
+
+
+def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
+    """The checks under one claim's verdict, a row each: what it says, its outcome, the numbers and why.
+
+    mean, low, high: of the level or paired difference that decides it, over `seeds`. Raises ValueError for an
+    unknown id.
+    """
+    import pandas as pd
+
+    _claim(id)
+    rows = []
+    for _, outcome in _judged(results(preset, runs))[id][1]:
+        found = outcome.effect
+        numbers = (found.mean, found.low, found.high, found.seeds) if found else (np.nan, np.nan, np.nan, 0)
+        rows.append((outcome.says, outcome.state, *numbers, "; ".join(filter(None, (outcome.facts, outcome.why)))))
+    return pd.DataFrame(rows, columns=["check", "outcome", "mean", "low", "high", "seeds", "why"])
+
+
+def _claim(id: str) -> Claim:
     found = next((claim for claim in CLAIMS if claim.id == id), None)
     if found is None:
         raise ValueError(f"id must be one of {', '.join(claim.id for claim in CLAIMS)}; got {id!r}")
-    row = _row(found, Results(preset, runs))
-    ours = row["ours"] + (f"; over seeds: {row['interval']}" if row["interval"] else "")
-    evidence = f"paper: {row['paper']}" + (f" | ours: {ours}" if ours else "")
-    reason = "" if row["verdict"] == "reproduced" else f" [{row['why']}]"
-    return f"{row['verdict'].capitalize()}: {row['claim']} ({evidence}){reason}"
+    return found
 
 
-def _row(claim: Claim, results: Results) -> dict[str, str]:
-    stopped = claim.gate(results) if claim.gate else None
-    if stopped and stopped[0] == NOT_VISIBLE and not any(results.all_records(name) for name in claim.needs):
-        checks = []  # nothing to show beside the reason
-    else:
-        with one_thread(torch.device("cpu")):  # the trials are too small for several
-            checks = claim.predicate(results)
-    result, why = stopped or judge(checks)
+def _judged(ours: Results) -> Judged:
+    """Every claim's verdict and outcomes; directional checks after Holm over the whole ledger."""
+    if ("ledger", "") not in ours.cache:
+        visible = {claim.id: _held(claim, ours) for claim in CLAIMS if ours.preset not in GATES[claim.gate][0]}
+        asked = dict.fromkeys(check for checks in visible.values() for check in checks)
+        raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
+        corrected = _holm(raw)
+        judged: Judged = {}
+        for claim in CLAIMS:
+            outcomes: list[tuple[Check | None, Outcome]] = []
+            for check in visible.get(claim.id, ()):
+                outcomes.append((check, judge(check, ours, corrected)))
+            if claim.elsewhere and claim.id in visible:
+                outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
+            result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
+            judged[claim.id] = result, outcomes
+        ours.cache["ledger", ""] = judged
+    return ours.cache["ledger", ""]
+
+
+def _elsewhere(name: str) -> list[Outcome]:
+    return trials.PROOFS[name]() if name in trials.PROOFS else open_models.JUDGES[name]()
+
+
+def _holm(raw: dict[Check, float]) -> dict[Check, float]:
+    from statsmodels.stats.multitest import multipletests
+
+    if not raw:
+        return {}
+    return dict(zip(raw, map(float, multipletests(list(raw.values()), method="holm")[1]), strict=True))
+
+
+def _held(claim: Claim, ours: Results) -> list[Check]:
+    """The checks that a preset can hold: not of runs that it lacks, or that are the base itself or another row's."""
+    refused, held = unavailable(ours.preset), {}
+    for check in claim.checks:
+        labels = tuple(map(ours.label, check.runs))
+        coincide = len(set(labels)) < len(labels) or any(
+            label == ours.label("base") != name
+            for name, label in zip(check.runs, labels, strict=True)
+            if name != "base"
+        )
+        if not coincide and not set(check.runs) & set(refused):
+            held.setdefault((check.kind, labels, check.key), check)
+    return list(held.values())
+
+
+def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, object]:
+    outcomes = [outcome for _, outcome in judged]
+    shown = [check for check, _ in judged if check is not None and check.kind not in TRAINED]
+    found = _effect(shown, ours)
+    facts = [outcome.facts for outcome in outcomes if outcome.facts]
+    mean, low, high = (found.mean, found.low, found.high) if found else (np.nan, np.nan, np.nan)
     return {
         "id": claim.id,
         "source": claim.source,
         "claim": claim.text,
-        "paper": claim.paper or reported(claim.needs, claim.keys),
-        "ours": as_text(fact for check in checks for fact in check.facts),
-        "interval": results.intervals(claim.needs, claim.keys),
+        "paper": claim.paper or _printed(claim, ours),
+        "ours": "; ".join([*_figures(shown, ours), *facts]),
+        "interval": "; ".join(_figures(shown, ours, interval=True)),
         "verdict": result,
-        "why": why,
+        "holds": f"{sum(outcome.state == HOLDS for outcome in outcomes)} of {len(outcomes)}",
+        "effect": mean,
+        "low": low,
+        "high": high,
+        "reason": _reason(claim, ours, result, outcomes),
     }
 
 
-def reported(names: tuple[str, ...], keys: tuple[str, ...]) -> str:
-    """The paper's figures for experiments, by quantity."""
-    facts = []
-    for key in keys:
+def _reason(claim: Claim, ours: Results, result: str, outcomes: list[Outcome]) -> str:
+    if result == NOT_VISIBLE:
+        return GATES[claim.gate][1]
+    if result == NOT_RUN:
+        lacking = dict.fromkeys(outcome.why for outcome in outcomes if outcome.state == MISSING)
+        runs = {ours.label(name) for check in claim.checks for name in check.reads}
+        older = sum(record.partition("/")[0] in runs for record in ours.older)
+        before = [f"{older} records from before the ledger was frozen are not judged"] if older else []
+        return "; ".join([*lacking, *before]) or f"not of preset {ours.preset!r}"
+    others = [f"{outcome.state}: {outcome.says} ({outcome.why})" for outcome in outcomes if outcome.state != HOLDS]
+    return "; ".join(others) or "all hold"
+
+
+def _runs_by_key(shown: list[Check]) -> dict[str, dict[str, None]]:
+    by_key: dict[str, dict[str, None]] = {}
+    for check in shown:
+        by_key.setdefault(check.key, {}).update(dict.fromkeys(check.reads if check.by_base else check.runs))
+    return by_key
+
+
+def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[str]:
+    """A line a quantity: the mean over seeds (or its 95 % interval) of each run; of alpha also Sink at three eps."""
+    lines = []
+    for key, names in _runs_by_key(shown).items():
+        quantity, cells = QUANTITIES[key], []
         for name in names:
-            paper = experiment("default" if name == "base" else name).paper
-            if key in paper:
-                facts.append((QUANTITIES[key][0], f"{'default' if name == 'base' else name} {paper[key]:.2f}"))
-    return as_text(facts)
+            values = ours.values(name, key)
+            if len(values) > interval:
+                known = level(values, quantity.log) if interval else None
+                text = f"{known.low:.{quantity.digits}f} to {known.high:.{quantity.digits}f}" if known else (
+                    f"{values.mean():.{quantity.digits}f}"
+                )  # fmt: skip
+                cells.append(f"{ours.label(name)} {text}")
+        lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
+    position = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
+    for k in dict.fromkeys(position[check.key] for check in shown if check.key in position and not interval):
+        names = dict.fromkeys(name for check in shown if position.get(check.key) == k for name in check.reads)
+        cells = [f"{ours.label(name)} {'/'.join(cell)}" for name in names if (cell := _sinks(name, ours, k))]
+        symbol = "*" if k == "star" else k
+        lines += [f"Sink_{symbol} % at eps {'/'.join(map(str, EPSILONS))}: {', '.join(cells)}"] if cells else []
+    return lines
+
+
+def _sinks(name: str, ours: Results, k: int | str) -> list[str]:
+    runs = [run for run in ours.seeds(name).values() if not run.failed]
+    by_eps = [[value for run in runs if (value := sink(run, k, eps)) is not None] for eps in EPSILONS]
+    return [f"{sum(values) / len(values):.1f}" if values else "-" for values in by_eps] if any(by_eps) else []
+
+
+def _effect(shown: list[Check], ours: Results) -> Effect | None:
+    """The effect that a claim is about; see `claims`."""
+    for check in shown:
+        if len(check.runs) == 2 and check.key in ("excess_1", "excess_star"):
+            return paired(ours, *check.runs, check.key)
+    for check in shown:
+        if check.runs != ("base",):
+            return paired(ours, check.runs[0], "base", "excess_1")
+    values = ours.values("base", "excess_1")
+    return level(values) if shown and len(values) > 1 else None
+
+
+def _printed(claim: Claim, ours: Results) -> str:
+    """The paper's figures for the runs of a claim; beside our base, those of the default and of its own row."""
+    lines: dict[str, dict[str, None]] = {}
+    for key, names in _runs_by_key(list(claim.checks)).items():
+        column = PRINTED.get(key)
+        for name in names if column else ():
+            rows = dict.fromkeys(("default", ours.label("base")) if name == "base" else (name,))
+            for row in rows:
+                value = experiment(row).paper.get(column)
+                if value is not None:
+                    lines.setdefault(column, {})[f"{row} {value:.2f}"] = None
+    headings = {"sink_star": "Sink_* %", "valid_loss": "valid loss"}
+    return "; ".join(
+        f"{headings.get(column, column.replace('s', 'S', 1) + ' %')}: {', '.join(cells)}"
+        for column, cells in lines.items()
+    )

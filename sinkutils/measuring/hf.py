@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkutils.measuring.report import NotFinite, Request, Tally, keep_products, mean_over_queries
+from sinkutils.measuring.report import NotFinite
+from sinkutils.measuring.tally import Request, Tally, keep_products, mean_over_queries
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
+
+    from sinkutils.measuring import masks
 except ImportError as error:
     raise ImportError(
         "measuring models other than TransformerLM needs transformers: pip install transformers"
@@ -39,7 +41,6 @@ except ImportError as error:
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
 CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
-LONG_MASK = 4096  # positions from which a window's mask of T x T is not made
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
 KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
          "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
@@ -59,6 +60,7 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     token = _current.set(capture)
     handles = []
+    found = {module: _hooks(module) for module in model.modules()}
     try:
         for config in configs.values():
             config._attn_implementation_internal = "eager" if capture.legacy else NAME
@@ -67,9 +69,19 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     finally:
         for handle in handles:
             handle.remove()
+        for module, hooks in found.items():
+            if _hooks(module) != hooks:  # some families record their weights by hooks that they never take off
+                for hook in set(_hooks(module)) - set(hooks):
+                    del module._forward_hooks[hook]
+                for part in model.modules():
+                    part.__dict__.pop("_output_capturing_hooks_installed", None)
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
         _current.reset(token)
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    return list(module._forward_hooks)
 
 
 def _attention(
@@ -81,34 +93,9 @@ def _attention(
     return capture.attention(module, query, key, value, attention_mask, kwargs), None
 
 
-def _mask(**asked: Any) -> Tensor | None:
-    """transformers' mask; where it hides what is outside a window, its `of_positions` makes it block by block.
-
-    From `LONG_MASK` positions on that is all there is: its elements are nan then, so that nothing can read them unseen.
-    """
-    length, window, padding = asked["q_length"], asked.get("local_size"), asked.get("attention_mask")
-    plain = asked.get("allow_is_causal_skip", True) and not asked.get("use_vmap") and asked["kv_length"] == length
-    plain = plain and not (asked.get("q_offset") or asked.get("kv_offset")) and (padding is None or bool(padding.all()))
-    if window is None or length < window or not plain:
-        return sdpa_mask(**asked)
-    device = torch.device(asked.get("device", "cpu"))
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
-
-    def seen(rows: Tensor, columns: Tensor) -> Tensor:
-        found = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
-        return found.expand(1, 1, len(rows), len(columns))[0, 0]
-
-    if length < LONG_MASK:
-        mask = sdpa_mask(**asked)
-    else:
-        mask = torch.full((), torch.nan, device=device).expand(asked["batch_size"], 1, length, length)
-    mask.of_positions, mask.window = flash.PositionMask(seen, length, device), window  # type: ignore[union-attr]
-    return mask
-
-
 # A name without a mask of its own would get none at all, and the model would see later tokens.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(NAME, masks.mask)
 
 
 class Capture:
@@ -174,10 +161,9 @@ class Capture:
         legacy = {"output_attentions": True} if self.legacy else {}
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
-        except IndexError as error:  # of an embedding: of the ids, or of learned positions
+        except IndexError as error:
             raise ValueError(
-                f"ids have {ids.shape[1]} positions, tokens {int(ids.min())}..{int(ids.max())}, and the model has no "
-                f"embedding for one of them: it has {len(self.embedding)} tokens; give fewer positions or other tokens"
+                f"ids have {ids.shape[1]} positions, and the model has no embedding for one of them: give fewer"
             ) from error
         wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
         if wrong:
@@ -185,6 +171,14 @@ class Capture:
                 f"{type(self.model).__name__} cannot be measured: {len(wrong)} of {len(self.layers)} attention modules "
                 f"({wrong[0]}, ..) did not show their weights exactly once, so that numbers would miss them"
             )
+
+    def check_positions(self, length: int) -> None:
+        """Raise ValueError for more positions than are learned: on a GPU, a look-up beyond them ends its use."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        learned = [m.num_embeddings for m in self.base.modules()
+                   if isinstance(m, nn.Embedding) and m.weight is not self.embedding]  # fmt: skip
+        if isinstance(limit, int) and length > limit and any(limit <= count <= limit + 2 for count in learned):
+            raise ValueError(f"ids have {length} positions, and the model has learned {limit}: give fewer")
 
     def names(self) -> dict[nn.Module, str]:
         return {module: name for name, module in self.base.named_modules() if module in self.layers}
@@ -240,23 +234,13 @@ class Capture:
     def _look_at_mask(
         self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]
     ) -> Tensor | PositionMask | None:
-        """The mask as positions where it is a window's, and a note of that window."""
-        by_position: PositionMask | None = getattr(mask, "of_positions", None)
-        if mask is not None and by_position is None and mask.is_floating_point() and mask.stride(-1) == 0 < length - 1:
-            raise ValueError(
-                f"{type(self.model).__name__} reads the mask of its windows itself, which is not made for {length} "
-                f"positions: give at most {LONG_MASK - 1}"
-            )
-        window = kwargs.get("sliding_window") if by_position is None else getattr(mask, "window", None)
+        """The mask, as positions where it is a window's, and a note of that window."""
+        seen = masks.by_position(mask, type(self.model).__name__)
+        window = seen.window if isinstance(seen, masks.WindowMask) else kwargs.get("sliding_window")
         if mask is not None and isinstance(window, int) and window < length:
             self.windows[layer] = window
-            if by_position is not None and window > 1:
-                rows, columns = (
-                    torch.tensor([window], device=mask.device),
-                    torch.tensor([window - 1], device=mask.device),
-                )
-                self.chunked |= not bool(by_position.seen(rows, columns))
-        return mask if by_position is None else by_position
+            self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
+        return seen
 
     def _may_fuse(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
         unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
@@ -313,7 +297,7 @@ class Capture:
             out = out * kept[..., None].to(out.dtype)
         out = out.transpose(1, 2).contiguous()
         if (module, kind) not in self.fused:
-            looked_at = rows_to_compare(seen)
+            looked_at = masks.rows_to_compare(seen, CHECK_ROWS)
             expected, weights = chunk(module, q[:1], k[:1], v[:1], mask, kwargs, looked_at)
             tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
             close = (result["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
@@ -455,16 +439,6 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
 def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The family's reference attention, which its modelling file defines beside the module."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-
-
-def rows_to_compare(seen: Tensor) -> Tensor:
-    """Up to `CHECK_ROWS` queries, evenly among those that see any of the keys in question, first and last included.
-
-    seen (.., T, K) booleans: who sees these keys; returns positions (R,), sorted, the very last one among them.
-    """
-    rows = seen.reshape(-1, *seen.shape[-2:])[0].any(dim=-1).nonzero()[:, 0]
-    chosen = rows[torch.linspace(0, len(rows) - 1, CHECK_ROWS, device=rows.device).long()]
-    return torch.cat([chosen, chosen.new_tensor([seen.shape[-2] - 1])]).unique()
 
 
 def chunk(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
-from sinkutils.measuring.report import NotFinite, Report, Request, Tally, check_epsilons, check_targets, run_own
+from sinkutils.measuring.report import NotFinite, Report, check_epsilons, check_targets
+from sinkutils.measuring.tally import Request, Tally, run_own
 from sinkutils.model.decoder import TransformerLM
 
 KEPT = ("map", "qk")
 TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
+ONE_AT_A_TIME = threading.RLock()  # a model is put in another state while it is measured, and models share configs
 
 
 @torch.no_grad()
@@ -46,6 +51,8 @@ def measure(
         are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
     exact: never use the fused kernel (transformers models only).
     name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
+    Threads may call this at once, of one model too: they are measured one after the other. Ids that hold the model's
+    padding token, without a mask, are measured with a warning.
 
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
@@ -58,23 +65,30 @@ def measure(
         integer("batch_size", batch_size, least=1)
     if not isinstance(keep, Sequence) or any(what not in KEPT for what in keep):
         raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
-    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
+    if bos not in (True, False, None):
+        raise ValueError(f"bos must be True, False or None (read it off the ids), got {bos!r}")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
-    lengths = torch.tensor([len(row) for row in rows])
-    tally = Tally(int(lengths.max()), norms)
-    order: list[int] = []
-    with ExitStack() as stack:
+    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
+    check_weights(model)
+    config = getattr(model, "config", None)
+    firsts = token_ids(config, "bos_token_id")
+    if attention_mask is None:
+        warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
+    with ONE_AT_A_TIME, ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
         windows: tuple[int | None, ...] = ()
         chunked = False
         if isinstance(model, TransformerLM):
             windows = (model.config.attention.window,) * model.config.num_layers
+            check_range(rows, model.config.vocab_size)
             run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
         else:
             from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
 
             capture = stack.enter_context(capturing(model, request, tally, exact))
+            check_range(rows, len(capture.embedding))
+            capture.check_positions(int(lengths.max()))
             capture.check_causal(rows[0])
             run = capture.run
         for length in lengths.unique().tolist():
@@ -89,13 +103,11 @@ def measure(
     report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
-    config = getattr(model, "config", None)
     report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
     report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
-    bos_id = getattr(config, "bos_token_id", None)
-    report.bos = bool(all(int(row[0]) == bos_id for row in rows)) if bos is None and bos_id is not None else bos
+    report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
     return report
 
 
@@ -116,6 +128,8 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     instance("attention_mask", mask, Tensor)
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
+    if ((mask != 0) & (mask != 1)).any():
+        raise ValueError("attention_mask must be 1 at tokens and 0 at padding, and holds something else")
     real = mask.bool().to(ids.device)
     if not real.any(dim=1).all():
         empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
@@ -128,6 +142,47 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     if not kept:
         raise ValueError(f"no row of ids has {longest} tokens, which target {longest} needs, once padding is cut off")
     return kept, len(rows) - len(kept)
+
+
+def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
+    """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that.
+
+    Looked at once for all rows, as it waits for their device.
+    """
+    low, high = torch.cat(list(rows)).aminmax()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"ids must be in 0..{vocabulary - 1}, the tokens that the model has an embedding for; got {low}..{high}"
+        )
+
+
+def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
+    """Warn where ids hold the padding token or, if that is also `used` as BOS or EOS, a row begins or ends with two."""
+    for token in padding:
+        same = ids == token
+        if token in used:
+            same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
+        if same.any():
+            warnings.warn(
+                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
+                stacklevel=4,
+            )
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise ValueError for weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
+    for name, weight in model.named_parameters():
+        if weight.is_meta and not hasattr(model, "hf_device_map"):  # which offloads weights and fetches them itself
+            raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
+        if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
+            raise ValueError(f"model has {weight.dtype} weights ({name}), which PyTorch does not compute in: "
+                             "model.to(torch.bfloat16)")  # fmt: skip
+
+
+def token_ids(config: Any, name: str) -> set[int]:
+    """A special token's ids by a model's config, which may name none, one or a list."""
+    found = getattr(config, name, None)
+    return set() if found is None else {int(x) for x in (found if isinstance(found, list | tuple) else [found])}
 
 
 def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -19,15 +19,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkutils.data.probes import bos_id, encode
-from sinkutils.ledger import open_models
-from sinkutils.ledger.evidence import Check
-from sinkutils.measuring.load import MODELS, ZooModel, find, load_lm
+from sinkutils.measuring.load import find, load_lm
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import MEASUREMENTS
 
 TASK = "hellaswag"
 METRICS = ("acc", "acc_norm")
-COMPARABLE_SIZE = 1.3  # times: OPT-125M and Pythia-160M, OPT-1.3B and Pythia-1.4B, .. stand beside each other
-COMPARABLE_SCORE = 5.0  # points of acc_norm: a tenth of a middling model's; from the smallest to the largest it is 40
 
 
 def evaluate(
@@ -73,7 +70,7 @@ def evaluate(
 
 def save_scores(name: str, scores: dict[str, Any]) -> Path:
     """Keep a model's scores where `saved_scores` finds them."""
-    path = open_models.MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
+    path = MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
     return path
@@ -85,7 +82,7 @@ def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
     Raises ValueError for a file that `save_scores` did not write.
     """
     found = {}
-    for path in sorted((open_models.MEASUREMENTS / task).glob("*.json")):
+    for path in sorted((MEASUREMENTS / task).glob("*.json")):
         try:
             scores = json.loads(path.read_text())
             known = find(scores["model"])
@@ -94,38 +91,6 @@ def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path.name} in data/measurements/{task} is not what "
                              "`python -m sinkutils.measuring.scores` writes: remake it") from error  # fmt: skip
     return found
-
-
-def sink_and_scores() -> list[Check]:
-    """Fig. 10: within a family Sink_1 and acc_norm grow with size; more of a sink alone, OPT beside Pythia, does not
-    make a better model. Over the base models of Table 8 that were both measured and scored.
-    """
-    sinks, scores = open_models.measurements(), saved_scores()
-    found = {
-        model: (open_models.measured_sink(sinks[model.name]), float(scores[model.name]["acc_norm"]))
-        for model in sorted(MODELS, key=lambda model: model.parameters)
-        if model.in_paper and not model.chat and model.name in sinks and "acc_norm" in scores.get(model.name, {})
-    }
-    families: dict[str, list[ZooModel]] = {}
-    for model in found:
-        families.setdefault(model.family, []).append(model)
-    checks = []
-    for models in families.values():
-        small, large = models[0], models[-1]
-        for index, quantity in enumerate(("Sink_1 %", "acc_norm %")):
-            if small.parameters < large.parameters:
-                facts = tuple((quantity, f"{model.name} {found[model][index]:.1f}") for model in (small, large))
-                holds = found[large][index] > found[small][index]
-                checks.append(Check(f"{quantity}: {large.name} above {small.name}", holds, facts))
-    for one in families.get("OPT", []):
-        for other in families.get("Pythia", []):
-            if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
-                (sink, score), (less, as_good) = found[one], found[other]
-                says = f"{one.name}: more of a sink than {other.name}, acc_norm within {COMPARABLE_SCORE:g} points"
-                facts = (("acc_norm %", f"{one.name} {score:.1f}"), ("acc_norm %", f"{other.name} {as_good:.1f}"))
-                checks.append(Check(says, sink > less and abs(score - as_good) <= COMPARABLE_SCORE, facts))
-    command = "python -m sinkutils.measuring.scores and " + open_models.measure_command("EleutherAI/pythia-14m")
-    return checks or [Check("", None, missing=(f"two models of a family: {command}",))]
 
 
 @lru_cache

@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkutils.checks import integer, require
 from sinkutils.measuring.hf import attention_layers, eager_function
-from sinkutils.measuring.report import Report, mean_over_queries
+from sinkutils.measuring.report import Report
+from sinkutils.measuring.tally import mean_over_queries
 
 TARGETS = (1, 2)
 ELEMENTS = 2**27  # of logits or attention weights that a batch holds

@@ -16,6 +16,7 @@ Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,43 @@ from sinkutils.model.attention import SIMILARITIES, AttentionSpec, check_inputs,
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
 ROWS = 128  # at least so many, over all sequences and heads, so that small products do not cost more than their sums
-SOFTMAX_LENGTH = 128  # from here the library's softmax beats its parts; below, records were made with the parts
 CHUNK = 64  # tokens a chunk of linear attention
+FORM: str | None = None  # tests set this to take a form wherever it can serve
+
+
+class Problem(NamedTuple):
+    """The arguments of `attend`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    distance_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    mlp: Callable[[Tensor], Tensor] | None
+
+
+def choose_form(
+    spec: AttentionSpec, device: str, dtype: torch.dtype, length: int, head_dim: int, position_term: bool = False
+) -> str:
+    """Which form serves an operation on a type of device: "fused", "linear", "dense", "flex" or "blocks".
+
+    "flex" only as far as FlexAttention takes it; whether it computes it right is for `flash.trusted` to say.
+    """
+    plain = not position_term and (spec.window is None or spec.window >= length)
+    softmax, linear = plain and _is_softmax(spec), plain and _is_linear(spec)
+    can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": spec.similarity != "linear"}
+    if FORM is not None and can[FORM]:
+        return FORM
+    short = length <= DENSE_LENGTH.get(device, BLOCK)
+    if softmax and not (short and _slow_kernel(device, dtype)):
+        return "fused"
+    if short:
+        return "dense"
+    if linear:
+        return "linear"
+    return "flex" if flash.flex_fits(device, dtype, head_dim, spec) else "blocks"
 
 
 def attend(
@@ -48,13 +84,13 @@ def attend(
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
     check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
-    biases = (distance_bias, key_bias, value_bias)
-    long = q.device.type == "cpu" and q.shape[2] > DENSE_LENGTH.get("cpu", BLOCK)
-    fused = _is_softmax(spec) and _plain(spec, distance_bias, q.shape[2]) and key_bias is None and spec.prefix == 1
-    if long and not fused and not flash.flex_serves(q, spec):
-        out = _by_head(q, k, v, spec, *biases, mlp)
-    else:
-        out = _form(q, k, v, spec, *biases, mlp)
+    problem, length = Problem(q, k, v, spec, distance_bias, key_bias, value_bias, mlp), q.shape[2]
+    form = choose_form(spec, q.device.type, q.dtype, length, q.shape[-1], distance_bias is not None)
+    if form == "flex" and FORM != "flex":
+        form = "flex" if flash.trusted("flex", flash.flex_kind(spec), q.device, q.dtype, q.shape[-1]) else "blocks"
+    long = q.device.type == "cpu" and length > DENSE_LENGTH.get("cpu", BLOCK)
+    whole = form == "flex" or (form == "fused" and key_bias is None and spec.prefix == 1)
+    out = _by_head(problem, form) if long and not whole else _compute(problem, form)
     if spec.scale != 1:
         out = out * spec.scale
     if value_bias is not None and spec.bias == "v":
@@ -71,59 +107,42 @@ def check_kernels(spec: AttentionSpec, device: torch.device, dtype: torch.dtype,
         flash.trusted("flex", flash.flex_kind(spec), device, dtype, head_dim)
 
 
-def _by_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    distance_bias: Tensor | None,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    mlp: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """`_form` a head at a time, so that what it holds beside inputs, output and gradients is that of one head.
+def _by_head(problem: Problem, form: str) -> Tensor:
+    """`_compute` a head at a time, so that what it holds beside inputs, output and gradients is that of one head.
 
     What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
     """
+    q, k, v, spec, distance_bias, key_bias, value_bias, mlp = problem
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
     again = torch.is_grad_enabled() and (key_bias is not None or _is_linear(spec) or _is_softmax(spec))
     outs = []
     for head, parts in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
         rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias)]
         line = distance_bias if distance_bias is None or len(distance_bias) == 1 else distance_bias[head : head + 1]
-        inputs = (*parts, spec, line, *rows, mlp)
+        one = Problem(parts[0], parts[1], parts[2], spec, line, rows[0], rows[1], mlp)
         if again:
-            outs.append(checkpoint(_form, *inputs, use_reentrant=False, preserve_rng_state=False))
+            outs.append(checkpoint(_compute, one, form, use_reentrant=False, preserve_rng_state=False))
         else:
-            outs.append(_form(*inputs))
+            outs.append(_compute(one, form))
     return torch.cat(outs, dim=1)
 
 
-def _form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    distance_bias: Tensor | None,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    mlp: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """`attend` without alpha and value bias, by the form that serves the operation, its length and its device."""
+def _compute(problem: Problem, form: str) -> Tensor:
+    """`attend` without alpha and value bias, by a form that can serve it."""
+    q, k, v, spec, distance_bias, key_bias, value_bias, mlp = problem
     length, star = q.shape[2], 0
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
         k = _prepend(key_bias, k)
         v = _prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
     q, k = features(q, spec, mlp), features(k, spec, mlp)
-    short = length <= DENSE_LENGTH.get(q.device.type, BLOCK)
-    if _plain(spec, distance_bias, length) and _is_softmax(spec) and not (short and _slow_kernel(q)):
+    if form == "fused":
         return _softmax(q, k, v, spec, star)
-    if _plain(spec, distance_bias, length) and _is_linear(spec) and not short:
+    if form == "linear":
         return _linear(q, k, v, spec, star)
-    if short:
+    if form == "dense":
         return _block(q, k, v, spec, distance_bias, 0, length)
-    if flash.flex_serves(q, spec):
+    if form == "flex":
         return flash.flex(q, k, v, spec, distance_bias, star)
     return _blocks(q, k, v, spec, distance_bias)
 
@@ -152,7 +171,7 @@ def log_mass(
     with torch.autocast(q.device.type, enabled=False):
         if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
             q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        fused = spec.similarity == "exp" and _plain(spec, distance_bias, length)
+        fused = spec.similarity == "exp" and distance_bias is None and (spec.window is None or spec.window >= length)
         kinds = ("causal", "full") if spec.prefix > 1 else ("causal",)
         if fused and all(flash.trusted("fused", kind, q.device, q.dtype, q.shape[-1]) for kind in kinds):
             mass = _lse(F.pad(q, (0, 0, star, 0)), k, causal=True)[:, :, star:]
@@ -184,14 +203,9 @@ def _is_linear(spec: AttentionSpec) -> bool:
     return spec.similarity == "linear" and spec.normalizer != "p_norm"
 
 
-def _slow_kernel(q: Tensor) -> bool:
+def _slow_kernel(device: str, dtype: torch.dtype) -> bool:
     """In half precision a CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512."""
-    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
-
-
-def _plain(spec: AttentionSpec, distance_bias: Tensor | None, length: int) -> bool:
-    """Whether neither a position term nor a window (shorter than the sequence) tells the visible keys apart."""
-    return distance_bias is None and (spec.window is None or spec.window >= length)
+    return device == "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _prepend(bias: Tensor, x: Tensor) -> Tensor:
@@ -266,10 +280,10 @@ def _block(
         with torch.autocast(q.device.type, enabled=False):
             return _block(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias, start, length).to(v.dtype)
     k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
-    if _is_softmax(spec) and not _slow_kernel(q):
+    if _is_softmax(spec) and not _slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
     logits = _logits(q, k, spec, distance_bias, start, length)
-    if _is_softmax(spec) and distance_bias is None and length >= SOFTMAX_LENGTH:
+    if _is_softmax(spec) and distance_bias is None:
         return logits.softmax(dim=-1) @ v
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.

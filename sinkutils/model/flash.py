@@ -206,13 +206,6 @@ def flex_fits(device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpe
     return device == "cuda" and HAS_TRITON and spec.similarity != "linear" and dtype != torch.float64 and head_dim >= 16
 
 
-def flex_serves(q: Tensor, spec: AttentionSpec) -> bool:
-    """Whether FlexAttention takes these queries and was found to return the log-sum-exp that is meant."""
-    if not flex_fits(q.device.type, q.dtype, q.shape[-1], spec):
-        return False
-    return trusted("flex", flex_kind(spec), q.device, q.dtype, q.shape[-1])
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, star: int) -> Tensor:
     """Softmax over log f(s), which is f(s) / sum f(s), and its log-sum-exp, which exchanges that sum for Z.
 

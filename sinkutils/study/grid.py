@@ -317,33 +317,25 @@ def missing(
 ) -> list[tuple[str, int]]:
     """The (experiment, seed) pairs of a preset without a valid record, on that corpus, most informative first.
 
-    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS, in the order headline, more seeds
-    of the base, the others, more seeds of all, more of the headline. Otherwise every experiment at each of `seeds`.
+    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
+    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline.
+    Otherwise every experiment at each of `seeds`.
     """
     base = resolve("base", preset)
     names = list(dict.fromkeys(resolve(name, preset) for name in _all(preset)[0]))
     names.sort(key=lambda name: not experiment(name).headline)
     if seeds is None:
-        seeds_of = {name: HEADLINE_SEEDS if experiment(name).headline else SEEDS for name in names}
-        plan = [(name, seed) for seed in HEADLINE_SEEDS for name in names if seed in seeds_of[name]]
-        plan.sort(key=lambda pair: _turn(pair[0], pair[1], base))
+        first = sorted(names, key=lambda name: (name != base, not experiment(name).headline))
+        plan = [(name, seed) for name in first for seed in SEEDS]
+        plan += [
+            (name, seed) for name in first if experiment(name).headline for seed in HEADLINE_SEEDS if seed not in SEEDS
+        ]
     else:
         plan = [(name, seed) for seed in seeds for name in names]
     planned = [config(name, preset, seed) for name, seed in plan]
     return [
         (run.experiment, run.seed) for run in planned if find_record(run_folder(run, runs, corpus), run, corpus) is None
     ]
-
-
-def _turn(name: str, seed: int, base: str) -> int:
-    """When a run has its turn in a sweep: what is learned most from comes first."""
-    if seed == 0 and experiment(name).headline:
-        return 0
-    if name == base:
-        return 1
-    if seed == 0:
-        return 2
-    return 3 if seed in SEEDS else 4
 
 
 def largest_alpha(run: RunConfig) -> float:

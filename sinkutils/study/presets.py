@@ -22,7 +22,7 @@ class Preset:
     base: str  # the experiment that the others change
     four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
-    compile: bool = False  # on a GPU
+    compile: bool = False  # torch.compile, where it works
     parallel: str = "ddp"  # or fsdp: how several processes share a run that torchrun started
     keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
 

@@ -3,6 +3,7 @@
 data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
     config.json       everything that determines the run, the recipe version, and the corpus by name and hash
     metrics.json      the curve and the final values, or status "failed" and the reason
+    alpha.safetensors alpha along the curve and, at the end, by text
     provenance.json   code hash, device, versions, time: never part of a comparison
     SHA256SUMS        a digest of every file above and of itself
     model.safetensors, tokenizer.json   only for the few runs that notebooks open
@@ -43,15 +44,20 @@ if TYPE_CHECKING:
 
     from sinkutils.study.config import RunConfig
 
-RECIPE = 1  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
     *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
-    *("data/instructions", "measuring/report", "measuring/measure", "study/config"),
+    *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
     *("training/trainer", "training/checkpoints", "training/group", "training/finetune"),
+)
+
+# The modules whose text decides the ledger's verdicts: claims, rules and what they read.
+LEDGER_MODULES = tuple(
+    f"ledger/{name}" for name in ("claims", "conclusions", "effects", "open_models", "results", "rules", "trials")
 )
 
 
@@ -76,6 +82,12 @@ class Record:
     def status(self) -> str:
         """ "done" or "failed"."""
         return self.metrics["status"]
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """alpha along the curve and, at the end, by text (`training.trainer.arrays`); empty where there is none."""
+        path = self.folder / "alpha.safetensors"
+        return load_tensors(path.read_bytes()) if path.exists() else {}
 
     @property
     def weights(self) -> Path | None:
@@ -156,7 +168,8 @@ def as_json(value: Any) -> str:
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """What config.json holds beside the corpus that the run was made on: the config and the recipe version."""
     values = {**dataclasses.asdict(config), "recipe": RECIPE}
-    values["data"]["corpus"] = public_name(config.data.corpus)
+    names = {"corpus": config.data.corpus, "validation": config.data.validation}
+    values["data"] |= {key: name and public_name(name) for key, name in names.items()}
     return json.loads(as_json(values))
 
 
@@ -173,10 +186,12 @@ def write_record(
     weights: dict[str, Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
     corpus: dict[str, str] | None = None,
+    arrays: dict[str, Tensor] | None = None,
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
     corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash.
+    arrays: alpha along the curve and by text (`training.trainer.arrays`).
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
@@ -185,6 +200,8 @@ def write_record(
         "metrics.json": as_json(metrics).encode(),
         "provenance.json": as_json({**provenance, **versions()}).encode(),
     }
+    if arrays:
+        files["alpha.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in arrays.items()})
     if weights is not None:
         files["model.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
     if tokenizer is not None:
@@ -289,13 +306,23 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is not a checkpoint") from error
 
 
-def versions() -> dict[str, Any]:
-    """What ran: package versions and a hash of the training code."""
+def ledger_sha256() -> str:
+    """The hash of the ledger, which each record keeps: it was judged by rules that stood before it (`ledger.frozen`)."""
+    return _hash_of(LEDGER_MODULES)
+
+
+def _hash_of(modules: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for module in TRAINING_MODULES:
+    for module in modules:
         digest.update((ROOT / "sinkutils" / f"{module}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, Any]:
+    """What ran: package versions, a hash of the training code, and that of the ledger as it stood then."""
     return {
-        "code_sha256": digest.hexdigest(),
+        "code_sha256": _hash_of(TRAINING_MODULES),
+        "ledger": ledger_sha256(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sinkutils.study.record import CorruptRecord, config_hash, read_tensors, write_tensors
@@ -19,6 +20,8 @@ def save_checkpoint(run: Run, path: Path) -> None:
     tensors = {f"model.{name}": value for name, value in run.group.weights(run.model).items()}
     for index, state in run.group.optimizer_state(run.model, run.optimizer).items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    if run.alphas:
+        tensors["alphas"] = torch.stack(run.alphas)
     extra = {
         "config_sha256": config_hash(run.config),
         "corpus_sha256": run.fingerprint,
@@ -46,6 +49,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
             state.setdefault(int(index), {})[name] = value
     run.group.load(run.model, run.optimizer, weights, state)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
+    run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
 
 
 def read_checkpoint(run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

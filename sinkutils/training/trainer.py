@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from tqdm.auto import tqdm
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
+from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.fast import check_kernels
 from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import (
     CHECKPOINT_SECONDS,
     Record,
@@ -43,6 +46,7 @@ from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import ALONE, Group
 
 EVALUATION_SEED = 0
+EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
 
 
@@ -125,7 +129,7 @@ class Run:
     def validation_corpus(self) -> Corpus:
         """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
         data = self.config.data
-        if data.validation is None or self.corpus.name != data.corpus:
+        if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
         vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
@@ -174,11 +178,17 @@ class Run:
         point = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
         if not math.isfinite(point["valid_loss"]):
             return point, None
-        report = measure(self.model, self.probe, targets=self.targets)
+        report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
         point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
         if report.star is not None:
-            point |= {"sink_star": report.sink_star(), "alpha_star": float(report.star.mean())}
+            point |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
         return point, report
+
+    def keep(self, point: dict[str, float], report: Report) -> None:
+        """Add a point to the curve, and to `alphas` the mean alpha of its report."""
+        self.curve.append(point)
+        star = [] if report.star is None else [report.star.mean(dim=0)[None]]
+        self.alphas.append(torch.cat([report.alpha.mean(dim=0), *star]).half())
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
@@ -217,7 +227,7 @@ def train(
     device: str | torch.device | None = None,
     corpus: Corpus | str | None = None,
     keep_weights: bool = False,
-    compile: bool = False,
+    compile: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
     group: Group = ALONE,
@@ -232,6 +242,7 @@ def train(
 
     corpus: the text, or where to load it from, in place of the config's own. Only a record on that very text is then
     returned, and the run's own stands apart from those of the study (see `study.record.run_folder`).
+    compile: use torch.compile; None: as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `distributed.joined`).
     make: the kind of run: pre-training, or what `finetuning` makes of it.
     """
@@ -270,10 +281,13 @@ def train(
         run = make(config, corpus, target, group)
         checkpoint = partial_folder(folder) / "checkpoint.safetensors"
         load_checkpoint(run, checkpoint)
+        if compile is None:
+            compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False
         reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
         provenance = {
             **run.provenance(),
             "device": device_name(target),
+            "instruction_set": instruction_set(),
             "wall_seconds": round(run.seconds, 1),
             "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
             "compiled": compile,
@@ -282,8 +296,9 @@ def train(
         }
         weights = dict(group.weights(run.model)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
-        outcome = summary(run, report, reason)
-        return group.once(write_record, folder, config, outcome, provenance, weights, tokenizer, corpus.identity)
+        outcome, alphas = summary(run, report, reason), arrays(run, None if reason else report)
+        parts = (outcome, provenance, weights, tokenizer, corpus.identity, alphas)
+        return group.once(write_record, folder, config, *parts)
 
 
 def finished(folder: Path, config: RunConfig, weights: bool, corpus: dict[str, str] | None = None) -> Record | None:
@@ -297,12 +312,19 @@ def _loop(
 ) -> tuple[str | None, Report | None]:
     """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
     config, report = run.config, None
+    if compile:
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        check_kernels(config.model.attention, run.device, dtype, config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
     saved = started = time.monotonic()
     before = run.seconds
     first = run.step
     recent: list[Tensor] = []
+    if not run.curve:  # an untrained control: what position terms and biases do by themselves
+        point, report = run.evaluate()
+        if report is not None:
+            run.keep(point, report)
     bar = tqdm(total=config.train.steps, initial=first, disable=not progress, unit="step", leave=False,
                desc=f"{config.experiment} seed {config.seed}")  # fmt: skip
     with bar:
@@ -320,7 +342,8 @@ def _loop(
                 if failure:
                     run.seconds = before + time.monotonic() - started
                     return f"{failure} by step {run.step}", None
-                run.curve.append({**point, "train_loss": sum(losses) / len(losses)})
+                assert report is not None  # the validation loss is finite
+                run.keep({**point, "train_loss": sum(losses) / len(losses)}, report)
                 rate = (run.step - first) * run.tokens_per_step / (time.monotonic() - started)
                 bar.set_postfix(
                     loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=int(rate)
@@ -344,11 +367,36 @@ def divergence(losses: list[float], hopeless: float) -> str | None:
 
 
 def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
-    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms."""
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, where the attention goes."""
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
     if report is not None and reason is None:
         final["report"] = report.to_dict()
+        final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
+
+
+def arrays(run: Run, report: Report | None) -> dict[str, Tensor]:
+    """What alpha.safetensors holds, float16: `curve` (evaluations, targets, L, H), means over the texts; at the end
+    `final` (texts, targets 1..3, L, H) and `star` (texts, L, H) if there is one, so that any eps can be asked later.
+    """
+    kept = {"curve": torch.stack(run.alphas)} if run.alphas else {}
+    if report is not None:
+        kept["final"] = report.alpha[:, :3].half()
+        if report.star is not None:
+            kept["star"] = report.star.half()
+    return kept
+
+
+@cache
+def compiles() -> bool:
+    """Whether torch.compile works here: on a CPU it needs a C++ compiler. Warns where it does not."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+    except Exception as error:  # whatever a missing or broken compiler raises
+        warnings.warn(f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, "
+                      "and its numbers differ in the last digits; a C++ compiler mends that", stacklevel=2)  # fmt: skip
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -363,6 +411,12 @@ def one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def instruction_set() -> list[str]:
+    """What decides the roundings of a CPU's products: machines that differ in it give other last digits."""
+    has = torch.cpu.get_capabilities()
+    return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
 
 
 def device_name(device: torch.device) -> str:

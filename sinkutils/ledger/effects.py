@@ -1,0 +1,131 @@
+"""The ledger's statistics: levels and paired differences over seeds, with their 95 % intervals.
+
+A level is the mean of a quantity over an experiment's seeds, with the t interval of those seeds. An effect is the mean
+of the paired differences of two experiments, seed by seed. Three seeds say little about their own spread, so the
+variance of a paired difference is pooled over all experiments that change the base (least squares with a mean for each).
+All of them share the base's seeds, so the part of it that a seed has in common (a second fit, with a mean for each seed
+too) counts with as many degrees of freedom as there are seeds, less one, the rest with its own (Satterthwaite).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from sinkutils.ledger.results import QUANTITIES, Results, results
+from sinkutils.study.grid import EXPERIMENTS
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A mean over seeds with its 95 % interval: a level, or the paired difference of two experiments."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    error: float  # the standard error
+    freedom: float  # degrees of freedom of the t interval
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} (95 %: {self.low:+.3f} to {self.high:+.3f}, {self.seeds} seeds)"
+
+    def p_above(self, margin: float = 0.0) -> float:
+        """The one-sided p-value of "not above the margin"."""
+        from scipy import stats
+
+        if not self.error > 0:
+            return float(self.mean <= margin)
+        return float(stats.t.sf((self.mean - margin) / self.error, self.freedom))
+
+    def p_below(self, margin: float = 0.0) -> float:
+        """The one-sided p-value of "not below the margin"."""
+        return replace(self, mean=-self.mean).p_above(-margin)
+
+    def p_equivalent(self, margin: float) -> float:
+        """The p-value of two one-sided tests (TOST) that the mean lies within -margin and margin."""
+        return max(self.p_above(-margin), self.p_below(margin))
+
+
+def _effect(mean: float, seeds: int, error: float, freedom: float) -> Effect:
+    from scipy import stats
+
+    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error if error > 0 else 0.0
+    return Effect(mean, mean - half, mean + half, seeds, error, freedom)
+
+
+def level(values: pd.Series, log: bool = False) -> Effect:
+    """The mean of at least two seeds' values with their own t interval; geometric where log is true.
+
+    With log, mean and interval are on the scale of the values, error and freedom on the log scale.
+    """
+    from scipy import stats
+
+    numbers = np.log(values) if log else values
+    found = _effect(float(numbers.mean()), len(numbers), float(stats.sem(numbers)), len(numbers) - 1)
+    if not log:
+        return found
+    return replace(found, **{name: float(np.exp(getattr(found, name))) for name in ("mean", "low", "high")})
+
+
+def effect(
+    one: str, other: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None
+) -> Effect:
+    """The mean over paired seeds of one experiment's quantity less the other's, with its 95 % interval.
+
+    one, other: experiments, "base" the preset's; key: of `results.QUANTITIES`, by default mean excess alpha_1. The
+    variance is pooled over the experiments that change the base. Quantities that are ratios are compared as their
+    logarithms. Raises ValueError for an unknown key or preset, and where the two share fewer than two seeds.
+    """
+    if key not in QUANTITIES:
+        raise ValueError(f"key must be one of {', '.join(QUANTITIES)}; got {key!r}")
+    found = paired(results(preset, runs), one, other, key)
+    if found is None:
+        raise ValueError(f"{one} and {other} share fewer than two seeds at preset {preset!r}: train more of them")
+    return found
+
+
+def paired(ours: Results, one: str, other: str, key: str) -> Effect | None:
+    """`effect` within results that are read; None where fewer than two seeds are shared."""
+    differences = _differences(ours, one, other, key)
+    if len(differences) < 2:
+        return None
+    variance, freedom = _pooled(ours, key) or (float(differences.var()), float(len(differences) - 1))
+    return _effect(float(differences.mean()), len(differences), (variance / len(differences)) ** 0.5, freedom)
+
+
+def _differences(ours: Results, one: str, other: str, key: str) -> pd.Series:
+    pair = [ours.values(name, key) for name in (one, other)]
+    a, b = map(np.log, pair) if QUANTITIES[key].log else pair
+    return (a - b).dropna()
+
+
+def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
+    """Variance and degrees of freedom of one paired difference from the base; None where there is nothing to pool."""
+    from statsmodels.regression.linear_model import OLS
+
+    if (key, "pooled") in ours.cache:
+        return ours.cache[key, "pooled"]
+    changed = {ours.label(one.name) for one in EXPERIMENTS if one.base} - {ours.label("base")}
+    by_name = {name: _differences(ours, name, "base", key) for name in sorted(changed)}
+    several = {name: values for name, values in by_name.items() if len(values) > 1}
+    pooled = None
+    if several:
+        stacked = pd.concat(several)
+        groups, seeds = (pd.get_dummies(stacked.index.get_level_values(i), dtype=float).to_numpy() for i in (0, 1))
+        fit = OLS(stacked.to_numpy(), groups).fit()
+        variance, freedom = float(fit.mse_resid), float(fit.df_resid)
+        both = OLS(stacked.to_numpy(), np.hstack([groups, seeds[:, 1:]])).fit()
+        if both.df_resid > 0:
+            shared = max(variance - both.mse_resid, 0.0)
+            counts = seeds.sum(axis=0)  # as many seeds as weigh equally, less one, are the shared part's freedom
+            parts = shared**2 / (counts.sum() ** 2 / (counts**2).sum() - 1) + both.mse_resid**2 / both.df_resid
+            freedom = float(variance**2 / parts) if parts > 0 else freedom
+        pooled = variance, freedom
+    ours.cache[key, "pooled"] = pooled
+    return pooled

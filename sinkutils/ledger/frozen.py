@@ -1,0 +1,37 @@
+"""Since when the ledger stands: its hash, and every later change with its reason.
+
+A record's provenance holds the hash of the ledger that it was made under; `results` reads only records of a ledger that
+is listed in frozen.json, so none that was made before the claims and rules were fixed. After a change of the ledger
+`python -m sinkutils.ledger.frozen "reason"` adds the entry.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from sinkutils.study.record import ledger_sha256
+
+PATH = Path(__file__).with_name("frozen.json")
+
+
+@lru_cache(maxsize=1)
+def ledgers() -> tuple[str, ...]:
+    """The hashes of the ledger, the frozen one first."""
+    return tuple(entry["sha256"] for entry in json.loads(PATH.read_text(encoding="utf-8")))
+
+
+def change(reason: str) -> None:
+    """Add the ledger as it is now to frozen.json. Raises ValueError without a reason, and where it is listed."""
+    entries = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else []
+    current = ledger_sha256()
+    if not reason.strip() or current in {entry["sha256"] for entry in entries}:
+        raise ValueError("give the reason of a change that is not listed yet")
+    entries.append({"sha256": current, "reason": reason})
+    PATH.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    change(" ".join(sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""What the ledger reads: a preset's records as numbers, read once and kept until a file of the folder changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+from safetensors.numpy import load_file
+
+from sinkutils.ledger.frozen import ledgers
+from sinkutils.measuring.report import uniform_alpha
+from sinkutils.paths import RUNS
+from sinkutils.study.grid import resolve
+from sinkutils.study.record import SUMS, Record, read_record, record_folder
+from sinkutils.training.finetune import history
+
+EPSILONS = (0.2, 0.3, 0.4)  # Sink_1 is shown at each (Fig. 9); 0.3 is the paper's choice (Section 3.2)
+EPSILON = 0.3
+ONSET = 2.9  # percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4)
+STUCK = 0.99  # of ln V, the loss of a uniform guess: a run that ends there has learned nothing and counts as failed
+
+
+@dataclass(frozen=True)
+class Run:
+    """One record and the numbers that follow from it."""
+
+    record: Record
+
+    @property
+    def final(self) -> dict[str, Any]:
+        return self.record.metrics["final"]
+
+    @property
+    def curve(self) -> list[dict[str, Any]]:
+        return self.record.metrics["curve"]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.final.get("report", {})
+
+    @property
+    def failed(self) -> bool:
+        """Whether training failed: it diverged, or its loss is still that of a uniform guess."""
+        loss = self.final.get("valid_loss", math.inf)
+        return self.record.status == "failed" or loss >= STUCK * math.log(self.record.config["model"]["vocab_size"])
+
+    @cached_property
+    def arrays(self) -> dict[str, Any]:
+        path = self.record.folder / "alpha.safetensors"
+        return load_file(path) if path.exists() else {}
+
+
+# --- what can be asked of a record: each gives a number, or None where the record does not hold it -------------------
+
+
+def excess(run: Run, k: int | str = 1) -> float | None:
+    """Mean excess alpha_k over texts, layers and heads: (alpha_k - u) / (1 - u), u that of uniform attention."""
+    if f"{k}" in run.report.get("excess", {}):
+        return run.report["excess"][f"{k}"]
+    return run.final.get(f"excess_{k}")
+
+
+def sink(run: Run, k: int | str = 1, eps: float = EPSILON) -> float | None:
+    """Sink_k^eps in percent."""
+    by_eps = run.report.get("sink_star", {}) if k == "star" else run.report.get("sink", {}).get(f"{k}", {})
+    if f"{eps}" in by_eps:
+        return by_eps[f"{eps}"]
+    if k in (1, 2, 3) and "final" in run.arrays:  # (texts, targets 1..3 and *, layers, heads)
+        return 100 * float((run.arrays["final"][:, int(k) - 1].astype(float) > eps).mean())
+    return run.final.get(f"sink_{k}") if eps == EPSILON else None
+
+
+def _learned(run: Run, k: int | str) -> float | None:
+    """What training added to the excess: the end less the untrained model, step 0 of the curve."""
+    end, start = excess(run, k), next(iter(run.curve), {})
+    before = start.get(f"excess_{k}") if start.get("step") == 0 else None
+    return None if end is None or before is None else end - before
+
+
+def _late(run: Run) -> float | None:
+    """What the last nine tenths of the steps added to the excess."""
+    early = [p for p in run.curve if p["step"] <= run.curve[-1]["step"] / 10 and "excess_1" in p]
+    end = excess(run)
+    return None if end is None or not early else end - early[-1]["excess_1"]
+
+
+def _onset(run: Run) -> float | None:
+    """The first step from which Sink_1 stays at ONSET or more, as a share of the steps; 1 where there is none."""
+    if not run.curve:
+        return None
+    below = [i for i, point in enumerate(run.curve) if point["sink_1"] < ONSET]
+    start = below[-1] + 1 if below else 0
+    return run.curve[start]["step"] / run.curve[-1]["step"] if start < len(run.curve) else 1.0
+
+
+def _turn(run: Run) -> float | None:
+    """Where on the way the validation loss is least, as a share of the steps: early where the model overfits."""
+    return min(run.curve, key=lambda p: p["valid_loss"])["step"] / run.curve[-1]["step"] if run.curve else None
+
+
+def _peak(run: Run) -> float | None:
+    values = [point["excess_1"] for point in run.curve if "excess_1" in point]
+    return max(values, default=None)
+
+
+def _largest(run: Run, positions: range) -> float | None:
+    values = [excess(run, k) for k in positions]
+    return max((value for value in values if value is not None), default=None)
+
+
+def _difference(run: Run, k: int | str, other: int | str) -> float | None:
+    a, b = excess(run, k), excess(run, other)
+    return None if a is None or b is None else a - b
+
+
+def _visible(run: Run) -> float | None:
+    """Mean excess of alpha_1 over the queries that can see x_1 (i <= w), with u of uniform attention over them."""
+    window, alpha = run.record.config["model"]["attention"]["window"], run.report.get("alpha")
+    if alpha is None:
+        return None
+    length = run.report["T"]
+    seen = min(window or length, length)
+    mean, uniform = _mean(alpha[0]) * length / seen, uniform_alpha(seen)
+    return (mean - uniform) / (1 - uniform) if seen > 1 else 0.0
+
+
+def _gap(run: Run) -> float | None:
+    ends = [run.final.get("valid_loss"), run.final.get("train_loss")]
+    return None if None in ends else ends[0] - ends[1]
+
+
+def _ratio(run: Run, name: str, columns: Iterable[int] = (0,)) -> float | None:
+    """The largest ratio of a norm in these columns to the mean of the other positions', over the blocks but the last,
+    whose output reflects the prediction.
+    """
+    norms = run.report.get(name)
+    return max(max(norm_ratios(norms[:-1] or norms, column)) for column in columns) if norms else None
+
+
+def _ratio_at_sink(run: Run, name: str) -> float | None:
+    """The ratio of the first key's (or value's) norm to the others' in the layer with the largest mean alpha_1."""
+    norms, alpha = run.report.get(name), run.report.get("alpha")
+    if not norms or alpha is None:
+        return None
+    layer = max(range(len(alpha[0])), key=lambda row: _mean([alpha[0][row]]))
+    return norm_ratios([norms[layer]])[0]
+
+
+def _depths(run: Run) -> float | None:
+    """Mean alpha_1 of the first quarter of the layers over that of the others."""
+    alpha = run.report.get("alpha")
+    if alpha is None or len(alpha[0]) < 2:
+        return None
+    early = max(1, len(alpha[0]) // 4)
+    return _mean(alpha[0][:early]) / _mean(alpha[0][early:])
+
+
+def _tuned(run: Run, key: str) -> float | None:
+    """Of a fine-tuning: what its steps' losses (means of the first and last tenth) and gradient norms say."""
+    steps = history(run.record.metrics)
+    if not steps:
+        return None
+    losses, norms = [s["train_loss"] for s in steps], [s["gradient_norm"] for s in steps]
+    tenth = max(1, len(losses) // 10)
+    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+    return {"fall": first - last, "end": last, "gradient": median(norms), "spike": max(norms) / median(norms)}[key]
+
+
+def norm_ratios(norms: list[list[float]], column: int = 0) -> list[float]:
+    """The norm in a column over the mean of the others, for each row of norms (blocks, positions)."""
+    return [row[column] * (len(row) - 1) / (sum(row) - row[column]) for row in norms]
+
+
+def _mean(rows: list[list[float]]) -> float:
+    return sum(map(sum, rows)) / sum(map(len, rows))
+
+
+def _from_weights(name: str) -> Callable[[Run], float | None]:
+    """A trial on a record's weights; None where they were not kept."""
+
+    def read(run: Run) -> float | None:
+        from sinkutils.ledger.trials import trial
+
+        path = run.record.weights
+        return trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
+
+    return read
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that a record gives: its heading, how it is read, and what it takes for there to be something.
+
+    level: "sink" (a share of the base's excess, `rules.SINK`), or a number; log: whether it is compared on a log scale.
+    """
+
+    heading: str
+    read: Callable[[Run], float | None]
+    level: float | str = math.nan
+    digits: int = 3
+    log: bool = False
+
+
+QUANTITIES: dict[str, Quantity] = {
+    **{f"excess_{k}": Quantity(f"excess alpha_{k}", lambda r, k=k: excess(r, k), "sink") for k in (1, 2, 3)},
+    "excess_star": Quantity("excess alpha_*", lambda r: excess(r, "star"), "sink"),
+    "learned_1": Quantity("excess alpha_1 over the untrained model's", lambda r: _learned(r, 1), "sink"),
+    "learned_star": Quantity("excess alpha_* over the untrained model's", lambda r: _learned(r, "star"), "sink"),
+    "late_1": Quantity("excess alpha_1 gained after a tenth of the steps", _late, "sink"),
+    "peak_1": Quantity("largest excess alpha_1 on the way", _peak, "sink"),
+    "visible_1": Quantity("excess alpha_1 over the queries that see x_1", _visible, "sink"),
+    "largest": Quantity("largest excess alpha_k, k = 1..10", lambda r: _largest(r, range(1, 11)), "sink"),
+    "inside": Quantity("largest excess alpha_k, k = 2..5", lambda r: _largest(r, range(2, 6)), "sink"),
+    "beyond": Quantity("largest excess alpha_k, k = 6..10", lambda r: _largest(r, range(6, 11)), "sink"),
+    "second_over_first": Quantity("excess alpha_2 less alpha_1", lambda r: _difference(r, 2, 1), 0.0),
+    "star_over_first": Quantity("excess alpha_* less alpha_1", lambda r: _difference(r, "star", 1), 0.0),
+    **{f"sink_{k}": Quantity(f"Sink_{k} %", lambda r, k=k: sink(r, k), digits=1) for k in (1, 2, 3, "star")},
+    "onset": Quantity("onset, share of the steps", _onset),
+    "turn": Quantity("least validation loss at, share of the steps", _turn),
+    "valid_loss": Quantity("valid loss", lambda r: r.final.get("valid_loss")),
+    "gap": Quantity("valid minus train loss", _gap),
+    "hidden": Quantity("norm ratio of h_1", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
+    "before_norm": Quantity("norm ratio of h_1 before LN", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True),
+    "key": Quantity("norm ratio of k_1 where the sink is", lambda r: _ratio_at_sink(r, "key_norms"), 1.0, 2, log=True),
+    "value": Quantity(
+        "norm ratio of v_1 where the sink is", lambda r: _ratio_at_sink(r, "value_norms"), 1.0, 2, log=True
+    ),
+    "hidden_prefix": Quantity(
+        "largest norm ratio of h_2 to h_5", lambda r: _ratio(r, "hidden_norms", range(1, 5)), 2.0, 2, log=True
+    ),
+    "depths": Quantity("alpha_1 of the first quarter of the layers over the others'", _depths, 1.0, 2, log=True),
+    "fall": Quantity("fall of the training loss", lambda r: _tuned(r, "fall"), 0.0),
+    "end": Quantity("training loss at the end", lambda r: _tuned(r, "end"), log=True),
+    "gradient": Quantity("median gradient norm", lambda r: _tuned(r, "gradient"), log=True),
+    "spike": Quantity("largest over median gradient norm", lambda r: _tuned(r, "spike"), 10.0, 1, log=True),
+    "repeat": Quantity("excess alpha_1 on one token repeated", _from_weights("repeat"), "sink"),
+    "window_first": Quantity("excess alpha of the window's first key", _from_weights("window_first"), "sink"),
+    "star_hidden": Quantity("norm ratio of h at x*", _from_weights("star_hidden"), 2.0, 2, log=True),
+    "replaced": Quantity("excess left on one token repeated, p_1 replaced", _from_weights("replaced"), 0.5),
+    "swapped": Quantity("excess alpha_t less alpha_1, p_1 and p_t swapped", _from_weights("swapped"), 0.0),
+    "without_bias": Quantity("excess alpha_1 without the trained biases", _from_weights("without_bias"), "sink"),
+    "loss_without_bias": Quantity("loss added by removing the biases", _from_weights("loss_without_bias"), 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """The records of a preset that the ledger judges. "base" is the preset's base in every name."""
+
+    preset: str
+    runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
+    older: tuple[str, ...] = ()  # records made before the ledger was frozen
+    cache: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+
+    def label(self, name: str) -> str:
+        """The name under which an experiment runs here."""
+        return _label(name, self.preset)
+
+    def seeds(self, name: str) -> dict[int, Run]:
+        """The runs of an experiment by seed, failed ones too."""
+        return self.runs.get(self.label(name), {})
+
+    def values(self, name: str, key: str) -> pd.Series:
+        """A quantity of an experiment by seed, of the runs that trained and hold it."""
+        wanted = (self.label(name), key)
+        if wanted not in self.cache:
+            read = {s: QUANTITIES[key].read(run) for s, run in self.seeds(name).items() if not run.failed}
+            known = {seed: value for seed, value in read.items() if value is not None and math.isfinite(value)}
+            self.cache[wanted] = pd.Series(known, dtype=float)
+        return self.cache[wanted]
+
+
+@lru_cache(maxsize=4096)
+def _label(name: str, preset: str) -> str:
+    try:
+        return resolve(name, preset)
+    except ValueError:  # a fine-tuning, or not of this preset
+        return name
+
+
+def results(preset: str, runs: Path | str | None = None) -> Results:
+    """The records of a preset, read again only when one was added, removed or changed.
+
+    Raises ValueError for an unknown preset.
+    """
+    root = Path(runs or RUNS)
+    sums = sorted((root / preset).glob(f"*/*/{SUMS}"))
+    return _read(preset, root, tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
+
+
+@lru_cache(maxsize=4)
+def _read(preset: str, root: Path, state: tuple[tuple[str, int, int], ...]) -> Results:
+    from sinkutils.showing.tables import records
+
+    table = records(preset, root)
+    found: dict[str, dict[int, Run]] = {}
+    older = []
+    for name, seed in table.loc[table["status"].isin(["done", "failed"]), ["experiment", "seed"]].itertuples(
+        index=False
+    ):
+        record = read_record(record_folder(preset, str(name), int(seed), root))
+        if record.provenance.get("ledger") in ledgers():
+            found.setdefault(str(name), {})[int(seed)] = Run(record)
+        else:
+            older.append(f"{name}/{seed}")
+    return Results(preset, found, tuple(older))

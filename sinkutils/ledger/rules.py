@@ -1,0 +1,218 @@
+"""The ledger's rules, fixed before the records that it judges: what a check asks, when it holds, when it fails.
+
+The primary outcome is mean excess alpha_1, (alpha_1 - u) / (1 - u) with u that of uniform attention, over texts, layers
+and heads; Sink_1 at three eps stands beside it. Every check has four outcomes: it holds, it fails, it is inconclusive,
+or it was not run. None is judged on fewer than MIN_SEEDS seeds.
+
+Where the constants come from. The paper prints Sink_1 at its own scale (18.18 % by default); ours has another base, so
+that points do not carry over, but shares do: with a share f of heads above eps, all of one kind, mean excess is f times
+theirs, and a ratio of Sink_1 between two rows is the ratio of mean excess.
+
+- SINK: the weakest row that the paper still calls a sink has 2.90 % ("less obvious", Table 9, 1e-4), the strongest that
+  it calls none at 60M 0.81 % (Table 14 right). A run has a sink where its excess is above 2.90 / 18.18 of the base's.
+- BASE: the base itself must have a sink without such a measure: 18.18 % of heads exactly on eps = 0.3 would have an
+  excess of 0.18 * (0.3 - 0.074) / (1 - 0.074) = 0.044, the least that the paper's own default can have.
+- MARGIN: among the rows that the paper calls unaffected (Tables 3, 10 left, 11, 12 left, V biases, post-norm) the
+  largest fall is 18.18 to 10.68 (H = 4); the nearest below that it calls mitigated has 9.41 (alpha = 0.2, Table 14
+  left). "No effect" is an effect of less than half-way between, 45 % of the base's excess, by two one-sided tests.
+  Upwards the paper's own rows go to 33.13 and still count as "does not affect the emergence" (Table 3), so there only a
+  fall counts: `kept`. (It also calls 11.21 "less obvious", Table 9: no margin fits all of its words.)
+- LOSS: the largest loss that the paper calls comparable is 3.81 (NoPE, Table 3), the least that it calls hurt 3.90
+  (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
+- The levels of norm ratios (`results.QUANTITIES`): the figures draw 1 where activations are not massive and print no
+  number; twice the others' norm counts as massive, in blocks before the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.results import QUANTITIES, Results
+
+REPRODUCED, PARTLY, NOT_REPRODUCED = "reproduced", "partly", "not reproduced"
+INCONCLUSIVE, NOT_VISIBLE, NOT_RUN = "inconclusive", "not visible", "not run"
+VERDICTS = (REPRODUCED, PARTLY, NOT_REPRODUCED, INCONCLUSIVE, NOT_VISIBLE, NOT_RUN)
+HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "inconclusive", "not run"
+
+MIN_SEEDS = 3
+ALPHA = 0.05  # of every test; of "more" after Holm over the ledger
+SINK = 2.90 / 18.18
+BASE = 0.044
+MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
+LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
+ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a factor of two
+
+# What a preset cannot show, whatever its records say.
+GATES: dict[str, tuple[tuple[str, ...], str]] = {
+    "": ((), ""),
+    "trained": (("smoke",), "a run of seconds has learned nothing yet"),
+    "any token": (("smoke", "laptop"), "models of this size have no sink on any first token, only on a fixed one"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition of a claim: its kind (of KINDS, or TRAINED), the runs it reads, the quantity."""
+
+    kind: str
+    runs: tuple[str, ...]
+    key: str = "excess_1"
+
+    @property
+    def by_base(self) -> bool:
+        """Whether the base's excess is the measure."""
+        return self.kind not in TRAINED and QUANTITIES[self.key].level == "sink"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every run whose records decide it."""
+        return tuple(dict.fromkeys((*self.runs, *["base"] * self.by_base)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to. `p`: of a directional check, corrected over the ledger before it counts."""
+
+    says: str
+    state: str
+    effect: Effect | None = None
+    p: float | None = None
+    why: str = ""
+    facts: str = ""  # the figures, where no record gives them
+
+
+def judge(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+    """The outcome of a check on a preset's results; corrected: p-values of directional checks after Holm."""
+    words = KINDS[check.kind][0] if check.kind in KINDS else TRAINED[check.kind]
+    says = words.format(*map(ours.label, check.runs), q=QUANTITIES[check.key].heading)
+    lacking = [text for name in check.reads if (text := _lacking(check, name, ours))]
+    if lacking:
+        return Outcome(says, MISSING, why="; ".join(lacking))
+    if check.kind in TRAINED:
+        return _trained(check, ours, says)
+    untrained = [ours.label(name) for name in check.reads if _untrained(ours, name)]
+    if untrained:  # a model that did not train shows neither that there is a sink nor that there is none
+        return Outcome(says, OPEN, why=f"{', '.join(untrained)} failed to train")
+    if check.by_base and check.runs != ("base",) and not _base_has_sink(ours):
+        return Outcome(says, OPEN, why=f"{ours.label('base')} has no sink to measure by")
+    return replace(KINDS[check.kind][1](check, ours, corrected), says=says)
+
+
+def _lacking(check: Check, name: str, ours: Results) -> str:
+    """What of a run a check cannot do without, or nothing."""
+    seeds = ours.seeds(name)
+    if check.kind in TRAINED or _untrained(ours, name):
+        return "" if len(seeds) >= MIN_SEEDS else f"{ours.label(name)}: {len(seeds)} of {MIN_SEEDS} seeds"
+    key = check.key if name in check.runs else "excess_1"
+    known = len(ours.values(name, key))
+    if known >= MIN_SEEDS:
+        return ""
+    what = f"{ours.label(name)}: {known} of {MIN_SEEDS} seeds"
+    return f"{what} hold {QUANTITIES[key].heading}" if known < len(seeds) else what
+
+
+def _untrained(ours: Results, name: str) -> bool:
+    runs = ours.seeds(name).values()
+    return bool(runs) and all(run.failed for run in runs)
+
+
+def _base_has_sink(ours: Results) -> bool:
+    return level(ours.values("base", "excess_1")).low > BASE
+
+
+def _margin(check: Check, ours: Results, share: float) -> float:
+    """A share of the base's excess or of the second run's loss; of a ratio, on the log scale."""
+    if QUANTITIES[check.key].log:
+        return math.log(1 + share)
+    return share * float(ours.values(*(("base", "excess_1") if check.by_base else (check.runs[1], check.key))).mean())
+
+
+def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+    """The 95 % interval of the run's level lies above the threshold; wholly at or below, it fails."""
+    quantity = QUANTITIES[check.key]
+    threshold = quantity.level
+    if check.by_base:
+        threshold = BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+    found = level(ours.values(check.runs[0], check.key), quantity.log)
+    state = HOLDS if found.low > threshold else FAILS if found.high <= threshold else OPEN
+    return Outcome("", state, found, why=f"threshold {threshold:.{quantity.digits}f}")
+
+
+def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+    """The first run has more than the second: significant after Holm. It fails where the interval leaves no room for
+    a difference that counts: of an excess as much as a sink, else any at all.
+    """
+    found = paired(ours, *check.runs, check.key)
+    if found is None:
+        return Outcome("", MISSING, why="the two share fewer than two seeds")
+    p = min(1.0, 2 * min(found.p_above(), found.p_below()))
+    room = _margin(check, ours, SINK) if check.by_base else 0.0
+    adjusted = corrected.get(check, p)
+    state = HOLDS if found.mean > 0 and adjusted <= ALPHA else FAILS if found.high <= room else OPEN
+    return Outcome("", state, found, p, why=f"p = {adjusted:.2g} after Holm")
+
+
+def _within(
+    low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
+) -> Outcome:
+    """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
+    found = paired(ours, *check.runs, check.key)
+    if found is None:
+        return Outcome("", MISSING, why="the two share fewer than two seeds")
+    margin = _margin(check, ours, share)
+    inside = [found.p_above(-margin)] * low + [found.p_below(margin)] * high
+    beyond = [found.p_below(-margin)] * low + [found.p_above(margin)] * high
+    state = HOLDS if max(inside) <= ALPHA else FAILS if min(beyond) <= ALPHA else OPEN
+    return Outcome("", state, found, why=f"margin {margin:.3f}")
+
+
+def _not(judged: Judge) -> Judge:
+    """The mirror image of a judgement."""
+    mirror = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN, MISSING: MISSING}
+
+    def mirrored(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+        outcome = judged(check, ours, corrected)
+        return replace(outcome, state=mirror[outcome.state])
+
+    return mirrored
+
+
+def _trained(check: Check, ours: Results, says: str) -> Outcome:
+    runs = ours.seeds(check.runs[0]).values()
+    failed = sum(run.failed for run in runs)
+    wanted = failed if check.kind == "fails" else len(runs) - failed
+    state = HOLDS if wanted == len(runs) else FAILS if not wanted else OPEN
+    return Outcome(says, state, why=f"{failed} of {len(runs)} seeds failed")
+
+
+Judge = Callable[[Check, Results, Mapping[Check, float]], Outcome]
+TRAINED = {"fails": "{0} fails to train", "trains": "{0} trains"}
+# What each kind of check says ({0}, {1}: its runs, {q}: its quantity), and how it is judged.
+KINDS: dict[str, tuple[str, Judge]] = {
+    "present": ("{0}: {q} is there", _present),
+    "absent": ("{0}: {q} is not there", _not(_present)),
+    "more": ("{q}: {0} above {1}", _more),
+    "same": ("{q}: no effect of {0} beside {1}", partial(_within, True, True, MARGIN)),
+    "kept": ("{q}: {0} keeps that of {1}", partial(_within, True, False, MARGIN)),
+    "alike": ("{q}: {0} within a factor of two of {1}", partial(_within, True, True, ALIKE - 1)),
+    "comparable": ("{q}: {0} no worse than {1}", partial(_within, False, True, LOSS)),
+    "worse": ("{q}: {0} worse than {1}", _not(partial(_within, False, True, LOSS))),
+}
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """Of a claim's checks: all hold; some hold and some fail; none holds and some fail; none fails, some are open.
+    While one is not run the claim is not.
+    """
+    states = {outcome.state for outcome in outcomes}
+    if MISSING in states or not states:
+        return NOT_RUN
+    if states == {HOLDS}:
+        return REPRODUCED
+    if FAILS not in states:
+        return INCONCLUSIVE
+    return PARTLY if HOLDS in states else NOT_REPRODUCED
