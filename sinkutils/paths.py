@@ -1,12 +1,22 @@
-"""Where things are: the one place that knows the folders of a checkout."""
+"""Where things are: the one place that knows the folders.
 
+In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers come with the package, and
+what is made goes below $SINKUTILS_HOME, or else below the folder in which Python was started, never into site-packages.
+"""
+
+import os
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PAPER = ROOT / "data" / "paper"
-RUNS = ROOT / "data" / "runs"
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
+HOME = Path(os.environ.get("SINKUTILS_HOME") or CHECKOUT or ".").resolve()
+ROOT = CHECKOUT or HOME
+DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME
+RUNS = DATA / "runs"
+MEASUREMENTS = DATA / "measurements"
+PAPER = CHECKOUT / "data" / "paper" if CHECKOUT else PACKAGE / "paper_data"
 OPEN_LMS = ROOT / "data" / "open_lms"
-MEASUREMENTS = ROOT / "data" / "measurements"
 FIGURES = ROOT / "figures"
+RENDERED = HOME / "rendered"
 NOTEBOOKS = ROOT / "notebooks"
 BENCHMARKS = ROOT / "benchmarks" / "results"

@@ -26,7 +26,7 @@ from sinkutils.ledger.rules import (
     MARGIN,
     MISSING,
     NOT_REPRODUCED,
-    NOT_RUN,  # fmt: skip
+    NOT_RUN,
     NOT_VISIBLE,
     OPEN,
     PARTLY,
@@ -38,6 +38,7 @@ from sinkutils.ledger.rules import (
     judge,
 )
 from sinkutils.ledger.rules import verdict as of_outcomes
+from sinkutils.measuring import saved
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import ledger_sha256, record_folder, write_record
@@ -162,7 +163,7 @@ def ledger(tmp_path):
 @pytest.fixture(autouse=True)
 def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
-    monkeypatch.setattr(open_models, "MEASUREMENTS", tmp_path / "measurements")
+    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
     monkeypatch.setattr(open_models.paths, "OPEN_LMS", tmp_path / "open_lms")
 
 

@@ -1,13 +1,18 @@
 """The command line: what it prints, and one line with advice for every mistake."""
 
+import io
 import json
+import re
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
-from sinkutils.__main__ import main
-from sinkutils.study.record import RUNS
+import sinkutils
+from sinkutils.__main__ import COMMANDS, duration, main
+from sinkutils.study.grid import config
+from sinkutils.training.trainer import train
 
 
 def test_list_shows_every_experiment_with_the_papers_value(capsys):
@@ -22,53 +27,108 @@ def test_list_can_show_one_section(capsys):
     assert "weight_decay_0.5" in out and "k_bias" not in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "k_byas", "--preset", "smoke"], "did you mean k_bias"),
-        (["list", "--section", "9"], "section must be one of"),
-        (["measure", "laptop/no_such_run/0"], "no_such_run"),
-        (["run", "--only", "99"], "no notebook starts with 99"),
-    ],
-)
-def test_a_mistake_gives_one_line_that_helps(capsys, arguments, message):
-    assert main(arguments) == 1
+REFUSED = {
+    "train k_byas --preset smoke": "did you mean k_bias",
+    "train k_bias --preset smoke --device banana": "device must be cpu, cuda",
+    "train k_bias --preset smoke --device cuda:99": "'cuda:99' was asked for, but PyTorch sees",
+    "train k_bias --preset smoke --device meta": "where a model has weights",
+    "train k_bias --preset smoke --seed -1": "seed must be",
+    "train k_bias --preset smoke --seed one": "invalid int value: 'one'",
+    "train k_bias --checkpoint-seconds nan": "must be a finite number of at least 0, got 'nan'",
+    "train k_bias --checkpoint-seconds -1": "must be a finite number of at least 0",
+    "train": "the following arguments are required: experiment",
+    "finetune sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
+    "finetune nothing": "fine-tuning must be one of",
+    "list --section 9": "section must be one of",
+    "list --preset phone": "invalid choice: 'phone' (choose from 'smoke'",
+    "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
+    "sweep --preset smoke --only k_byas": "did you mean k_bias",
+    "sweep --preset smoke --engine abacus": "invalid choice: 'abacus'",
+    "cost --gpus 0": "--gpus: must be an integer of at least 1",
+    "cost --mfu 0": "--mfu: must be a number above 0, at most 1",
+    "cost --mfu inf": "--mfu: must be a number above 0, at most 1",
+    "measure laptop/no_such_run/0": "no_such_run",
+    "measure ./nothing": "there is no folder './nothing'",
+    "measure x -n 0": "-n: must be an integer of at least 1",
+    "measure x --batch-size 0": "--batch-size: must be an integer of at least 1",
+    "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
+    "measure x --device banana": "device must be cpu, cuda",
+    "measure x --save --revision step1": "--save keeps a model as it was published",
+    "scores ./nothing": "there is no folder './nothing'",
+    "run --only 99": "no notebook starts with 99",
+    "run --only 02 -p colour red": "02_optimization has no parameter colour; it has preset, seed",
+    "run --preset paper-1b": "(choose from 'smoke'",
+    "": "the following arguments are required: command",
+    "dance": "invalid choice: 'dance'",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_a_mistake_gives_one_line_that_helps_and_status_2(capsys, arguments):
+    try:
+        status = main(arguments.split())
+    except SystemExit as stop:  # argparse's way
+        status = stop.code
     error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
-
-
-def test_an_unknown_preset_lists_the_presets(capsys):
-    with pytest.raises(SystemExit):
-        main(["list", "--preset", "phone"])
-    assert "smoke" in capsys.readouterr().err
-
-
-def test_notebooks_run_at_every_preset_that_holds_the_study(capsys):
-    with pytest.raises(SystemExit):
-        main(["run", "--preset", "paper-1b"])
-    assert "choose from 'smoke', 'laptop', 'gpu', 'paper'" in capsys.readouterr().err
+    assert status == 2
+    assert REFUSED[arguments] in error and len(error.strip().splitlines()) == 1
 
 
 def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
-    assert (
-        main(["sweep", "--preset", "smoke", "--dry-run", "--runs", str(tmp_path), "--only", "k_bias", "--seeds", "0"])
-        == 0
-    )
+    arguments = ["sweep", "--preset", "smoke", "--dry-run", "--runs", str(tmp_path), "--only", "k_bias", "--seeds", "0"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "k_bias" in out and "1 runs" in out and "core-hours" in out
+    assert "k_bias" in out and "about 2 s" in out and "1 runs" in out and " 0.0 " not in out
     assert not list(tmp_path.iterdir())
 
 
-def test_every_command_has_help():
-    for command in ("list", "train", "finetune", "sweep", "measure", "claims", "run"):
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (210, "3.5 min"), (5400, "1.5 h")])
+def test_times_are_in_words_of_their_size(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_every_command_has_help_that_names_each_default_once(capsys):
+    for command in COMMANDS:
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
-        assert stop.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert stop.value.code == 0 and "(default: None)" not in text and "(default: False)" not in text
+        assert not re.search(r"\(default: [^()]*\) \(default", text)
 
 
-def test_measure_prints_a_table_or_json_for_a_recorded_model(capsys):
-    arguments = ["measure", "laptop/k_bias/0", "-n", "5", "-T", "32", "--probe", "random", "repeat"]
-    assert main(arguments) == 0
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"sinkutils {sinkutils.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As `list | head -1`."""
+    command = [sys.executable, "-m", "sinkutils", "list", "--preset", "smoke"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, corpus):
+    """Records of smoke on the tests' corpus, with weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("k_bias", "fixed_1"):
+        train(config(name, "smoke"), folder, corpus=corpus, keep_weights=True, progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured_runs(runs):
+    """The folder of the records, as options of `measure`, whatever their corpus is called."""
+    top = next(path for path in runs.iterdir() if path.is_dir())
+    return lambda name: [f"{top.name}/{name}/0", "--runs", str(runs)]
+
+
+def test_measure_prints_a_table_or_json_for_a_recorded_model(capsys, measured_runs, text_folder):
+    arguments = ["measure", *measured_runs("k_bias"), "-n", "5", "-T", "32", "--probe", "random", "repeat"]
+    assert main([*arguments, "--batch-size", "2"]) == 0
     table = capsys.readouterr().out
     assert "BOS first: no" in table and "Sink" in table
     assert main([*arguments, "--json"]) == 0
@@ -76,14 +136,46 @@ def test_measure_prints_a_table_or_json_for_a_recorded_model(capsys):
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
 
 
-def test_a_record_is_measured_with_the_first_token_that_it_was_trained_with(capsys):
-    record = json.loads((RUNS / "laptop/fixed_1/0/metrics.json").read_text())
-    assert main(["measure", "laptop/fixed_1/0", "--json"]) == 0
-    with_it = json.loads(capsys.readouterr().out)["natural"]
-    assert with_it["sink"]["1"]["0.3"] > 5 and record["final"]["sink_1"] > 5
-    assert with_it["name"].endswith("x_fix first")
-    assert main(["measure", "laptop/fixed_1/0", "--any-first", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["natural"]["sink"]["1"]["0.3"] < 5
+def test_a_record_is_measured_with_the_first_token_that_it_was_trained_with(capsys, measured_runs):
+    arguments = ["measure", *measured_runs("fixed_1"), "-n", "5", "--probe", "random", "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["random"]["name"].endswith("x_fix first")
+    assert main([*arguments, "--any-first"]) == 0
+    assert json.loads(capsys.readouterr().out)["random"]["name"].endswith("random input")
+
+
+def test_a_name_without_its_seed_gets_the_seeds_there_are(capsys, measured_runs):
+    name, *where = measured_runs("k_bias")
+    assert main(["measure", name.removesuffix("/0"), *where]) == 2
+    assert f"of this experiment take {name}\n" in capsys.readouterr().err
+
+
+def ledger(preset, runs):
+    words = "The sink is found wherever it was looked for, " * 4
+    rows = [{"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28",
+             "verdict": verdict, "why": "a reason"} for verdict in ("not reproduced", "partly", "partly")]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sinkutils.ledger.claims.claims", ledger)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["claims", "--runs", str(tmp_path)]) == 0
+    short = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
+    assert short.splitlines()[0].startswith("not reproduced  sink")
+    assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"
+    assert main(["claims", "--runs", str(tmp_path), "--long"]) == 0
+    long = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "why: a reason" in long
+    assert main(["claims", "--runs", str(tmp_path), "--csv"]) == 0
+    table = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert len(table) == 3 and table["paper"][0] == 18.18
+
+
+def test_no_records_at_all_are_said_to_be_none(capsys, tmp_path):
+    assert main(["list", "--preset", "smoke", "--runs", str(tmp_path / "nothing")]) == 0
+    assert "there are no records in" in capsys.readouterr().err
 
 
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():

@@ -1,13 +1,16 @@
 """The notebooks: their form, and that papermill runs them with other parameters."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import nbformat
 import pandas as pd
 import pytest
 
-from sinkutils.showing import notebook
+from sinkutils.showing import figures, notebook
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 
 PATHS = find_notebooks()
@@ -47,12 +50,56 @@ def test_pictures_are_small(path):
             assert len(output.get("data", {}).get("image/png", "")) * 3 / 4 < 150_000
 
 
+def git_status():
+    """What git sees of the checkout; nothing outside one."""
+    return subprocess.run(["git", "status", "--porcelain"], cwd=NOTEBOOKS, capture_output=True).stdout
+
+
 def test_papermill_runs_a_notebook_at_another_preset_and_without_records(tmp_path):
     parameters = {"preset": "smoke", "seed": 0, "recompute": "never"}
+    before = git_status()
     assert run_notebooks(parameters, tmp_path, ["02"]) == []
+    assert git_status() == before  # a lesson leaves the checkout as it was
     (path,) = tmp_path.glob("02_*.ipynb")
     injected = [cell for cell in code_cells(path) if "injected-parameters" in cell.metadata.get("tags", [])]
     assert 'preset = "smoke"' in injected[0].source
+
+
+def test_a_parameter_that_no_notebook_has_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="02_optimization has no parameter presett; it has preset, seed"):
+        run_notebooks({"presett": "smoke"}, tmp_path / "out", ["02"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_outside_a_checkout_it_is_said_where_the_notebooks_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(notebook, "NOTEBOOKS", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="the notebooks are in a checkout"):
+        find_notebooks()
+
+
+DRAW = """
+import sys, matplotlib
+matplotlib.use("Agg")
+from pathlib import Path
+import numpy as np, pandas as pd
+from sinkutils.showing import figures
+figures.FIGURES, figures.RENDERED = Path(sys.argv[1], "figures"), Path(sys.argv[1], "rendered")
+figures.theme()
+curve = [{"step": s, "train_loss": 1 / s, "valid_loss": 2 / s, "sink_1": s} for s in range(1, 9)]
+figures.save(figures.dynamics(curve, "a title"), "curve")
+figures.save(figures.sink_by_position(pd.DataFrame(np.eye(3), columns=[1, 2, 3])), "map")
+"""
+
+
+def test_a_lesson_leaves_figures_alone_and_the_same_picture_is_the_same_file(tmp_path):
+    drawn = []
+    for name, environment in (("lesson", {}), ("again", {}), ("committing", {figures.COMMITTED: "1"})):
+        subprocess.run([sys.executable, "-c", DRAW, str(tmp_path / name)], check=True, env=os.environ | environment)
+        drawn.append({str(path.relative_to(tmp_path / name)): path.read_bytes()
+                      for path in (tmp_path / name).rglob("*.*g")})  # fmt: skip
+    assert set(drawn[0]) == {f"rendered/figures/{name}" for name in ("curve.png", "curve.svg", "map.png", "map.svg")}
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == {name.removeprefix("rendered/"): data for name, data in drawn[0].items()}
 
 
 def test_a_failing_notebook_is_named_and_does_not_stop_the_others(tmp_path):

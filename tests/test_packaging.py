@@ -1,11 +1,21 @@
 """The files around the code: one set of pins, one set of commands."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+import sinkutils
+from sinkutils.study import grid
+
 ROOT = Path(__file__).resolve().parent.parent
-PINS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PINS = PROJECT["project"]["dependencies"]
 
 
 def test_every_dependency_is_pinned_exactly():
@@ -27,6 +37,90 @@ def test_the_ci_runs_what_the_readme_tells_a_user_to_run():
 def test_no_file_names_a_machine_path():
     names = "(/" + "work/|/" + "root/|/home/[a-z])"
     for path in ROOT.rglob("*"):
-        inside = path.relative_to(ROOT).parts
-        if path.suffix in (".py", ".md", ".ipynb", ".json", ".toml", ".yml") and not inside[0].startswith("."):
+        made = path.relative_to(ROOT).parts[0] in ("rendered", "book", "build") or ".egg-info" in str(path)
+        hidden = path.relative_to(ROOT).parts[0].startswith(".")
+        if path.suffix in (".py", ".md", ".ipynb", ".json", ".toml", ".yml") and not made and not hidden:
             assert not re.search(names, path.read_text(errors="replace")), path
+
+
+def test_every_room_is_packaged_and_the_version_is_one():
+    rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"sinkutils", "sinkutils.paper_data", *rooms}
+    assert PROJECT["project"]["version"] == sinkutils.__version__
+
+
+def test_importing_the_package_loads_few_modules():
+    code = (
+        "import sys, sinkutils as su\n"
+        "own = lambda: [m for m in sys.modules if m.startswith('sinkutils')]\n"
+        "assert len(own()) == 1 and 'torch' not in sys.modules, own()\n"
+        "su.TransformerLM(su.LMConfig())\n"
+        "assert len(own()) <= 12, own()\n"
+        "su.config('base')\n"
+        "late = {'transformers', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)\n"
+        "assert not late and not any('training' in m or 'showing' in m for m in own()), (late, own())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The package as `pip install .` puts it into site-packages, away from any checkout, and an empty folder."""
+    top = tmp_path_factory.mktemp("installed")
+    source, site, elsewhere = (top / name for name in ("source", "site", "elsewhere"))
+    elsewhere.mkdir()
+    for name in ("sinkutils", "data/paper"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
+
+    def call(*arguments, **environment):
+        environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
+        return subprocess.run([sys.executable, *arguments], cwd=elsewhere, env=environment, text=True,
+                              capture_output=True)  # fmt: skip
+
+    return call, site, elsewhere
+
+
+def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its_code(installed, tmp_path):
+    call, site, elsewhere = installed
+    before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
+    listing = call("-m", "sinkutils", "list", "--section", "6")
+    assert listing.returncode == 0 and "weight_decay_0.5" in listing.stdout and "41.08" in listing.stdout
+    assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
+    notebooks = call("-m", "sinkutils", "run")
+    assert notebooks.returncode == 2
+    assert notebooks.stderr.splitlines()[-1] == (
+        "sinkutils: the notebooks are in a checkout of the repository: run this command in one"
+    )
+    where = "from sinkutils import paths; print(paths.RUNS, paths.MEASUREMENTS, paths.RENDERED)"
+    for home in ("", str(tmp_path)):
+        folders = call("-c", where, SINKUTILS_HOME=home).stdout.split()
+        assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
+    assert before == {path for path in site.rglob("*") if "__pycache__" not in path.parts}
+    assert (site / "bin" / "sinkutils").exists() and not list(elsewhere.iterdir())
+
+
+def test_what_is_made_by_using_the_repository_is_ignored_by_git():
+    made = [
+        "data/runs/smoke/base/0/config.json",
+        "data/runs/laptop@path-mine-0123abcd/base/0/config.json",
+        "rendered/x",
+        "rendered/figures/x.svg",
+        "data/measurements/gpt2.json",
+        "data/logs/x",
+        "data/runs/laptop/base/0.partial/x",
+    ]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    ignored = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert ignored == made
+
+
+def test_what_contributing_says_to_paste_is_an_experiment():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
+    (made,) = eval(f"({line})", vars(grid))  # in a tuple, as EXPERIMENTS is
+    assert isinstance(made, grid.Experiment)

@@ -1,7 +1,10 @@
 """What notebook 01 shows: conditions of the inputs, the tables, the explorer, kept measurements and scores."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -13,7 +16,7 @@ import torch
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import DataConfig
-from sinkutils.ledger import open_models
+from sinkutils.measuring import saved
 from sinkutils.measuring import scores as downstream
 from sinkutils.measuring.load import ModelUnavailable
 from sinkutils.measuring.measure import measure
@@ -52,7 +55,7 @@ def learnable(corpus: Corpus) -> Subject:
 def no_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty data/measurements, and no figure left open."""
     folder = tmp_path / "measurements"
-    monkeypatch.setattr(open_models, "MEASUREMENTS", folder)
+    monkeypatch.setattr(saved, "MEASUREMENTS", folder)
     yield folder
     plt.close("all")
 
@@ -82,7 +85,7 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
         run = RunConfig("tiny", "test", model=tiny_model().config, data=DataConfig(fixed_position=position),
                         train=TrainConfig(eval_length=32))  # fmt: skip
         folder = tmp_path / str(position)
-        metrics = {"status": "done", "curve": [], "final": {}}
+        metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
         write_record(folder, run, metrics, {}, dict(tiny_model().state_dict()), corpus.tokenizer)
         one = subject(str(folder))
         assert (one.name, one.fixed_position, one.context, one.length) == ("tiny", position, 32, 32)
@@ -182,7 +185,7 @@ def test_open_models_show_the_papers_values_and_what_was_measured(plain: Subject
     assert properties.open_lms("Table 1 left")["measured"].isna().all()
     reports = {kind: measure(tiny_wide(), torch.randint(0, 300, (2, 64)), name=f"gpt2-xl, {kind} input", bos=False)
                for kind in ("natural", "random")}  # fmt: skip
-    open_models.save_measurement("openai-community/gpt2-xl", reports)
+    saved.save_measurement("openai-community/gpt2-xl", reports)
     table = properties.open_lms("Table 1 left").set_index(["model", "input"])
     assert table.loc[("GPT2-XL", "natural"), "paper"] == 77.00
     assert table.loc[("GPT2-XL", "random"), "measured"] == round(reports["random"].sink(), 5)
@@ -208,20 +211,33 @@ def plain_wide(plain: Subject) -> Subject:
 def test_only_measurements_like_the_papers_are_kept(no_measurements: Path, capsys, tmp_path: Path) -> None:
     ids = torch.randint(0, 300, (2, 64))
     domain = {"natural": measure(tiny_wide(), ids, name="gpt2, natural input", bos=False)}
-    assert open_models.save_measurement("gpt2", domain, "pile:Github").name == "gpt2@Github.json"
-    assert open_models.measured_domains("GPT2").keys() == {"Github"}
+    assert saved.save_measurement("gpt2", domain, "pile:Github").name == "openai-community%2Fgpt2@Github.json"
+    assert saved.measured_domains("GPT2").keys() == {"Github"}
     for other in (measure(tiny_wide(), ids[:, :32]), measure(tiny_wide(), ids, epsilons=(0.2,)),
                   measure(tiny_wide(), ids, (2,)), measure(tiny_wide(), ids, bos=True)):  # fmt: skip
         with pytest.raises(ValueError, match="--save keeps measurements at T = 64 without BOS"):
-            open_models.save_measurement("gpt2", {"natural": other})
-    assert sorted(path.name for path in no_measurements.iterdir()) == ["gpt2@Github.json"]
+            saved.save_measurement("gpt2", {"natural": other})
+    assert sorted(path.name for path in no_measurements.iterdir()) == ["openai-community%2Fgpt2@Github.json"]
+
+
+def test_measurements_of_two_models_never_share_a_file_and_only_listed_ones_count(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2-xl").mkdir()
+    (tmp_path / "a" / "gpt2-xl").mkdir(parents=True)
+    report = {"natural": measure(tiny_wide(), torch.randint(0, 300, (2, 64)), bos=False)}
+    names = ("gpt2-xl", "a/gpt2-xl", "somebody/gpt2-xl", "openai-community/gpt2-xl", "EleutherAI/pythia-14m", "smollm2")
+    paths = [saved.save_measurement(name, report) for name in names]
+    assert len(set(paths)) == len(names)
+    assert set(saved.measurements()) == {"GPT2-XL", "Pythia-14M", "smollm2"}
+    assert saved.identity("gpt2-xl").startswith("local:gpt2-xl:")  # a folder, whatever it is called
+    assert str(tmp_path) not in "".join(path.read_text() + path.name for path in paths)
 
 
 def test_save_refuses_our_own_records(tmp_path: Path, corpus: Corpus, capsys, no_measurements: Path) -> None:
     run = RunConfig("tiny", "test", model=tiny_wide().config)
-    metrics = {"status": "done", "curve": [], "final": {}}
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
     write_record(tmp_path / "run", run, metrics, {}, dict(tiny_wide().state_dict()), corpus.tokenizer)
-    assert main(["measure", str(tmp_path / "run"), "--probe", "random", "-n", "2", "--save"]) == 1
+    assert main(["measure", str(tmp_path / "run"), "--probe", "random", "-n", "2", "--save"]) == 2
     assert "--save is for open language models" in capsys.readouterr().err
     assert not no_measurements.exists()
 
@@ -275,26 +291,49 @@ def test_without_a_front_end_the_explorer_is_the_picture_of_the_strongest_head(p
     assert type(explorer.explore(plain.model, ids)).__name__ == "VBox"
 
 
+FRESH = """
+import torch, transformers, sinkutils as su
+model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
+figure = su.explore(model.eval(), torch.randint(0, 64, (2, 16)), widgets=False)
+assert [line.get_label() for line in figure.axes[2].lines][0] == r"$\\|h_1\\|$"
+"""
+
+
+def test_the_explorer_works_first_thing_in_an_interpreter_and_without_key_norms() -> None:
+    subprocess.run([sys.executable, "-c", FRESH], check=True)
+
+
+def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tmp_path: Path) -> None:
+    def stand_in(name: str, device=None, **options) -> Subject:
+        return Subject(name.split("/")[1], tiny_wide(), None)
+
+    record = SimpleNamespace(weights=tmp_path)
+    monkeypatch.setattr(properties, "find_record", lambda folder, run: record)
+    monkeypatch.setattr(properties, "subject", stand_in)
+    assert all(one.name.endswith(" of laptop") for one in properties.subjects("smoke"))
+    assert not any(" of " in one.name for one in properties.subjects("laptop"))
+
+
 # --- downstream --------------------------------------------------------------------------------------------------
 
 
 def test_scores_are_kept_and_stand_beside_the_sink(no_measurements: Path) -> None:
-    assert downstream.saved_scores() == {}
-    path = downstream.save_scores("EleutherAI/pythia-14m", {"task": "hellaswag", "acc": 26.1, "acc_norm": 27.2})
-    assert path == no_measurements / "hellaswag" / "pythia-14m.json"
-    assert downstream.saved_scores()["Pythia-14M"]["acc"] == 26.1
-    assert open_models.measurements() == {}  # scores are no measurements of attention
-    downstream.save_scores("gpt2-xl", {"task": "hellaswag", "acc": 40.0, "acc_norm": 50.9})
+    assert saved.saved_scores() == {}
+    path = saved.save_scores("EleutherAI/pythia-14m", {"task": "hellaswag", "acc": 26.1, "acc_norm": 27.2})
+    assert path == no_measurements / "hellaswag" / "EleutherAI%2Fpythia-14m.json"
+    assert saved.saved_scores()["Pythia-14M"]["acc"] == 26.1
+    assert saved.measurements() == {}  # scores are no measurements of attention
+    saved.save_scores("gpt2-xl", {"task": "hellaswag", "acc": 40.0, "acc_norm": 50.9})
     sizes = properties.model_sizes().set_index("model")
     assert sizes.loc["GPT2-XL", "acc_norm"] == 50.9
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"pythia-14m\.json in data/measurements/hellaswag is not what"):
-        downstream.saved_scores()
+    with pytest.raises(ValueError, match=r"EleutherAI%2Fpythia-14m\.json in data/measurements/hellaswag is not what"):
+        saved.saved_scores()
 
 
 def test_without_lm_eval_the_error_says_what_to_install(plain: Subject, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'sinkutils\[downstream\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[downstream\]'"):
         downstream.evaluate(plain.model, plain.tokenizer)
 
 

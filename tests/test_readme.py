@@ -9,7 +9,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def test_the_generated_parts_are_up_to_date():
     text = README.read_text()
-    assert render(text) == text, "run: python -m sinkutils.showing.readme"
+    assert render(text) == text, "run: python -m sinkutils readme"
 
 
 def test_rendering_twice_changes_nothing():

@@ -41,7 +41,7 @@ def test_two_sweeps_started_at_once_train_every_run_once(sweeps, unbroken):
 
 def test_every_byte_flipped_and_every_cut_of_a_record_is_noticed_and_named(tiny, tmp_path):
     folder = record_folder("test", "tiny", 0, tmp_path)
-    write_record(folder, tiny, {"status": "done", "reason": None, "final": {}}, {"device": "cpu"})
+    write_record(folder, tiny, {"status": "done", "reason": None, "curve": [], "final": {}}, {"device": "cpu"})
     counts = reliability.damage(folder)
     assert counts["files"] == 4 and counts["flipped"] == counts["cut"] > 1000
     assert counts["missed"] == counts["unnamed"] == 0

@@ -1,11 +1,16 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, read_record, record_folder, run_lock
 from sinkutils.training import sweep as sweep_module
-from sinkutils.training.sweep import engine, estimate, sweep
+from sinkutils.training.sweep import devices, engine, estimate, run_one, spread, sweep
 from sinkutils.training.trainer import train
 
 
@@ -13,7 +18,7 @@ from sinkutils.training.trainer import train
 def quick(monkeypatch, corpus):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run_one(preset, experiment, seed, runs, log, checkpoint_seconds, text):
+    def run_one(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):
         if experiment == "v_bias":
             raise RuntimeError("the machine went away")
         try:
@@ -61,7 +66,7 @@ def test_no_more_runs_than_jobs_are_under_way_and_an_interrupt_leaves_no_queue(m
             begun.append(arguments[1])
             return Interrupted()
 
-    monkeypatch.setattr(sweep_module, "engine", lambda *arguments: Counting())
+    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: Counting())
     with pytest.raises(KeyboardInterrupt):
         sweep("smoke", jobs=2, seeds=(0,), runs=tmp_path / "runs", progress=False)
     assert len(begun) == 2
@@ -103,3 +108,97 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_p
 def test_an_unknown_engine_is_refused_and_lists_the_engines(tmp_path):
     with pytest.raises(ValueError, match="local, slurm, ray"):
         engine("abacus", 1, tmp_path)
+
+
+def test_workers_take_the_gpus_of_a_machine_in_turn():
+    assert spread(5, 2) == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
+    assert spread(2, 4) == ("cuda:0", "cuda:1")
+    assert spread(2, 0) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("preset", "engine_name", "gpus", "asked", "expected"),
+    [
+        ("laptop", "local", 0, None, ("cpu", "cpu")),
+        ("laptop", "local", 2, None, ("cuda:0", "cuda:1")),
+        ("laptop", "local", 2, "cpu", ("cpu", "cpu")),
+        ("gpu", "local", 1, None, ("cuda:0", "cuda:0")),
+        ("gpu", "local", 2, "cuda", ("cuda:0", "cuda:1")),
+        ("gpu", "local", 0, "cpu", ("cpu", "cpu")),
+        ("laptop", "slurm", 0, None, ("cpu", "cpu")),
+        ("gpu", "slurm", 0, None, ("cuda", "cuda")),
+        ("gpu", "ray", 0, "cpu", ("cpu", "cpu")),
+    ],
+)
+def test_a_sweeps_devices(monkeypatch, preset, engine_name, gpus, asked, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    assert devices(preset, engine_name, 2, asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked", "message"),
+    [("gpu", None, "made for a GPU and there is none here"), ("laptop", "cuda", "sees none of that kind"),
+     ("laptop", "abacus", "device must be")],
+)  # fmt: skip
+def test_a_sweep_never_falls_back_to_the_cpu_unasked(monkeypatch, preset, asked, message, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=message):
+        sweep(preset, device=asked, runs=tmp_path, progress=False)
+
+
+def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkeypatch, tmp_path, quick):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    running, seen = set(), []
+
+    class Done:
+        def __init__(self, device):
+            self.device = device
+            assert device not in running
+            running.add(device)
+            seen.append(device)
+
+        def done(self):
+            return len(running) == 2 or len(seen) == len(ONLY)
+
+        def result(self):
+            running.discard(self.device)
+            return 3
+
+    pool = SimpleNamespace(submit=lambda function, *arguments: Done(arguments[-1]))
+    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
+    sweep("smoke", jobs=2, seeds=(0,), only=ONLY, runs=tmp_path / "runs", progress=False)
+    assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
+
+
+def test_a_worker_is_told_its_device(monkeypatch, tmp_path):
+    commands = []
+    ended = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or ended)
+    run_one("smoke", "k_bias", 0, str(tmp_path), str(tmp_path / "log"), 20.0, None, "cuda:1")
+    assert commands[0][-2:] == ["--device", "cuda:1"]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
+    asked = {}
+
+    class Executor:
+        def __init__(self, folder):
+            pass
+
+        def update_parameters(self, **parameters):
+            asked["slurm"] = parameters["gpus_per_node"]
+
+    def remote(**needs):
+        asked["ray"] = needs["num_gpus"]
+        future = SimpleNamespace(future=lambda: None)
+        return lambda function: SimpleNamespace(remote=lambda *arguments: future)
+
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=Executor))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, remote=remote))
+    engine("slurm", 1, tmp_path, gpu)
+    engine("ray", 1, tmp_path, gpu).submit(print)
+    assert asked == {"slurm": gpu, "ray": gpu}

@@ -72,7 +72,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch:
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
-    metrics = {"status": "done", "curve": [], "final": {}}
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
     write_record(folder, config, metrics, {}, dict(model.state_dict()), tiny_tokenizer())
     for name in ("tiny/fixed_1/0", folder):
         loaded, tokenizer = load_lm(name)
@@ -85,10 +85,15 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch:
     with pytest.raises(ModelUnavailable, match="truncated or changed"):
         load_lm(folder)
     write_record(folder, config, metrics, {})
-    with pytest.raises(ModelUnavailable, match="without weights"):
+    with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
         load_lm(folder)
+    for name in ("tiny/fixed_1/7", "tiny/fixed_1"):
+        with pytest.raises(ModelUnavailable, match=r"no recorded run .*: of this experiment take tiny/fixed_1/0"):
+            load_lm(name)
+    with pytest.raises(ModelUnavailable, match="no recorded run 'tiny/other/0': train it"):
+        load_lm("tiny/other/0")
     with pytest.raises(ModelUnavailable, match="no recorded run"):
-        load_lm("tiny/fixed_1/7")
+        load_lm("tiny/fixed_1/0", runs=tmp_path / "elsewhere")
 
 
 def test_an_absent_model_without_a_network_is_one_clear_line(offline: None) -> None:
@@ -96,6 +101,70 @@ def test_an_absent_model_without_a_network_is_one_clear_line(offline: None) -> N
         load_lm("Pythia-14M")
     assert "EleutherAI/pythia-14m" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BROKEN = {
+    "malicious": "has weights in a .bin file that holds more than tensors",
+    "cut": "could not be loaded: Error while deserializing header",
+    "vit": "is no causal language model: transformers has none for ViTConfig",
+    "list": "could not be loaded",
+    "shapes": "could not be loaded",
+    "tokenizer": "could not be loaded",
+}
+
+
+class Malicious:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def broken(way: str, folder: Path) -> None:
+    """A folder of a model that is bad in one way."""
+    if way == "vit":
+        config = tf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        tf.ViTForImageClassification(config).save_pretrained(folder)
+        return
+    tiny_gpt2().save_pretrained(folder)
+    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    if way == "malicious":
+        weights.unlink()
+        torch.save({"transformer.wte.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
+    if way == "cut":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    if way == "list":
+        (folder / "config.json").write_text("[]")
+    if way == "shapes":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 32}))
+    if way == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path: Path, way: str) -> None:
+    broken(way, tmp_path / "model")
+    with pytest.raises(ModelUnavailable, match=BROKEN[way]) as caught:
+        load_lm(tmp_path / "model")
+    assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+    assert not (tmp_path / "model" / "mark").exists()
+
+
+@pytest.mark.parametrize("dtype", [3, "int8", "foo", torch.int64, "float8_e4m3fn", "load", ""])
+def test_another_dtype_is_refused_with_those_there_are(tmp_path: Path, dtype) -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, float64"):
+        load_lm(tmp_path, "cpu", dtype)
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99", "meta", 3.5, ""])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device) -> None:
+    with pytest.raises(ValueError, match="device"):
+        load_lm(tmp_path, device)
 
 
 def test_a_folder_that_is_no_model_is_one_clear_line(tmp_path: Path) -> None:
@@ -116,7 +185,7 @@ def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: py
         raise OSError("many\nlines") from cause
 
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(ModelUnavailable, match=says):
         load_lm("owner/model")
 
@@ -129,7 +198,7 @@ def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPat
         raise OSError("stop here")
 
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", note)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", note)
     for trust in (False, True):
         with pytest.raises(ModelUnavailable):
             load_lm("owner/model", trust_remote_code=trust)

@@ -1,7 +1,7 @@
 """The paper's claims about open language models, judged on measurements that are kept, one model a check.
 
 data/open_lms holds those of the project's real models (`measuring.open_lms`), data/measurements what a user saved by
-`python -m sinkutils measure MODEL --probe natural random repeat --save` (of a domain of the Pile: MODEL@DOMAIN.json).
+`python -m sinkutils measure MODEL --probe natural random repeat --save`.
 T = 64 without BOS where the paper says so (Section 3.3), else with what stood first in training. A sink is there where
 the 95 % interval over texts is above the least that the paper calls one.
 """
@@ -11,21 +11,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sinkutils import paths
 from sinkutils.ledger.results import EPSILON, ONSET, norm_ratios
 from sinkutils.ledger.rules import FAILS, HOLDS, MISSING, OPEN, Outcome
-from sinkutils.measuring.report import Report
-from sinkutils.paths import MEASUREMENTS
+from sinkutils.measuring.saved import measured_domains, measured_sink, measurements, saved_scores
 
 INSIGNIFICANT = 97.49 - 88.34  # points: the largest change that the paper calls so (Table 1 right, Mistral-7B)
 MASSIVE = 2.0  # as in `results.QUANTITIES`
 SMALL_PARAMETERS = 300e6
 COMPARABLE_SIZE = 1.3  # times: OPT-125M and Pythia-160M, OPT-1.3B and Pythia-1.4B, .. stand beside each other
 COMPARABLE_SCORE = 5.0  # points of acc_norm: a tenth of a middling model's
-LENGTH = 64  # T of the paper's numbers (Section 3.2)
 KINDS = ("natural", "random", "repeat")
 
 
@@ -49,7 +46,6 @@ class Measured:
 def measured() -> list[Measured]:
     """Every model that was measured. Raises ValueError for a file that is no measurement."""
     from sinkutils.measuring.load import find
-    from sinkutils.measuring.scores import saved_scores
 
     found, scores = [], saved_scores()
     for path in sorted(paths.OPEN_LMS.glob("*.json")):
@@ -68,57 +64,10 @@ def measured() -> list[Measured]:
     return found
 
 
-def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
-    """The saved reports on one kind of input, and for one domain, by model. Raises ValueError for any other file."""
-    from sinkutils.measuring.load import find
-
-    found = {}
-    for path in sorted(MEASUREMENTS.glob("*.json")):
-        if path.stem.partition("@")[2] != domain:
-            continue
-        try:
-            report = json.loads(path.read_text(encoding="utf-8")).get(kind)
-            if report:
-                measured_sink(report)
-                model = report["name"].rsplit(", ", 1)[0]
-                known = find(model)
-                found[known.name if known else model] = report
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path.name} in data/measurements is not what `python -m sinkutils measure MODEL --save` writes, with "
-                "target 1 and eps 0.3: delete or remake it"
-            ) from error
-    return found
-
-
-def measured_sink(report: dict[str, Any]) -> float:
-    """Sink_1 in percent of a measured report."""
-    return report["sink"]["1"][str(EPSILON)]
-
-
 def measure_command(model: str, domain: str = "") -> str:
     """How a missing measurement is made; with a domain of the Pile, that of Fig. 9."""
     inputs = f"--corpus 'pile:{domain}'" if domain else "--probe natural random repeat"
     return f"python -m sinkutils measure {model} {inputs} --save"
-
-
-def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docstrings") -> Path:
-    """Write the reports of `measure --save`, by kind of input, where `measurements` finds them.
-
-    Raises ValueError unless they were made as the paper's were: T = 64, no BOS, target 1 and eps 0.3.
-    """
-    for kind, report in reports.items():
-        if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
-            raise ValueError(
-                f"--save keeps measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}: the options "
-                f"given make others ({kind} input); leave them out, or --save"
-            )
-    domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
-    path = MEASUREMENTS / f"{model.rstrip('/').rsplit('/', 1)[-1]}{'@' * bool(domain)}{domain}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({kind: report.to_dict() for kind, report in reports.items()}, indent=1) + "\n",
-                    encoding="utf-8")  # fmt: skip
-    return path
 
 
 # --- the claims ------------------------------------------------------------------------------------------------------
@@ -263,9 +212,9 @@ def domains() -> list[Outcome]:
     for one in measured():
         known = one.more.get("domains", {}).get("by", {})
         by_model[one.name] = {name: measured_sink(r[one.usual]) for name, r in known.items() if one.usual in r}
-    for domain in sorted({path.stem.partition("@")[2] for path in MEASUREMENTS.glob("*@*.json")}):
-        for model, report in measurements("natural", domain).items():
-            by_model.setdefault(model, {})[domain] = measured_sink(report)
+    for one in measured():
+        for domain, report in measured_domains(one.name).items():
+            by_model[one.name][domain] = measured_sink(report)
     outcomes = []
     for model, sinks in by_model.items():
         if len(sinks) > 1:

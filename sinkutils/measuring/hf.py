@@ -13,10 +13,8 @@ Families outside that interface are measured by hooks on the weights that their 
 
 from __future__ import annotations
 
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.tally import Request, Tally, keep_products, mean_over_queries
+from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
@@ -33,6 +31,15 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from sinkutils.measuring import masks
+    from sinkutils.measuring.families import (
+        REFUSED,
+        attention_layers,
+        chooses_attention,
+        chosen_keys,
+        chunk,
+        learned_sink,
+        repeat_heads,
+    )
 except ImportError as error:
     raise ImportError(
         "measuring models other than TransformerLM needs transformers: pip install transformers"
@@ -44,7 +51,6 @@ CHECK_ROWS = 64  # queries on which the fused path is compared with the exact on
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
 KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
          "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
-NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rotary|Norm")
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 
@@ -57,13 +63,13 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     """
     capture = Capture(model, request, tally, exact)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
     handles = []
     found = {module: _hooks(module) for module in model.modules()}
     try:
         for config in configs.values():
-            config._attn_implementation_internal = "eager" if capture.legacy else NAME
+            config._attn_implementation = "eager" if capture.legacy else NAME
         handles = capture.hook()
         yield capture
     finally:
@@ -76,7 +82,7 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
                 for part in model.modules():
                     part.__dict__.pop("_output_capturing_hooks_installed", None)
         for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+            config._attn_implementation = before[key]
         _current.reset(token)
 
 
@@ -93,9 +99,16 @@ def _attention(
     return capture.attention(module, query, key, value, attention_mask, kwargs), None
 
 
+def _mask(**asked: Any) -> Tensor | None:
+    capture = _current.get()
+    if capture is not None and capture.needs_mask:  # a decoder whose modules do not call themselves causal
+        asked["allow_is_causal_skip"] = False
+    return masks.mask(**asked)
+
+
 # A name without a mask of its own would get none at all, and the model would see later tokens.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, masks.mask)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 class Capture:
@@ -107,6 +120,8 @@ class Capture:
                 f"model must be a TransformerLM or a causal LM of transformers, got {type(model).__name__}: "
                 "take it out of its wrapper"
             )
+        if model.config.model_type in REFUSED:
+            raise ValueError(f"{type(model).__name__} cannot be measured: {REFUSED[model.config.model_type]}")
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
         self.model, self.base = model, model.base_model
@@ -117,12 +132,14 @@ class Capture:
         self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
+        self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
         self.last_hidden: Tensor | None = None
         self.blocks, self.layers = attention_layers(self.base)
-        eager = [eager_function(module) is not None for module in self.layers]
+        eager = [chooses_attention(module) for module in self.layers]
         if any(eager) != all(eager):
             raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
+        self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
         wrong = [pair for pair in request.heads if pair[0] not in self.layers.values()]
         if wrong:
             raise ValueError(
@@ -158,6 +175,7 @@ class Capture:
     def run(self, ids: Tensor) -> None:
         """One forward pass of ids (B, T), without the unembedding. Raises ValueError if a layer did not report."""
         self.calls.clear()
+        self.shape = tuple(ids.shape)
         legacy = {"output_attentions": True} if self.legacy else {}
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
@@ -191,7 +209,7 @@ class Capture:
         self.run(pair)
         self.recording = True
         assert self.last_hidden is not None
-        first, second = self.last_hidden[:, :-1].float()
+        first, second = self.last_hidden[..., :-1, :].float()
         if not (first.isfinite().all() and second.isfinite().all()):
             raise NotFinite("hidden states are not finite: the model's weights hold nan or infinite values")
         tolerance = 1e-3 if self.last_hidden.dtype == torch.float32 else 5e-2
@@ -204,13 +222,18 @@ class Capture:
         """The module's own output, (B, T, H, D); q (B, H, T, D), k and v (B, H or fewer, T, D), mask (B, 1, T, T)."""
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
+        if k.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"{type(self.model).__name__} attends to {k.shape[2]} keys for {q.shape[2]} tokens (compressed, or its "
+                "own): alpha_k is of tokens"
+            )
         causal = kwargs.get("is_causal")
         if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
         self.calls[module] += 1
         layer = self.layers[module]
         self._check_heads(layer, q.shape[1])
-        seen = self._look_at_mask(layer, mask, q.shape[2], kwargs)
+        seen = chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
         if self.recording:
             for name, x in (("query", q), ("key", k), ("value", v)):
                 self.tally.add_norms(name, layer, x)
@@ -326,7 +349,7 @@ class Capture:
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         if any(isinstance(value, Tensor) and value.ndim >= 3 for value in kwargs.values()):
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
-        reduce = Reduction(self.request, self.tally, layer, length, sink=kwargs.get("s_aux") is not None)
+        reduce = Reduction(self.request, self.tally, layer, length, sink=learned_sink(kwargs) is not None)
         outs = []
         for start in range(0, length, step):
             rows = torch.arange(start, min(start + step, length), device=q.device)
@@ -338,10 +361,10 @@ class Capture:
             self._add(layer, reduce.means())
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _see_weights(self, module: nn.Module, _: Any, output: tuple) -> tuple:
+    def _see_weights(self, module: nn.Module, _: Any, output: tuple | list) -> tuple | list:
         """Legacy families: reduce the weights that a module returns, and drop them."""
         found = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
-                 and part.shape[-1] == part.shape[-2]]  # fmt: skip
+                 and part.shape[-2:] == self.shape[-1:] * 2]  # fmt: skip
         if len(found) != 1:
             return output
         self.calls[module] += 1
@@ -355,7 +378,7 @@ class Capture:
             reduce = Reduction(self.request, self.tally, self.layers[module], weights.shape[-1], sink=False)
             reduce.take(weights)
             self._add(self.layers[module], reduce.means())
-        return tuple(None if i == found[0] else part for i, part in enumerate(output))
+        return type(output)(None if i == found[0] else part for i, part in enumerate(output))
 
     def _add(self, layer: int, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
@@ -363,109 +386,15 @@ class Capture:
 
     def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.recording:
-            self.tally.add_norms("embedding", 0, (args[0] if args else kwargs["hidden_states"])[:, None])
+            self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
 
     def _see_block(self, layer: int, output: Any) -> None:
-        self.last_hidden = output if isinstance(output, Tensor) else output[0]
+        self.last_hidden = self._streams(output if isinstance(output, Tensor) else output[0])
         if self.recording:
-            self.tally.add_norms("hidden", layer, self.last_hidden[:, None])
+            self.tally.add_norms("hidden", layer, self.last_hidden)
 
-
-class Reduction:
-    """Sums over queries of one layer's attention weights, given in chunks of rows."""
-
-    def __init__(self, request: Request, tally: Tally, layer: int, length: int, sink: bool) -> None:
-        self.request, self.tally, self.layer, self.length, self.sink = request, tally, layer, length, sink
-        self.sums: dict[str, Tensor] = {}
-        self.maps: list[Tensor] = []
-
-    def take(self, weights: Tensor) -> None:
-        """Add rows of weights, (B, H, R, T)."""
-        columns = torch.tensor(self.request.targets, device=weights.device) - 1
-        chosen = weights[..., columns].float()
-        self._sum("alpha", chosen)
-        if self.sink:
-            kept = weights.float().sum(dim=-1, keepdim=True)  # what the learned sink logit left
-            self._sum("renormalised", chosen / kept)
-            self._sum("star", 1 - kept)
-        if self.request.mass:
-            self._sum("mass", weights)
-        if self.request.heads_of(self.layer) and "map" in self.request.keep:
-            self.maps.append(weights[:, self.request.heads_of(self.layer)])
-
-    def _sum(self, name: str, rows: Tensor) -> None:
-        total = rows.sum(dim=2, dtype=torch.float32)
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
-
-    def means(self) -> dict[str, Tensor]:
-        """alpha (B, K, H) and whatever else was asked for; weights of hidden keys are 0, so sums run over i >= k."""
-        device = self.sums["alpha"].device
-        columns = torch.tensor(self.request.targets, device=device) - 1
-        means = {name: (total / (self.length - columns)).transpose(1, 2)
-                 for name, total in self.sums.items() if name in ("alpha", "renormalised")}  # fmt: skip
-        if "star" in self.sums:
-            means["star"] = self.sums["star"][..., 0] / self.length
-        if "mass" in self.sums:
-            means["mass"] = self.sums["mass"] / torch.arange(self.length, 0, -1, device=device)
-        if self.maps:
-            maps = torch.cat(self.maps, dim=2).unbind(1)
-            for head, kept in zip(self.request.heads_of(self.layer), maps, strict=True):
-                self.tally.keep(self.layer, head, "map", kept)
-        return means
-
-
-def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
-    """The blocks of a model, and its softmax attention modules with the index of their block.
-
-    Raises ValueError where there are none, or where they do not stand in one list of blocks.
-    """
-    found = {name: module for name, module in base.named_modules()
-             if "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)}  # fmt: skip
-    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = {
-        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
-    }
-    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
-    if not leaves:
-        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
-    lists = {place.group(1) if place else "" for place in places.values()}
-    if len(lists) != 1 or not all(places.values()):
-        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
-                         "text decoder, a causal LM")  # fmt: skip
-    blocks = base.get_submodule(lists.pop())
-    return blocks, {module: int(places[name].group(2)) for name, module in leaves.items()}  # type: ignore[return-value, union-attr]
-
-
-def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The family's reference attention, which its modelling file defines beside the module."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-
-
-def chunk(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | PositionMask | None,
-    kwargs: dict[str, Any],
-    rows: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
-    positions = torch.arange(q.shape[2], device=q.device)
-    if mask is None:
-        seen = rows[:, None] >= positions
-    elif isinstance(mask, PositionMask):
-        seen = mask.seen(rows, positions)
-    else:
-        seen = mask[: len(q), :, rows]
-    if seen.dtype == torch.bool:
-        zero = torch.zeros((), device=q.device, dtype=q.dtype)
-        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
-    function = eager_function(module)
-    assert function is not None
-    return function(module, q[:, :, rows], k, v, seen if seen.ndim == 4 else seen[None, None], **kwargs)
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    def _streams(self, hidden: Tensor) -> Tensor:
+        """Hidden states (B, S, T, C) of a block; most families have one stream, (B, T, C), some several."""
+        if hidden.ndim == 3:
+            return hidden[:, None]
+        return hidden.transpose(1, 2) if hidden.shape[:2] == self.shape else hidden.transpose(0, 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +15,15 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import device as find_device
+from sinkutils.checks import require
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.record import RUNS, CorruptRecord, read_record
+from sinkutils.study.presets import PRESETS
+from sinkutils.study.record import RUNS, SUMS, CorruptRecord, read_record
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LARGEST_TABLES = 2**30  # bytes of a model's position tables
 
 
 @dataclass(frozen=True)
@@ -109,50 +115,60 @@ def load_lm(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    runs: str | os.PathLike | None = None,
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
     name_or_path: a name of the registry, a hub id, a local folder, a recorded run that kept its weights
         ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
-    dtype: None is float32 on the CPU and the checkpoint's own elsewhere.
+    dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
     trust_remote_code: run code from the hub; off unless asked for.
+    runs: the folder of the records, if it is another one.
 
     Weights are read from safetensors where a model has them; else from its .bin files, as tensors only, which is
-    what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do.
+    what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do, ValueError for
+    another device or dtype.
     """
-    name = str(name_or_path)
-    if device is None or device == "auto":
-        target = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    else:
-        target = torch.device(device)
+    name, kind = str(name_or_path), _dtype(dtype)
+    target = find_device(None if device == "auto" else device)
     folder = Path(name)
-    recorded = folder if (folder / "config.json").exists() else RUNS / name
-    if _is_record(recorded):
-        return _load_record(recorded, target, dtype)
-    if not folder.is_dir() and name.count("/") == 2:
-        raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
+    if (recorded := record_of(name, runs)) is not None:
+        return _load_record(recorded, target, kind)
     if name.lower() in REAL_MODELS and not folder.is_dir():
-        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, dtype, None, False)
+        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
         config: Any = model.config
         config.name_or_path = name.lower()  # which reports show, in place of a folder of the cache
         return model, tokenizer
+    if not name or not folder.is_dir():
+        _refuse_unrecorded(name, Path(runs or RUNS))
     known = find(name)
     hub_id = known.hub_id if known and not folder.is_dir() else name
-    return _load_transformers(hub_id, device, target, dtype, revision, trust_remote_code)
+    return _load_transformers(hub_id, device, target, kind, revision, trust_remote_code)
 
 
-def _is_record(folder: Path) -> bool:
-    """Whether a folder is the record of one of our runs: its config holds a run's, not a library's model."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config.get("model"), dict) and "experiment" in config
+def record_of(name: str | os.PathLike, runs: str | os.PathLike | None = None) -> Path | None:
+    """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
+    folder = Path(name) if Path(name).is_dir() else Path(runs or RUNS) / name
+    return folder if (folder / SUMS).exists() else None
 
 
-def _load_record(folder: Path, device: torch.device, dtype: str | torch.dtype | None) -> tuple[TransformerLM, Any]:
+def _refuse_unrecorded(name: str, runs: Path) -> None:
+    """Raise ModelUnavailable, with the seeds there are, for a name that can only be meant as a record's."""
+    preset, _, rest = name.partition("/")
+    recorded = runs / preset / rest.partition("/")[0] if rest else runs
+    seeds = sorted(path.name for path in recorded.glob("*/") if path.name.isdecimal()) if rest else []
+    if seeds:
+        which = " or ".join(f"{preset}/{recorded.name}/{seed}" for seed in seeds)
+        raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
+    if not name or name.startswith((".", "/", "~")):
+        raise ModelUnavailable(f"there is no folder {name!r}")
+    if name.count("/") == 2 or preset in PRESETS:
+        raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
+
+
+def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
@@ -164,20 +180,33 @@ def _load_record(folder: Path, device: torch.device, dtype: str | torch.dtype | 
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
     if record.weights is None:
-        raise ModelUnavailable(f"the record {'/'.join(folder.parts[-3:])} was written without weights: train it again "
-                               "with weights kept")  # fmt: skip
-    model = TransformerLM(from_dict(LMConfig, record.config["model"]))
-    model.load_state_dict(load_file(record.weights))
+        preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
+        raise ModelUnavailable(f"the record {'/'.join(folder.parts[-3:])} was written without weights: python -m "
+                               f"sinkutils train {name} --preset {preset} --seed {seed} --keep-weights")  # fmt: skip
+    try:
+        config = from_dict(LMConfig, record.config["model"])
+        with torch.device("meta"):  # takes no memory, whatever the config says
+            shapes = TransformerLM(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelUnavailable(f"config.json of the record {'/'.join(folder.parts[-3:])} is of no model of this "
+                               f"version: {error}") from error  # fmt: skip
+    weights = load_file(record.weights)
+    fits = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in shapes.state_dict().items()}
+    if not fits or sum(table.nbytes for table in shapes.buffers()) > LARGEST_TABLES:
+        raise ModelUnavailable(f"the record {'/'.join(folder.parts[-3:])}: model.safetensors holds another model than "
+                               "config.json: delete the folder and train the run again")  # fmt: skip
+    model = TransformerLM(config)
+    model.load_state_dict(weights)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # as in the corpus: "<eos>" written in a text is text
-    return model.to(device, _dtype(dtype) or torch.float32).eval(), tokenizer
+    return model.to(device, dtype or torch.float32).eval(), tokenizer
 
 
 def _load_transformers(
     hub_id: str,
     device: str | torch.device | None,
     target: torch.device,
-    dtype: str | torch.dtype | None,
+    dtype: torch.dtype | None,
     revision: str | None,
     trust_remote_code: bool,
 ) -> tuple[nn.Module, Any]:
@@ -188,13 +217,12 @@ def _load_transformers(
     local = Path(hub_id).is_dir()
     common = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     common["local_files_only"] = offline = not local and not hub_reachable()
-    if dtype is None:
-        dtype = torch.float32 if target.type == "cpu" else "auto"
+    kind = dtype or (torch.float32 if target.type == "cpu" else "auto")
     placement = {"device_map": "auto"} if device == "auto" else {}
     try:
+        model = AutoModelForCausalLM.from_pretrained(hub_id, dtype=kind, **placement, **common)
         tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
-        model = AutoModelForCausalLM.from_pretrained(hub_id, dtype=dtype, **placement, **common)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(hub_id, local, offline, error)) from error
     if not placement:
         model.to(target)  # type: ignore[arg-type]
@@ -225,6 +253,13 @@ def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     kinds = {type(cause).__name__ for cause in causes}
+    what = f"{'the folder ' if local else ''}{hub_id!r}"
+    if "weights_only" in str(error) or "UnpicklingError" in kinds:
+        return f"{what} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
+    if other := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
+        return f"{what} is no causal language model: transformers has none for {other[1]}"
+    if "requires `accelerate`" in str(error):
+        return "device 'auto' needs accelerate: pip install accelerate"
     if "trust_remote_code" in str(error):
         return f"{hub_id!r} needs code from the hub: read it, then pass trust_remote_code=True"
     if "GatedRepoError" in kinds:
@@ -236,16 +271,15 @@ def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
     if offline:
         return f"{hub_id!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"{'the folder ' if local else ''}{hub_id!r} could not be loaded: {first}"
+    return f"{what} could not be loaded: {first}"
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype must be a torch dtype or its name, for instance 'bfloat16'; got {dtype!r}")
-        return found
-    return dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is not None or dtype is not None:
+        allowed = [getattr(torch, name) for name in DTYPES]
+        require(found in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    return found
 
 
 @contextmanager

@@ -67,13 +67,16 @@ def measure(
         raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     if bos not in (True, False, None):
         raise ValueError(f"bos must be True, False or None (read it off the ids), got {bos!r}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    model = unwrapped(model)
     request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     check_weights(model)
     config = getattr(model, "config", None)
     firsts = token_ids(config, "bos_token_id")
     if attention_mask is None:
         warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
+    lengths = torch.tensor([len(row) for row in rows])
+    tally = Tally(int(lengths.max()), norms)
+    order: list[int] = []
     with ONE_AT_A_TIME, ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         path = "log-mass"
@@ -103,7 +106,7 @@ def measure(
     report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
-    report.name = name or getattr(config, "_name_or_path", "") or type(model).__name__
+    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
     report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
@@ -205,6 +208,16 @@ def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tup
                 f"layers of {config.num_heads} heads, counted from 0"
             )
     return chosen
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and PEFT's adapters. Raises ValueError for learned prompts."""
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("model puts learned prompts before the ids, so that position 1 is none of them (PEFT)")
+        model = model.get_base_model()  # type: ignore[operator]
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager

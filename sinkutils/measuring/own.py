@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,11 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import bos_id, probe
 from sinkutils.data.tokenizer import special_ids
-from sinkutils.measuring.load import find, load_lm
+from sinkutils.measuring.load import find, load_lm, record_of
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.record import RUNS
+from sinkutils.study.record import read_record
 
 X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what stands first
 
@@ -85,10 +84,10 @@ class Subject:
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     """Load any model that `zoo.load_lm` takes, with its options; of a record also its T and where a token was fixed."""
     model, tokenizer = load_lm(name, device, **options)
-    if not isinstance(model, TransformerLM):
+    folder = record_of(name, options.get("runs"))
+    if folder is None:
         known = find(name)
         return Subject(known.name if known else Path(name).name, model, tokenizer)
-    folder = Path(name) if (Path(name) / "config.json").exists() else RUNS / name
-    record = json.loads((folder / "config.json").read_text())
+    record = read_record(folder).config
     return Subject(record["experiment"], model, tokenizer, record["data"]["fixed_position"],
                    length=record["train"]["eval_length"])  # fmt: skip

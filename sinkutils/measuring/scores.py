@@ -1,13 +1,7 @@
-"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install 'sinkutils[downstream]'.
-
-python -m sinkutils.measuring.scores MODEL    writes data/measurements/<task>/<name>.json
-"""
+"""HellaSwag beside the sink (Appendix B.3, Fig. 10), scored by lm-eval: pip install -e '.[downstream]'."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -19,9 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkutils.data.probes import bos_id, encode
-from sinkutils.measuring.load import find, load_lm
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.paths import MEASUREMENTS
 
 TASK = "hellaswag"
 METRICS = ("acc", "acc_norm")
@@ -50,7 +42,7 @@ def evaluate(
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError("downstream scores need lm-eval: pip install 'sinkutils[downstream]'") from error
+        raise ImportError("downstream scores need lm-eval: pip install -e '.[downstream]'") from error
     own = {} if include_path is None else {"include_path": str(include_path), "include_defaults": False}
     tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
@@ -66,31 +58,6 @@ def evaluate(
     if not set(METRICS) & set(scores):
         raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
     return scores
-
-
-def save_scores(name: str, scores: dict[str, Any]) -> Path:
-    """Keep a model's scores where `saved_scores` finds them."""
-    path = MEASUREMENTS / scores["task"] / f"{name.rstrip('/').rsplit('/', 1)[-1]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"model": name} | scores, indent=1) + "\n")
-    return path
-
-
-def saved_scores(task: str = TASK) -> dict[str, dict[str, Any]]:
-    """The kept scores on a task by model, under the registry's name where it has one.
-
-    Raises ValueError for a file that `save_scores` did not write.
-    """
-    found = {}
-    for path in sorted((MEASUREMENTS / task).glob("*.json")):
-        try:
-            scores = json.loads(path.read_text())
-            known = find(scores["model"])
-            found[known.name if known else scores["model"]] = scores
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} in data/measurements/{task} is not what "
-                             "`python -m sinkutils.measuring.scores` writes: remake it") from error  # fmt: skip
-    return found
 
 
 @lru_cache
@@ -149,30 +116,3 @@ def _scorer_class() -> type:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
     return Scorer
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sinkutils.measuring.scores", description="Score a model with lm-eval."
-    )
-    parser.add_argument("model", help="hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0")
-    parser.add_argument("--task", default=TASK)
-    parser.add_argument("--limit", type=int, help="only so many questions; the scores are then printed, not kept")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    options = parser.parse_args(arguments)
-    try:
-        model, tokenizer = load_lm(options.model, options.device, options.dtype)
-        scores = evaluate(model, tokenizer, options.task, limit=options.limit)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"sinkutils: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(scores, indent=1))
-    if options.limit is None:
-        save_scores(options.model, scores)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from sinkutils.checks import integer, require
-from sinkutils.measuring.hf import attention_layers, eager_function
+from sinkutils.measuring.families import attention_layers, eager_function
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tally import mean_over_queries
 

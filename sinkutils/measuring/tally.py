@@ -68,6 +68,13 @@ class Tally:
 
     def report(self, order: Tensor, targets: tuple[int, ...], epsilons: tuple[float, ...], lengths: Tensor) -> Report:
         """The report; `order` (samples,) says where each sample stands in the order of the batches."""
+        heads = {batches[0].shape[-1] for batches in self.values["alpha"].values()}
+        if len(heads) > 1:
+            raise ValueError(f"layers have different numbers of heads ({sorted(heads)}), which a report cannot hold")
+        if "star" in self.values:  # a layer without a sink logit leaves nothing to it
+            for layer, alpha in self.values["alpha"].items():
+                self.values.get("renormalised", {}).setdefault(layer, alpha)
+                self.values["star"].setdefault(layer, [torch.zeros_like(batch[:, 0]) for batch in alpha])
         stacked = {
             name: torch.stack([torch.cat(batches).cpu() for _, batches in sorted(layers.items())], dim=1)[order]
             for name, layers in self.values.items()
@@ -209,3 +216,46 @@ def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
 def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:
     """Run one batch of ids (B, T) through our own model and add what the request asks for to the tally."""
     model.hidden(ids.to(model.embed.weight.device), OwnModelObserver(tally, request, int(model.config.sink_token)))
+
+
+class Reduction:
+    """Sums over queries of one layer's attention weights, given in chunks of rows."""
+
+    def __init__(self, request: Request, tally: Tally, layer: int, length: int, sink: bool) -> None:
+        self.request, self.tally, self.layer, self.length, self.sink = request, tally, layer, length, sink
+        self.sums: dict[str, Tensor] = {}
+        self.maps: list[Tensor] = []
+
+    def take(self, weights: Tensor) -> None:
+        """Add rows of weights, (B, H, R, T)."""
+        columns = torch.tensor(self.request.targets, device=weights.device) - 1
+        chosen = weights[..., columns].float()
+        self._sum("alpha", chosen)
+        if self.sink:
+            kept = weights.float().sum(dim=-1, keepdim=True)  # what the learned sink logit left
+            self._sum("renormalised", chosen / kept)
+            self._sum("star", 1 - kept)
+        if self.request.mass:
+            self._sum("mass", weights)
+        if self.request.heads_of(self.layer) and "map" in self.request.keep:
+            self.maps.append(weights[:, self.request.heads_of(self.layer)])
+
+    def _sum(self, name: str, rows: Tensor) -> None:
+        total = rows.sum(dim=2, dtype=torch.float32)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def means(self) -> dict[str, Tensor]:
+        """alpha (B, K, H) and whatever else was asked for; weights of hidden keys are 0, so sums run over i >= k."""
+        device = self.sums["alpha"].device
+        columns = torch.tensor(self.request.targets, device=device) - 1
+        means = {name: (total / (self.length - columns)).transpose(1, 2)
+                 for name, total in self.sums.items() if name in ("alpha", "renormalised")}  # fmt: skip
+        if "star" in self.sums:
+            means["star"] = self.sums["star"][..., 0] / self.length
+        if "mass" in self.sums:
+            means["mass"] = self.sums["mass"] / torch.arange(self.length, 0, -1, device=device)
+        if self.maps:
+            maps = torch.cat(self.maps, dim=2).unbind(1)
+            for head, kept in zip(self.request.heads_of(self.layer), maps, strict=True):
+                self.tally.keep(self.layer, head, "map", kept)
+        return means

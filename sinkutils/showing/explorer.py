@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import seaborn as sns
 from matplotlib import colors, ticker
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -24,10 +26,10 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", widgets: bool | None 
     """A view of a model on the sequences ids (samples, T); starts at the head with the largest alpha_1.
 
     widgets: True gives an ipywidgets box, False a static figure of the first view; None the box where a notebook
-    server has started this kernel, the figure elsewhere.
+    server has started this kernel and ipywidgets is installed, the figure elsewhere.
     """
     if widgets is None:
-        widgets = any(variable in os.environ for variable in FRONT_ENDS)
+        widgets = any(variable in os.environ for variable in FRONT_ENDS) and find_spec("ipywidgets") is not None
     first = look(model, ids, 0)
     block, head = divmod(int(first.alpha[0, 0].argmax()), first.alpha.shape[-1])
     if not widgets:
@@ -50,20 +52,23 @@ def draw(report: Report, block: int, head: int, title: str = "") -> Figure:
     layer = report.layers[block]
     edges = (0.5, report.length + 0.5, report.length + 0.5, 0.5)
     weights = np.asarray(report.kept[layer, head].map)[0]
-    image = of_head.imshow(weights, cmap="rocket", interpolation="nearest",
+    rocket = sns.color_palette("rocket", as_cmap=True)
+    image = of_head.imshow(weights, cmap=rocket, interpolation="nearest",
                            norm=colors.PowerNorm(0.5, vmin=0, vmax=1), extent=edges)  # fmt: skip
     figure.colorbar(image, ax=of_head, label=r"$A_{i,k}$", shrink=0.9)
     alpha = report.alpha[0, 0].numpy()
     of_head.set(xlabel="key $k$", ylabel="query $i$",
                 title=rf"block {layer + 1}, head {head + 1}: $\alpha_1 = {alpha[block, head]:.2f}$")  # fmt: skip
     of_head.grid(False)
-    image = of_model.imshow(alpha, cmap="rocket", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+    image = of_model.imshow(alpha, cmap=rocket, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
                             extent=(0.5, alpha.shape[1] + 0.5, len(alpha) + 0.5, 0.5))  # fmt: skip
     figure.colorbar(image, ax=of_model, label=r"$\alpha_1^{l,h}$", shrink=0.9)
     of_model.add_patch(plt.Rectangle((head + 0.5, block + 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
     of_model.set(xlabel="head $h$", ylabel="attention layer", title="every head")
     of_model.grid(False)
     for name, symbol in (("hidden_norms", "h"), ("key_norms", "k"), ("value_norms", "v")):
+        if getattr(report, name) is None:  # of keys and values, where attention was not captured
+            continue
         ratios = report.norm_ratio(name)
         where = np.arange(1, len(ratios) + 1) if name == "hidden_norms" else np.asarray(report.layers) + 1
         of_norms.plot(where, ratios, marker="o", label=rf"$\|{symbol}_1\|$")

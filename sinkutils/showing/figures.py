@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sinkutils.paths import FIGURES
+from sinkutils.paths import FIGURES, RENDERED
+
+COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
 
 SINK_LABEL = r"$\mathrm{Sink}_1^{\epsilon}$ (%), $\epsilon = 0.3$"
 STAR_LABEL = r"$\mathrm{Sink}_*^{\epsilon}$ (%)"
@@ -30,7 +33,6 @@ def theme() -> None:
             "figure.dpi": 90,
             "savefig.dpi": 110,
             "figure.constrained_layout.use": True,
-            "svg.hashsalt": "sinkutils",  # the same picture gives the same file
             "axes.titlesize": "medium",
             "legend.frameon": False,
         }
@@ -38,10 +40,16 @@ def theme() -> None:
 
 
 def save(figure: Figure, name: str) -> None:
-    """Save a figure under figures/ as PNG and SVG, the same bytes for the same picture."""
-    FIGURES.mkdir(exist_ok=True)
-    figure.savefig(FIGURES / f"{name}.png", metadata={"Software": None})
-    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    """Save a figure as PNG and SVG, the same bytes for the same picture.
+
+    They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
+    ignores: a lesson leaves the checkout as it was.
+    """
+    folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
+        figure.savefig(folder / f"{name}.png", metadata={"Software": None})
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = "sink_1") -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from IPython.display import display
 from tqdm.auto import tqdm
 
 from sinkutils.paths import NOTEBOOKS
+from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.tables import plain
 from sinkutils.study.grid import config, keeps_weights, paper_rows, resolve, unavailable
 from sinkutils.study.record import Record, find_record, record_folder
@@ -23,7 +25,12 @@ CELL_SECONDS = 1200
 
 
 def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
-    """The numbered notebooks, or those whose names start with one of `only`. Raises ValueError if none does."""
+    """The numbered notebooks, or those whose names start with one of `only`.
+
+    Raises ValueError if none does, FileNotFoundError outside a checkout, as the package brings none.
+    """
+    if not NOTEBOOKS.is_dir():
+        raise FileNotFoundError("the notebooks are in a checkout of the repository: run this command in one")
     paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
     chosen = [path for path in paths if only is None or any(path.name.startswith(start) for start in only)]
     if not chosen:
@@ -32,12 +39,21 @@ def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
 
 
 def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] | None = None) -> list[str]:
-    """Execute the notebooks into `output` with these parameters; returns the names of those that failed."""
+    """Execute the notebooks into `output` with these parameters; returns the names of those that failed.
+
+    Raises ValueError, before any is run, for a parameter that one of them does not have.
+    """
     import papermill
 
+    paths = find_notebooks(only)
+    for path in paths:
+        there = papermill.inspect_notebook(path)
+        unknown = sorted(set(parameters) - set(there))
+        if unknown:
+            raise ValueError(f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(there)}")
     output.mkdir(parents=True, exist_ok=True)
     failed = []
-    for path in tqdm(find_notebooks(only), unit="notebook"):
+    for path in tqdm(paths, unit="notebook"):
         try:
             papermill.execute_notebook(
                 path,
@@ -57,7 +73,8 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
 
 
 def refresh_notebooks(only: Sequence[str] | None = None) -> None:
-    """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs.
+    """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs and
+    figures.
 
     What differs on every run is left out: progress bars, warnings, widgets, times. Raises nbclient's CellExecutionError
     for a cell that fails.
@@ -67,10 +84,11 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
 
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
-        NotebookClient(
+        client = NotebookClient(
             book, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True,
             resources={"metadata": {"path": NOTEBOOKS}}
-        ).execute()  # fmt: skip
+        )  # fmt: skip
+        client.execute(env=os.environ | {COMMITTED: "1"})
         book.metadata.pop("widgets", None)
         for cell in book.cells:
             if cell.cell_type == "code":

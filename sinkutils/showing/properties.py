@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -14,11 +15,11 @@ import pandas as pd
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.embedded import DOMAINS, domain
 from sinkutils.data.probes import KINDS, head
-from sinkutils.ledger import open_models
 from sinkutils.measuring.load import MODELS, ModelUnavailable, position_table, replace_position, swap_positions
 from sinkutils.measuring.own import BOS, Subject, subject
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.scores import METRICS, saved_scores
+from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
+from sinkutils.measuring.scores import METRICS
 from sinkutils.study.grid import PAPER, config, resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import find_record, record_folder
@@ -35,8 +36,8 @@ def subjects(
 ) -> list[Subject]:
     """The model of that name; without one, our recorded models whose weights were kept, the base first.
 
-    At a preset that keeps no weights those of the laptop preset stand in. recompute "missing" trains what is not
-    there. Raises ValueError for another `recompute`, ModelUnavailable where there is no model at all.
+    At a preset that keeps no weights those of the laptop preset stand in, and their names say so. recompute "missing"
+    trains what is not there. Raises ValueError for another `recompute`, ModelUnavailable where there is no model.
     """
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
@@ -50,7 +51,8 @@ def subjects(
             train(run, device=device, keep_weights=True)
         record = find_record(record_folder(scale, name, run.seed), run)
         if record is not None and record.weights is not None:
-            found.append(subject(f"{scale}/{name}/{run.seed}", device))
+            one = subject(f"{scale}/{name}/{run.seed}", device)
+            found.append(one if scale == preset else dataclasses.replace(one, name=f"{name} of {scale}"))
     if not found:
         raise ModelUnavailable(
             f"no record of preset {scale!r} has weights: python -m sinkutils train {resolve('base', scale)} "
@@ -201,11 +203,11 @@ def open_lms(item: str) -> pd.DataFrame:
     frame = pd.read_csv(PAPER / "open_lms.csv")
     if item not in set(frame["item"]):
         raise ValueError(f"item must be one of {', '.join(frame['item'].unique())}; got {item!r}")
-    measured = {kind: open_models.measurements(kind) for kind in KINDS}
+    measured = {kind: measurements(kind) for kind in KINDS}
     frame = frame[frame["item"] == item].rename(columns={"sink_1": "paper"}).reset_index(drop=True)
     pairs = zip(frame["model"], frame["input"], strict=True)
     reports = [measured[kind].get(model) for model, kind in pairs]
-    frame["measured"] = [np.nan if report is None else open_models.measured_sink(report) for report in reports]
+    frame["measured"] = [np.nan if report is None else measured_sink(report) for report in reports]
     return frame[["model", "hub_id", "input", "paper", "measured"]]
 
 
@@ -215,7 +217,7 @@ def model_sizes(ones: Iterable[Subject] = (), n: int = 100, length: int = 64, se
     Columns model, family, parameters, sink_1, source ("paper" or "measured"), and acc and acc_norm of HellaSwag for
     Fig. 10 where they were scored. The figures' other points are not printed anywhere.
     """
-    measured, scores = open_models.measurements("natural"), saved_scores()
+    measured, scores = measurements("natural"), saved_scores()
     rows = [
         {"model": one.name, "family": "ours", "parameters": sum(p.numel() for p in one.model.parameters()),
          "sink_1": one.measure(one.inputs("natural", n, length, seed), norms=False).sink(1, EPSILON),
@@ -225,7 +227,7 @@ def model_sizes(ones: Iterable[Subject] = (), n: int = 100, length: int = 64, se
     for one in MODELS:
         values = {} if one.sink_1 is None else {"paper": one.sink_1}
         if one.name in measured:
-            values["measured"] = open_models.measured_sink(measured[one.name])
+            values["measured"] = measured_sink(measured[one.name])
         rows += [{"model": one.name, "family": one.family, "parameters": one.parameters, "sink_1": value,
                   "source": source} for source, value in values.items()]  # fmt: skip
     frame = pd.DataFrame(rows)

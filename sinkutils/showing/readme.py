@@ -1,4 +1,4 @@
-"""README's parts from records and benchmarks: `python -m sinkutils.showing.readme` writes them anew."""
+"""README's parts from records and benchmarks: `python -m sinkutils readme` writes them anew."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def training_part() -> str:
     path = BENCHMARKS / "training.json"
     if not path.exists():
         return "(not measured yet)"
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     rows = [
         [
             f"d {row['d']}, L {row['layers']}, C {row['context']}",
@@ -58,7 +58,7 @@ def measure_part() -> str:
     path = BENCHMARKS / "measure.json"
     if not path.exists():
         return "(not measured yet)"
-    cells = json.loads(path.read_text())
+    cells = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for cell in cells:
         beside = next(
@@ -84,7 +84,7 @@ def attention_part() -> str:
     path = BENCHMARKS / "attention_ops.json"
     if not path.exists():
         return "(not measured yet)"
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     cells = [[row["operation"], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"] for row in rows]
     return markdown(["operation", "time, times softmax", "memory, times softmax"], cells)
 
@@ -94,7 +94,7 @@ def reliability_part() -> str:
     path = BENCHMARKS / "reliability.json"
     if not path.exists():
         return "(not measured yet)"
-    data = json.loads(path.read_text())
+    data = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     if "kills" in data:
         kills = data["kills"]
@@ -155,6 +155,8 @@ def _range(column) -> str:
     return mean if len(values) == 1 else f"{mean} ({values.min():.2f} to {values.max():.2f})"
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write README.md's generated parts anew. Raises OSError outside a checkout."""
     readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))
+    text = render(readme.read_text(encoding="utf-8"))
+    readme.write_text(text, encoding="utf-8")

@@ -91,7 +91,7 @@ def _row(folder: Path, preset: str) -> dict[str, Any]:
         return row | {"status": "corrupt", "reason": str(error)}
     final = record.metrics["final"]
     row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
-    row |= {"steps": final.get("step"), "wall_seconds": record.provenance["wall_seconds"]}
+    row |= {"steps": final.get("step"), "wall_seconds": record.provenance.get("wall_seconds")}
     corpus = record.config.get("corpus")
     row |= {"corpus": corpus and f"{corpus['name']} {corpus['sha256'][:8]}", "recipe": record.config["recipe"]}
     base, apart, _ = preset.partition("@")

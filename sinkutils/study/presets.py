@@ -22,6 +22,7 @@ class Preset:
     base: str  # the experiment that the others change
     four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
+    device: str = "cpu"  # what it is made for: "cuda" makes a sweep ask a cluster for GPUs
     compile: bool = False  # torch.compile, where it works
     parallel: str = "ddp"  # or fsdp: how several processes share a run that torchrun started
     keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
@@ -82,6 +83,7 @@ PRESETS = {
             base="default",
             four_epochs=0.3,  # 98M tokens of about 80M
             seconds=80,
+            device="cuda",
             compile=True,
         ),
         Preset(
@@ -100,6 +102,7 @@ PRESETS = {
             base="default",
             four_epochs=1.0,
             seconds=80_000,  # a GPU at 160 TFLOP/s
+            device="cuda",
             compile=True,
         ),
         Preset(
@@ -119,6 +122,7 @@ PRESETS = {
             base="softmax_1b",
             four_epochs=1.0,
             seconds=2_000_000,
+            device="cuda",
             compile=True,
             parallel="fsdp",
         ),

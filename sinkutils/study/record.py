@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -25,19 +24,21 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import tokenizers
 import torch
-from safetensors import SafetensorError
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from sinkutils.data.corpus import public_name
-from sinkutils.paths import ROOT, RUNS
+from sinkutils.paths import PACKAGE, RUNS
+from sinkutils.study.schema import check_record
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +47,10 @@ if TYPE_CHECKING:
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
+LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"
+PARTS = ("config", "metrics", "provenance")  # the JSON files
+ADVICE = "delete the folder and train the run again"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
     *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
@@ -139,24 +143,15 @@ def run_lock(target: Path) -> Iterator[None]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _locked(path: Path, name: str) -> IO[str]:
-    """`path` open with the lock on it. Raises `RunLocked` while another process has it."""
+def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
+    """The lock on `path`, taken. Raises `RunLocked` while another process has it."""
     for _attempt in range(100):
-        try:
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # its last owner is removing the folder
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "w")
-        except (FileNotFoundError, FileExistsError):
-            continue  # whoever had the lock has just finished and is removing the folder
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except BlockingIOError as error:
-            file.close()
-            raise RunLocked(f"{name} is being trained by another process") from error
-        except FileNotFoundError:
-            pass  # a lock on a file that is no longer there keeps nobody out
-        file.close()
+            try:
+                return FileLock(path, timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
+            except Timeout as error:
+                raise RunLocked(f"{name} is being trained by another process") from error
     raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
 
 
@@ -228,30 +223,52 @@ def write_record(
 
 
 def read_record(target: Path) -> Record:
-    """Read a record and check every file against its digest. Raises `CorruptRecord` that names the file."""
-    verify_record(target)
-    parts = [json.loads((target / f"{name}.json").read_text()) for name in ("config", "metrics", "provenance")]
+    """Read a record: every file against its digest, and all of it against what a record may say (`schema`).
+
+    Raises `CorruptRecord` that names the file, whatever is wrong with it.
+    """
+    name = "/".join(target.parts[-3:])
+    try:
+        files = verify_record(target)
+        parts = [json.loads((target / f"{part}.json").read_text("utf-8")) for part in PARTS]
+        check_record(*parts)
+        for file in files:
+            _check_format(target / file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptRecord(f"record {name}: {error or type(error).__name__}: {ADVICE}") from error
     return Record(target, *parts)
 
 
-def verify_record(target: Path) -> None:
-    """Raise `CorruptRecord`, naming the file, unless every file of the record is as it was written."""
+def verify_record(target: Path) -> list[str]:
+    """The names of a record's files. Raises `CorruptRecord`, naming the file, unless each is as it was written."""
     name = "/".join(target.parts[-3:])
-    advice = "delete the folder and train the run again"
     try:
         lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
         body, (own, own_name) = "".join(lines[:-1]), lines[-1].split()
+        digests = {file: digest for digest, file in map(str.split, lines[:-1])}
     except (OSError, ValueError, IndexError) as error:
-        raise CorruptRecord(f"record {name}: {SUMS} is missing or unreadable: {advice}") from error
+        raise CorruptRecord(f"record {name}: {SUMS} is missing or unreadable: {ADVICE}") from error
     if own_name != SUMS or not lines[-1].endswith("\n") or hashlib.sha256(body.encode()).hexdigest() != own:
-        raise CorruptRecord(f"record {name}: {SUMS} is damaged: {advice}")
-    for line in lines[:-1]:
-        digest, file = line.split()
+        raise CorruptRecord(f"record {name}: {SUMS} is damaged: {ADVICE}")
+    for file in dict.fromkeys((*(f"{part}.json" for part in PARTS), *digests)):
         path = target / file
-        if not path.exists():
-            raise CorruptRecord(f"record {name}: {file} is missing: {advice}")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise CorruptRecord(f"record {name}: {file} is truncated or changed: {advice}")
+        if not path.is_file() or Path(file).name != file:
+            raise CorruptRecord(f"record {name}: {file} is missing: {ADVICE}")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digests.get(file):
+            raise CorruptRecord(f"record {name}: {file} is truncated or changed: {ADVICE}")
+    return list(digests)
+
+
+def _check_format(path: Path) -> None:
+    """Raise ValueError unless a file of weights or a tokenizer is one, by its header."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.name == "tokenizer.json":
+            tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path.name} cannot be read ({error})") from error
 
 
 def is_of(record: Record, config: RunConfig, corpus: dict[str, str] | None = None) -> bool:
@@ -314,7 +331,7 @@ def ledger_sha256() -> str:
 def _hash_of(modules: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for module in modules:
-        digest.update((ROOT / "sinkutils" / f"{module}.py").read_bytes())
+        digest.update((PACKAGE / f"{module}.py").read_bytes())
     return digest.hexdigest()
 
 

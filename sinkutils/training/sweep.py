@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from tqdm.auto import tqdm
 
+from sinkutils.checks import device as find_device
 from sinkutils.checks import integer
 from sinkutils.data.corpus import load_corpus
 from sinkutils.study.grid import config, missing, preset
@@ -53,11 +55,12 @@ class Outcome:
 
 
 def run_one(
-    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None
-) -> int:
+    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None,
+    device: str,
+) -> int:  # fmt: skip
     """Train one run in a process of its own, with its output in `log`; returns the exit status."""
     command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name, "--seed", str(seed),
-               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds)]  # fmt: skip
+               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds), "--device", device]  # fmt: skip
     if corpus:
         command += ["--corpus", corpus]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -67,38 +70,60 @@ def run_one(
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
 
 
-def engine(name: str, jobs: int, logs: Path) -> Engine:
-    """An engine by name. Raises ImportError, with the extra to install, where its package is missing."""
+def spread(jobs: int, gpus: int) -> tuple[str, ...]:
+    """The device of each of so many workers of one machine: its GPUs in turn, or the CPU where there are none."""
+    return tuple(f"cuda:{worker % gpus}" if gpus else "cpu" for worker in range(jobs))
+
+
+def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
+    """The device of each worker: the one asked for, else of this machine its GPUs, else what the preset is made for.
+
+    Raises ValueError where a GPU is asked for, or the preset is made for one, and this machine has none.
+    """
+    kind = asked or preset(preset_name).device
+    if engine_name != "local":
+        return (kind,) * jobs
+    gpus = torch.cuda.device_count()
+    if asked is None and kind == "cuda" and not gpus:
+        raise ValueError(f"preset {preset_name!r} is made for a GPU and there is none here: --engine slurm or ray asks "
+                         "a cluster for one, --device cpu trains here all the same")  # fmt: skip
+    if asked is not None:
+        find_device(asked)
+    return spread(jobs, gpus) if asked in (None, "cuda") else (kind,) * jobs
+
+
+def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Engine:
+    """An engine by name; gpu: each run needs one. Raises ImportError, with what to install, for a missing package."""
     if name == "local":
         return ThreadPoolExecutor(jobs)
     if name == "slurm":  # on a machine without Slurm, submitit starts processes there
         submitit = _optional("submitit", "slurm")
         executor = submitit.AutoExecutor(folder=logs / "submitit")
-        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60)
+        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
         return executor
     if name == "ray":
-        return RayEngine(_optional("ray", "ray"), jobs)
+        return RayEngine(_optional("ray", "ray"), jobs, gpu)
     raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
 
 
 class RayEngine:
     """Ray behind the same `submit`."""
 
-    def __init__(self, ray: Any, jobs: int) -> None:
-        self.ray = ray
+    def __init__(self, ray: Any, jobs: int, gpu: bool) -> None:
+        self.ray, self.needs = ray, {"num_cpus": 1, "num_gpus": int(gpu)}
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS")
             ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
 
     def submit(self, function: Any, *arguments: Any) -> Future:
-        return self.ray.remote(num_cpus=1)(function).remote(*arguments).future()
+        return self.ray.remote(**self.needs)(function).remote(*arguments).future()
 
 
 def _optional(module: str, extra: str) -> Any:
     try:
         return __import__(module)
     except ImportError as error:
-        raise ImportError(f"this engine needs {module}: pip install 'sinkutils[{extra}]'") from error
+        raise ImportError(f"this engine needs {module}: pip install -e '.[{extra}]'") from error
 
 
 def sweep(
@@ -110,6 +135,7 @@ def sweep(
     runs: Path | str | None = None,
     engine_name: str = "local",
     corpus: str | None = None,
+    device: str | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
 ) -> list[Outcome]:
@@ -117,29 +143,34 @@ def sweep(
 
     jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
+    device: where runs train; None: the GPUs of this machine in turn, on a cluster what the preset is made for.
     Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
+    free = deque(devices(preset_name, engine_name, jobs, device))
     root = Path(runs or RUNS).resolve()  # a worker may start in another folder
     logs = root.parent / "logs" / preset_name
     text = identity(preset_name, corpus, progress)
     plan = [(name, seed) for name, seed in missing(preset_name, seeds, root, text) if only is None or name in only]
-    pool = engine(engine_name, jobs, logs)
-    queue, waiting = deque(plan), dict[Future, tuple[str, int]]()
+    pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
+    queue, waiting = deque(plan), dict[Future, tuple[str, int, str]]()
     outcomes: list[Outcome] = []
     steps = {(name, seed): config(name, preset_name, seed).train.steps for name, seed in plan}
     bar = tqdm(total=sum(steps.values()), unit="step", unit_scale=True, disable=not progress,
                desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
     with bar:
         while queue or waiting:
-            while queue and len(waiting) < jobs:
+            while queue and free:
                 name, seed = queue.popleft()
+                where = free.popleft()
                 log = str(logs / f"{name}-{seed}.log")
-                future = pool.submit(run_one, preset_name, name, seed, str(root), log, checkpoint_seconds, corpus)
-                waiting[future] = (name, seed)
+                what = (preset_name, name, seed, str(root), log, checkpoint_seconds, corpus, where)
+                future = pool.submit(run_one, *what)
+                waiting[future] = (name, seed, where)
             finished = [future for future in waiting if future.done()]
             for future in finished:
-                name, seed = waiting.pop(future)
+                name, seed, where = waiting.pop(future)
+                free.append(where)
                 folder = run_folder(config(name, preset_name, seed), root, text)
                 outcomes.append(_outcome(name, seed, folder, logs, future))
                 bar.update(steps[name, seed])
@@ -183,7 +214,8 @@ def estimate(
             record = read_record(path.parent)
         except CorruptRecord:
             continue
-        rates.append(record.provenance["wall_seconds"] / record.config["train"]["steps"])
+        if "wall_seconds" in record.provenance:
+            rates.append(record.provenance["wall_seconds"] / record.config["train"]["steps"])
     base = preset(preset_name)
     per_step = sorted(rates)[len(rates) // 2] if rates else base.seconds / base.train.steps
     return [(name, seed, per_step * config(name, preset_name, seed).train.steps)

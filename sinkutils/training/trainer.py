@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
@@ -253,7 +254,7 @@ def train(
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = find_device(device)
     asked = corpus is not None
     if not isinstance(corpus, Corpus):
         name = corpus or config.data.corpus

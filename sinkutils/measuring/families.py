@@ -1,0 +1,174 @@
+"""What differs among the families of decoder models in transformers, and what `hf` needs to know of it.
+
+Where a model's softmax attention is, how a module's own attention is asked for some queries' weights, learned sinks,
+sparse attention, and why some families cannot be measured. `benchmarks/families.py` builds every family in small, holds
+it against dense attention and writes docs/families.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkutils.measuring.masks import LONG
+from sinkutils.model.flash import PositionMask
+
+NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
+# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
+NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
+# Why a family cannot be measured, by its model_type.
+REFUSED = {
+    "blt": "it attends over patches of bytes and within them, in several stacks: alpha_k is of tokens",
+    "cpmant": "it puts a prompt of its own before the tokens, so that position 1 is none of them",
+    "deepseek_v4": "it attends to compressed runs of tokens beside single ones: alpha_k is of tokens",
+    "diffllama": "its weights are the difference of two softmaxes, neither positive nor of sum one",
+    "gemma4_assistant": "it drafts from the keys and values of another model and has none of its own",
+    "gemma4_unified_assistant": "it drafts from the keys and values of another model and has none of its own",
+    "hrm_text": "its layers run many times a token (H and L cycles), so that a layer has no one attention",
+    "musicgen_decoder": "it reads several codebooks of sound at a step, not one token",
+    "musicgen_melody_decoder": "it reads several codebooks of sound at a step, not one token",
+    "prophetnet": "its layers carry n-gram predictions as further positions beside the tokens",
+    "reformer": "it attends within chunks and hash buckets (local and LSH attention), without weights over all keys",
+    "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
+    "xlnet": "without a permutation mask it sees later tokens",
+}
+
+
+def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
+    """The blocks of a model, and its softmax attention modules with the index of their block.
+
+    Raises ValueError where there are none, or where they do not stand in one list of blocks.
+    """
+    found = {name: module for name, module in base.named_modules()
+             if not NOT_TEXT.search(name) and (chooses_attention(module) or (
+                 "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)))}  # fmt: skip
+    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
+    leaves = {
+        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
+    }
+    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
+    if not leaves:
+        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
+    lists = {place.group(1) if place else "" for place in places.values()}
+    if len(lists) != 1 or not all(places.values()):
+        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
+                         "text decoder, a causal LM")  # fmt: skip
+    blocks = base.get_submodule(lists.pop())
+    indices = [int(place.group(2)) for place in places.values() if place]
+    if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
+        indices = list(range(len(indices)))
+    return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
+
+
+def chooses_attention(module: nn.Module) -> bool:
+    """Whether the module computes its attention by the function that its configuration names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def chosen_keys(
+    module: nn.Module, mask: Tensor | PositionMask | None, q: Tensor, kwargs: dict[str, Any]
+) -> Tensor | PositionMask | None:
+    """The mask (B, 1 or H, T, T) of a module that lets its attention function hide all keys but those it chose.
+
+    Sparse attention writes its choice into the mask for the functions "eager" and "sdpa" only; any other is told.
+    Takes what told of it out of `kwargs`.
+    """
+    blocks, indices = kwargs.pop("block_indices", None), kwargs.pop("indices", None)
+    if indices is None and blocks is None:
+        return mask
+    if isinstance(mask, PositionMask):
+        if q.shape[2] >= LONG:
+            raise ValueError(
+                f"{type(module).__name__} chooses keys by a mask that is not made for so many positions: "
+                f"give at most {LONG - 1}"
+            )
+        mask = mask.seen(mask.positions, mask.positions)
+    if blocks is not None:  # MiniMax M3
+        at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
+        return module.indexer.build_block_mask(blocks, mask, q.shape[2], q.dtype, q.device, at)  # type: ignore[union-attr, operator]
+    chosen = torch.zeros(len(q), 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, indices.long()[:, None], True)
+    if mask is None:
+        return chosen.tril()
+    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
+    """The learned sink logit that a module hands to its attention function: (H,), or (B, H, T, 1), or None."""
+    return kwargs.get("s_aux", kwargs.get("sinks"))
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The family's reference attention, which its modelling file defines beside the module."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def chunk(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PositionMask | None,
+    kwargs: dict[str, Any],
+    rows: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
+    positions = torch.arange(q.shape[2], device=q.device)
+    if mask is None:
+        seen = rows[:, None] >= positions
+    elif isinstance(mask, PositionMask):
+        seen = mask.seen(rows, positions)
+    else:
+        seen = mask[: len(q), :, rows]
+    if seen.dtype == torch.bool:
+        zero = torch.zeros((), device=q.device, dtype=q.dtype)
+        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
+    function = eager_function(module)
+    assert function is not None
+    seen = seen if seen.ndim == 4 else seen[None, None]
+    out, weights = function(module, q[:, :, rows], k, v, seen, **kwargs)
+    sink = learned_sink(kwargs)
+    if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
+        weights = scaled_by_sink(module, q[:, :, rows], k, v, seen, kwargs.get("scaling"), sink, out, weights)
+    return out, weights
+
+
+def scaled_by_sink(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    sink: Tensor,
+    out: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
+
+    Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
+    Raises ValueError where the output is not that of the scaled weights.
+    """
+    logits = q.float() @ repeat_heads(k, q.shape[1]).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    lse = (logits + seen.float()).logsumexp(dim=-1, keepdim=True)
+    scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
+    expected = (scaled @ repeat_heads(v, q.shape[1])).transpose(1, 2)
+    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
+    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
+        raise ValueError(
+            f"{type(module).__name__} has a learned sink, but returns weights that sum to one and an output that "
+            "does not follow from them: the sink's share is not known"
+        )
+    return scaled
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query keys or values (B, H_kv, T, D) for every query head, (B, H, T, D)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,0 +1,119 @@
+"""What `measure --save` and `scores` keep: a JSON file a model in data/measurements, which git ignores.
+
+A file is named by the model's full hub id, so that no two models share one. A folder of one's own is named by its name
+and a digest of where it is; whatever it is called, it is no model of the paper.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from sinkutils.measuring.load import MODELS, find
+from sinkutils.measuring.report import Report
+from sinkutils.paths import MEASUREMENTS
+
+LENGTH, EPSILON = 64, 0.3  # of the paper's numbers (Section 3.2)
+OWN = ("smollm2", "gemma-3-270m", "HuggingFaceTB/SmolLM2-135M", "google/gemma-3-270m")  # of this project
+LISTED = {*OWN, *(model.hub_id for model in MODELS if model.in_paper)}  # what the ledger looks at
+ADVICE = "is not what `python -m sinkutils {command}` writes: delete or remake it"
+
+
+def identity(model: str) -> str:
+    """What a model is called in what is kept of it: its hub id, or "local:name:digest" for a folder."""
+    folder = Path(model)
+    if folder.is_dir():
+        where = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+        return f"local:{folder.resolve().name}:{where[:8]}"
+    known = find(model)
+    return known.hub_id if known else model
+
+
+def path_of(model: str, kind: str = "", domain: str = "") -> Path:
+    """The file of a model: its measurements, on a domain of the Pile, or its scores on a task, the `kind`."""
+    return MEASUREMENTS / kind / f"{quote(identity(model), safe='')}{'@' * bool(domain)}{quote(domain)}.json"
+
+
+def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docstrings") -> Path:
+    """Write the reports of `measure --save`, by kind of input, where `measurements` finds them.
+
+    Raises ValueError unless they were made as the paper's were: T = 64, no BOS, target 1 and eps 0.3.
+    """
+    for kind, report in reports.items():
+        if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
+            raise ValueError(
+                f"--save keeps measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}: the options "
+                f"given make others ({kind} input); leave them out, or --save"
+            )
+    domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
+    return _write(path_of(model, domain=domain), model, {kind: report.to_dict() for kind, report in reports.items()})
+
+
+def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
+    """The reports on one kind of input, and for one domain, of the models in LISTED, by the paper's name of a model.
+
+    Raises ValueError for a file that `measure --save` did not write.
+    """
+    found = {}
+    for path in sorted(MEASUREMENTS.glob("*.json")):
+        if path.stem.partition("@")[2] == quote(domain):
+            saved = _read(path, "measure MODEL --save")
+            try:
+                if saved["model"] in LISTED and kind in saved:
+                    measured_sink(saved[kind])
+                    found[_name(saved["model"])] = saved[kind]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
+                                 ) from error  # fmt: skip
+    return found
+
+
+def measured_domains(model: str) -> dict[str, dict[str, Any]]:
+    """A model's reports on natural text by domain of the Pile; model: its name in the paper."""
+    domains = sorted({unquote(path.stem.partition("@")[2]) for path in MEASUREMENTS.glob("*@*.json")})
+    found = {domain: measurements("natural", domain).get(model) for domain in domains}
+    return {domain: report for domain, report in found.items() if report}
+
+
+def measured_sink(report: dict[str, Any]) -> float:
+    """Sink_1 in percent of a measured report."""
+    return float(report["sink"]["1"][str(EPSILON)])
+
+
+def save_scores(model: str, scores: dict[str, Any]) -> Path:
+    """Keep a model's scores on a task where `saved_scores` finds them."""
+    return _write(path_of(model, scores["task"]), model, scores)
+
+
+def saved_scores(task: str = "hellaswag") -> dict[str, dict[str, Any]]:
+    """The kept scores on a task, by the paper's name of a model where it has one.
+
+    Raises ValueError for a file that `save_scores` did not write.
+    """
+    saved = [_read(path, "scores MODEL") for path in sorted((MEASUREMENTS / task).glob("*.json"))]
+    return {_name(scores["model"]): scores for scores in saved}
+
+
+def _name(model: str) -> str:
+    known = find(model)
+    return known.name if known else model
+
+
+def _write(path: Path, model: str, values: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"model": identity(model), **values}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _read(path: Path, command: str) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(saved["model"], str):
+            return saved
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    folder = "data/measurements" if path.parent == MEASUREMENTS else f"data/measurements/{path.parent.name}"
+    raise ValueError(f"{path.name} in {folder} {ADVICE}".format(command=command))
