@@ -138,8 +138,8 @@ def load_lm(
         return _load_record(recorded, target, kind)
     if name.lower() in REAL_MODELS and not folder.is_dir():
         model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
-        config: Any = model.config
-        config.name_or_path = name.lower()  # which reports show, in place of a folder of the cache
+        named: Any = model
+        named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
         return model, tokenizer
     if not name or not folder.is_dir():
         _refuse_unrecorded(name, Path(runs or RUNS))
