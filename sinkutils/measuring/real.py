@@ -18,7 +18,7 @@ from typing import Any
 
 from sinkutils.data.cache import cache_root
 
-GGUF, SOURCE, TERMS = "model.gguf", "source.json", "TERMS.html"
+GGUF, SOURCE, TERMS, SETTINGS = "model.gguf", "source.json", "TERMS.html", "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
@@ -167,7 +167,12 @@ def _convert(name: str, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer.save_pretrained(folder)
+    # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes twice as long.
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {"tokenizer_class": "TokenizersBackend"}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
