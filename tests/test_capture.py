@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkutils.measuring import hf, masks
+from sinkutils.measuring import families, hf, masks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite
 from sinkutils.measuring.tally import Request, Tally
@@ -109,7 +109,7 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def family_has_interface(model: nn.Module) -> bool:
-    return all(hf.eager_function(m) for m in hf.attention_layers(model.base_model)[1])
+    return all(families.chooses_attention(m) for m in families.attention_layers(model.base_model)[1])
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
@@ -267,7 +267,7 @@ def test_half_precision_stays_close_to_dense_float32(family: str, dtype: torch.d
 def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> None:
     model, ids = build(family), tokens()
     model.train()
-    blocks = hf.attention_layers(model.base_model)[0]
+    blocks = families.attention_layers(model.base_model)[0]
     blocks[0].eval()  # a frozen part in a training model
 
     def state() -> tuple:
@@ -546,7 +546,7 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, a
     whole = measure(model, ids, targets=TARGETS)
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
-    blocks = next(name for name, module in model.named_modules() if module is hf.attention_layers(model)[0])
+    blocks = next(name for name, module in model.named_modules() if module is families.attention_layers(model)[0])
     device_map = {name: "cpu" for name, module in model.named_modules() if not list(module.children())
                   and next(module.parameters(), None) is not None and not name.startswith(blocks)}  # fmt: skip
     device_map |= {f"{blocks}.{layer}": "disk" if layer % 2 else "cpu" for layer in range(2)}
@@ -613,7 +613,7 @@ def test_attention_modules_that_do_not_report_are_an_error() -> None:
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_nan_weights_are_refused(family: str) -> None:
     model = build(family)
-    attention = next(iter(hf.attention_layers(model.base_model)[1]))
+    attention = next(iter(families.attention_layers(model.base_model)[1]))
     next(attention.parameters()).data[0, 0] = math.nan
     with pytest.raises(NotFinite, match="not finite"):
         measure(model, tokens())

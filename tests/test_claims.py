@@ -94,7 +94,7 @@ class Ledger:
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
             floor = float(np.mean(1 / np.arange(1, seen + 1)))
             alpha = (floor + end * (1 - floor)) * seen / length
-            by_eps = {k: {f"{eps}": 100 * max(0.0, x) / HEAD for eps in EPSILONS} for k, x in of.items() if k != "star"}
+            by_eps = {k: {f"{eps}": 100 * min(1.0, max(0.0, x) / HEAD) for eps in EPSILONS} for k, x in of.items() if k != "star"}
             report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": {f"{k}": x for k, x in by_eps.items()},
                       "alpha": [[[alpha, alpha]] * 3], "layers": [0, 1, 2], "hidden_norms": norms, "key_norms": lesser,
                       "value_norms": lesser, "floor": uniform, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
@@ -108,7 +108,7 @@ class Ledger:
             for step in range(0, 101, 5):
                 share = step / 100
                 grown = 0.0 if share < start else (share - start + 0.05) / (1 - start + 0.05)
-                point = {"step": step, "sink_1": 100 * max(0.0, end) / HEAD * (grown if share < 1 else 1.0) if share >= start else 0.0,
+                point = {"step": step, "sink_1": 100 * min(1.0, max(0.0, end) / HEAD) * (grown if share < 1 else 1.0) if share >= start else 0.0,
                          "excess_1": untrained + (end - untrained) * (grown if share < 1 else 1.0), "train_loss": final_loss,
                          "valid_loss": final_loss + abs(share - turn)}  # fmt: skip
                 point |= {"excess_star": of["star"] * share} if star is not None else {}

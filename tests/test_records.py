@@ -29,6 +29,7 @@ from sinkutils.study.record import (
     config_dict,
     config_hash,
     find_record,
+    is_of,
     partial_folder,
     read_record,
     read_tensors,
@@ -379,3 +380,18 @@ def test_weights_that_are_not_those_of_the_config_are_refused_before_any_memory_
     sign(folder)
     with pytest.raises(ModelUnavailable, match="holds another model than config"):
         load_lm(folder, "cpu")
+
+
+def test_a_field_that_came_after_a_record_counts_with_its_default(tmp_path):
+    run = config("fixed_1", "smoke")
+    target = record_folder("smoke", "fixed_1", 0, tmp_path)
+    write_record(target, run, {"status": "failed", "reason": "made up", "curve": [], "final": {}}, {})
+    values = json.loads((target / "config.json").read_text())
+    del values["model"]["attention"]["window"], values["data"]["validation"]  # as if they were new
+    record = dataclasses.replace(read_record(target), config=values)
+    assert is_of(record, run)
+    spec = dataclasses.replace(run.model.attention, window=8)
+    assert not is_of(record, dataclasses.replace(run, model=dataclasses.replace(run.model, attention=spec)))
+    assert not is_of(dataclasses.replace(record, config={**values, "recipe": 1}), run)
+    del values["recipe"]
+    assert not is_of(dataclasses.replace(record, config=values), run)

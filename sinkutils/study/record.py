@@ -272,10 +272,24 @@ def _check_format(path: Path) -> None:
 
 
 def is_of(record: Record, config: RunConfig, corpus: dict[str, str] | None = None) -> bool:
-    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name."""
+    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name.
+
+    A field that came after the record counts with its default: what a new field adds, older runs did not have.
+    """
     expected = config_dict(config)
     made_on = record.config.get("corpus") or {}
-    return record.config == {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
+    wanted = {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
+    return _with_defaults(record.config, config_dict(type(config)(config.experiment, config.preset))) == wanted
+
+
+def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`values` with what they lack of `defaults`, at every depth."""
+    inner = {
+        name: _with_defaults(value, defaults[name])
+        for name, value in values.items()
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+    }
+    return {**{name: value for name, value in defaults.items() if name != "recipe"}, **values, **inner}
 
 
 def find_record(target: Path, config: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
@@ -324,7 +338,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def ledger_sha256() -> str:
-    """The hash of the ledger, which each record keeps: it was judged by rules that stood before it (`ledger.frozen`)."""
+    """The hash of the ledger, which each record keeps: rules that stood before it judged it (`ledger.frozen`)."""
     return _hash_of(LEDGER_MODULES)
 
 
