@@ -99,7 +99,8 @@ def about(measured: Subject) -> dict[str, Any]:
 
 def probes(measured: Subject) -> dict[str, Any]:
     """Table 1's three kinds of input, without and with BOS; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
-    hidden ones of repeated tokens too (Proposition 4)."""
+    hidden ones of repeated tokens too (Proposition 4).
+    """
     result: dict[str, Any] = {}
     for kind in KINDS:
         result[kind] = {}
