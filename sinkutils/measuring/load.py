@@ -170,8 +170,8 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
 
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
     from safetensors.torch import load_file
-    from tokenizers import Tokenizer
 
+    from sinkutils.data.tokenizer import open_tokenizer
     from sinkutils.model.decoder import LMConfig
     from sinkutils.study.config import from_dict
 
@@ -197,8 +197,7 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
                                "config.json: delete the folder and train the run again")  # fmt: skip
     model = TransformerLM(config)
     model.load_state_dict(weights)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # as in the corpus: "<eos>" written in a text is text
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
     return model.to(device, dtype or torch.float32).eval(), tokenizer
 
 

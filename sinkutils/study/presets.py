@@ -82,7 +82,7 @@ PRESETS = {
                 steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
             ),
             base="default",
-            four_epochs=0.3,  # 98M tokens of about 80M
+            four_epochs=0.33,  # 98M tokens of 75.0M
             seconds=80,
             device="cuda",
             compile=True,
