@@ -1,13 +1,12 @@
 """What notebook 05 shows: the block diagram, norms at x*, the records of a table, figures with holes in them."""
 
-from importlib import import_module
-
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 
+from sinkutils import paths
 from sinkutils.ledger.trials import sink_token_ratios
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.showing import diagrams, figures, notebook
@@ -105,9 +104,7 @@ def test_norms_at_the_sink_token_need_one():
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """An empty folder of records, in the place of the project's own."""
-    monkeypatch.setattr(
-        import_module("sinkutils.study.record"), "RUNS", tmp_path
-    )  # the package has a function so named
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
     return tmp_path
 
 

@@ -16,19 +16,21 @@ from sinkutils.study.grid import (
     experiment,
     experiments,
     largest_alpha,
-    missing,
+    plan,
     preset,
     resolve,
     unavailable,
 )
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import config_dict, record_folder, write_record
-from sinkutils.training.trainer import next_token_loss
+from sinkutils.study.store import Runs
+from sinkutils.training.run import next_token_loss
 
 SMALL = ("smoke", "laptop", "gpu", "paper")
 HEADLINE = {
     *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
     *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
+    *("sft_softmax", "sft_sigmoid"),  # by what they start from
 }
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
@@ -48,6 +50,10 @@ SAME = {
     },
     "paper-1b": {},
 }
+
+
+def missing(preset, runs, seeds=None, only=None):
+    return [(run.experiment, run.seed) for run in Runs(runs).missing(preset, seeds, only=only)]
 
 
 def flat(value, prefix=""):
@@ -83,7 +89,7 @@ def test_every_experiment_is_available_at_every_preset(scale):
 
 def test_the_1b_preset_has_the_pair_of_section_7_4_and_nothing_else():
     pair = [e.name for e in experiments() if e.name not in unavailable("paper-1b")]
-    assert pair == ["softmax_1b", "sigmoid_1b"]
+    assert [name for name in pair if not name.startswith("sft_")] == ["softmax_1b", "sigmoid_1b"]
     assert changes(config("sigmoid_1b", "paper-1b"), config("softmax_1b", "paper-1b")) == {
         "model.attention.similarity": "sigmoid",
         "model.attention.normalizer": "none",
@@ -211,7 +217,7 @@ def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_ca
 
 
 def test_sections_partition_the_experiments():
-    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C")}
+    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C", "D")}
     assert sorted(e.name for part in by_section.values() for e in part) == sorted(e.name for e in experiments())
     assert all(isinstance(e, Experiment) and e.title for e in experiments())
     assert all(e.section == section for section, part in by_section.items() for e in part)
@@ -244,13 +250,13 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads"):
         config("heads_4", "narrow")
-    assert ("heads_4", 0) not in missing("narrow")
+    assert not any(run.experiment == "heads_4" for run in plan("narrow"))
 
 
 def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
-    plan = missing("laptop", runs=tmp_path)
+    plan = missing("laptop", tmp_path)
     assert len(set(plan)) == len(plan)
-    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"])
+    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets and not e.download} - set(SAME["laptop"])
     parts = []  # in the order of the plan
     for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE)):
         parts.append(plan[:size])
@@ -261,13 +267,14 @@ def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
         assert set(part) == {(name, seed) for name in held for seed in (0, 1, 2)}
         assert [seed for _, seed in part] == [0, 1, 2] * len(held), "all three of an experiment together"
     assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
-    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names}
+    assert set(missing("laptop", tmp_path, (5,))) == {(name, 5) for name in names}
+    assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
 
 
 def test_a_base_that_is_not_of_the_headline_has_three_seeds(tmp_path):
     seeds = (0, 1, 2)
-    plan = [*(("softmax_1b", seed) for seed in seeds), *(("sigmoid_1b", seed) for seed in seeds)]
-    assert missing("paper-1b", runs=tmp_path) == plan
+    names = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")
+    assert missing("paper-1b", tmp_path) == [(name, seed) for name in names for seed in seeds]
 
 
 def test_variants_without_a_fixed_token_change_the_default_and_not_the_base():
@@ -281,6 +288,6 @@ def test_a_record_counts_only_while_it_is_of_this_config(tmp_path):
     for name, run in (("fixed_1", config("fixed_1", "smoke")), ("k_bias", config("k_bias", "smoke", seed=9))):
         metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
         write_record(record_folder("smoke", name, 0, tmp_path), run, metrics, {})
-    plan = missing("smoke", runs=tmp_path)
+    plan = missing("smoke", tmp_path)
     assert ("fixed_1", 0) not in plan
     assert ("k_bias", 0) in plan  # what lies there is the record of another seed

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+from sinkutils import paths
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import DataConfig
@@ -26,6 +27,7 @@ from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.showing import explorer, figures, properties
 from sinkutils.study.config import RunConfig, TrainConfig
 from sinkutils.study.record import write_record
+from sinkutils.study.store import Runs
 
 matplotlib.use("agg")
 
@@ -92,7 +94,7 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
 
 
 def test_without_weights_the_models_are_missing_in_one_clear_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(properties, "record_folder", lambda *parts: tmp_path / "none")
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
     with pytest.raises(ModelUnavailable, match="python -m sinkutils train fixed_1 --preset laptop --keep-weights"):
         properties.subjects("gpu")
     with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
@@ -308,7 +310,7 @@ def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tm
         return Subject(name.split("/")[1], tiny_wide(), None)
 
     record = SimpleNamespace(weights=tmp_path)
-    monkeypatch.setattr(properties, "find_record", lambda folder, run: record)
+    monkeypatch.setattr(Runs, "get", lambda *_: record)
     monkeypatch.setattr(properties, "subject", stand_in)
     assert all(one.name.endswith(" of laptop") for one in properties.subjects("smoke"))
     assert not any(" of " in one.name for one in properties.subjects("laptop"))

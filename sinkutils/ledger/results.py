@@ -15,11 +15,10 @@ import pandas as pd
 
 from sinkutils.ledger.frozen import ledgers
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
-from sinkutils.paths import RUNS
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS, Record, find_record
-from sinkutils.training.finetune import history, planned
+from sinkutils.study.record import SUMS, Record, history
+from sinkutils.study.store import Runs
 
 EPSILONS = (0.2, 0.3, 0.4)  # Sink_1 is shown at each (Fig. 9); 0.3 is the paper's choice (Section 3.2)
 EPSILON = 0.3
@@ -278,7 +277,7 @@ class Results:
 def _label(name: str, preset: str) -> str:
     try:
         return resolve(name, preset)
-    except ValueError:  # a fine-tuning, or not of this preset
+    except ValueError:  # not of this preset
         return name
 
 
@@ -287,24 +286,21 @@ def results(preset: str, runs: Path | str | None = None) -> Results:
 
     Raises ValueError for an unknown preset.
     """
-    root = Path(runs or RUNS) / find_preset(preset).name
-    sums = sorted(root.glob(f"*/*/{SUMS}"))
-    return _read(preset, tuple((path.parent, path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
+    store = Runs(runs)
+    sums = sorted((store.folder / find_preset(preset).name).glob(f"*/*/{SUMS}"))
+    return _read(preset, store, tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
 
 
 @lru_cache(maxsize=4)
-def _read(preset: str, state: tuple[tuple[Path, int, int], ...]) -> Results:
-    """state: each record's folder, and when and how large its digests were written."""
+def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) -> Results:
+    """state: each record's digests, when they were written and how large they are."""
     found: dict[str, dict[int, Run]] = {}
     older = []
-    for folder, _, _ in state:
-        name, seed = folder.parts[-2:]
-        try:
-            record = find_record(folder, planned(name, preset, int(seed)))
-        except ValueError:  # an experiment that there is no more
+    for entry in store.entries(preset):
+        if entry.record is None or entry.status == "stale":
             continue
-        if record is not None and record.provenance.get("ledger") in ledgers():
-            found.setdefault(name, {})[int(seed)] = Run(record)
-        elif record is not None:
-            older.append(f"{name}/{seed}")
+        if entry.record.provenance.get("ledger") in ledgers():
+            found.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
+        else:
+            older.append(f"{entry.experiment}/{entry.seed}")
     return Results(preset, found, tuple(older))

@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 from sinkutils.paths import NOTEBOOKS
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.tables import plain
-from sinkutils.study.grid import config, keeps_weights, paper_rows, resolve, unavailable
-from sinkutils.study.record import Record, find_record, record_folder
-from sinkutils.training.finetune import finetune, finetune_config
+from sinkutils.study.grid import config, keeps_weights, resolve, unavailable
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.record import Record
+from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 CELL_SECONDS = 1200
@@ -124,7 +125,7 @@ def record_or_train(
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
     run = config(name, preset, seed)
-    found = find_record(record_folder(preset, run.experiment, seed), run)
+    found = Runs().get(run)
     if found is not None or recompute == "never":
         return found
     return train(run, device=device, keep_weights=keeps_weights(run))
@@ -143,26 +144,6 @@ def records_of(
     if missing:
         print(f"not run: {', '.join(missing)} (python -m sinkutils train NAME --preset {preset} --seed {seed})")
     return found
-
-
-def finetuned_or_train(
-    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
-) -> Record | None:
-    """`record_or_train` for a fine-tuning: what it starts from is trained first where no record has its weights.
-
-    Prints the command where nothing may be trained.
-    """
-    if recompute not in ("never", "missing"):
-        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
-    run = finetune_config(name, preset, seed)
-    found = find_record(record_folder(preset, name, seed), run)
-    if found is None and recompute == "never":
-        print(f"not run: {name} (python -m sinkutils finetune {name} --preset {preset} --seed {seed})")
-        return None
-    if found is not None:
-        return found
-    train(config(run.start, preset, seed), device=device, keep_weights=True)
-    return finetune(run, device=device)
 
 
 def show(table: pd.DataFrame) -> None:

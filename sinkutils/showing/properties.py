@@ -20,9 +20,10 @@ from sinkutils.measuring.own import BOS, Subject, subject
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
 from sinkutils.measuring.scores import METRICS
-from sinkutils.study.grid import PAPER, config, resolve
+from sinkutils.paths import PAPER
+from sinkutils.study.grid import config, resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import find_record, record_folder
+from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
@@ -49,7 +50,7 @@ def subjects(
         run = config(name, scale)
         if recompute == "missing":
             train(run, device=device, keep_weights=True)
-        record = find_record(record_folder(scale, name, run.seed), run)
+        record = Runs().get(run)
         if record is not None and record.weights is not None:
             one = subject(f"{scale}/{name}/{run.seed}", device)
             found.append(one if scale == preset else dataclasses.replace(one, name=f"{name} of {scale}"))
