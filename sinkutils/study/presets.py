@@ -43,17 +43,17 @@ PRESETS = {
             ),
             DataConfig("docstrings"),
             TrainConfig(
-                steps=60,
-                batch_size=8,
-                learning_rate=6e-3,
-                warmup_steps=10,
-                eval_every=20,
+                steps=500,
+                batch_size=16,
+                learning_rate=3e-2,  # so that a K bias has its sink within the run
+                warmup_steps=20,
+                eval_every=50,
                 eval_sequences=8,
                 valid_chunks=8,
             ),
             base="fixed_1",
-            four_epochs=0.002,  # about one pass, so that a hundredth is still a few chunks
-            seconds=2,
+            four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
+            seconds=10,
         ),
         Preset(
             "laptop",
