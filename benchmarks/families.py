@@ -333,7 +333,7 @@ def page(results: list[Result]) -> str:
         "",
         f"Written by `python benchmarks/families.py` with transformers {transformers.__version__}: every family of "
         f"its `AutoModelForCausalLM`, {len(results)} of them, as a model of random weights with two layers or so and a "
-        f"window of {WINDOW}. `measure` has numbers for {len(measured)}; {len(refused)} are refused by name.",
+        f"window of {WINDOW}. `measure` has numbers for {len(measured)}; why not for {len(refused)} stands below.",
         "",
         f"alpha_1, alpha_2 and alpha_5 at T = {', '.join(map(str, LENGTHS))}, by the default path and by `exact=True`, "
         "are held against dense attention computed in float64 from queries, keys and mask alone, whose logits have to "
@@ -349,7 +349,7 @@ def page(results: list[Result]) -> str:
         *(f"| {r.family} | {CLASSES[r.family]} | {r.path} | {at_most(r.alpha)} | {at_most(r.logits)} | {r.remarks} |"
           for r in measured),
         "",
-        "## Refused, and why",
+        "## Without numbers, and why",
         "",
         "| family | class | reason |",
         "|---|---|---|",

@@ -172,12 +172,18 @@ def cost_command(options: argparse.Namespace) -> int:
 
 def measure_command(options: argparse.Namespace) -> int:
     """Measure a model on one or more kinds of input."""
+    from sinkutils.measuring.open_lms import record
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
+    from sinkutils.measuring.real import REAL_MODELS
     from sinkutils.measuring.saved import identity, save_measurement
     from sinkutils.model.decoder import TransformerLM
 
     if options.save and options.revision:
         raise ValueError("--save keeps a model as it was published: leave out --revision, or --save")
+    if options.save and options.model in REAL_MODELS:
+        path = record(options.model)
+        print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
+        return 0
     measured = subject(options.model, options.device, dtype=options.dtype, revision=options.revision, runs=options.runs,
                        trust_remote_code=options.trust_remote_code)  # fmt: skip
     measured = replace(measured, corpus=options.corpus)
@@ -200,6 +206,19 @@ def measure_command(options: argparse.Namespace) -> int:
     if options.save:
         path = save_measurement(options.model, results, options.corpus)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
+    return 0
+
+
+def models_command(options: argparse.Namespace) -> int:
+    """Install real models, or list them."""
+    from sinkutils.measuring.real import REAL_MODELS, install, listing
+
+    for name in options.install or ():
+        install(name)
+        print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
+    for row in [] if options.install else listing():
+        for key, value in row.items():
+            print(f"{value}" if key == "name" else f"  {key:<16}{value}")
     return 0
 
 
@@ -270,7 +289,7 @@ def readme_command(options: argparse.Namespace) -> int:
     return 0
 
 
-LONG = ("why", "reason", "holds", "effect", "low", "high")  # columns that only --long prints
+LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long prints
 COMMANDS = {
     "list": list_command,
     "train": train_command,
@@ -278,6 +297,7 @@ COMMANDS = {
     "sweep": sweep_command,
     "cost": cost_command,
     "measure": measure_command,
+    "models": models_command,
     "scores": scores_command,
     "claims": claims_command,
     "run": run_command,

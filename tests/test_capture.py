@@ -103,7 +103,7 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
     if family_has_interface(eager):
         eager.set_attn_implementation("eager")
     else:
-        eager.config._attn_implementation_internal = "eager"
+        eager.config._attn_implementation = "eager"
     with torch.no_grad():
         return tuple(m for m in eager(ids, output_attentions=True, use_cache=False).attentions if m is not None)
 
@@ -134,7 +134,7 @@ def test_logits_do_not_change_while_measured(family: str) -> None:
             reference = "eager"  # they have no sdpa, or it leaves out what eager does
         model = build(family, None if family in LEGACY else reference)
         if family in LEGACY:
-            model.config._attn_implementation_internal = "eager"
+            model.config._attn_implementation = "eager"
         with torch.no_grad():
             before = model(ids, use_cache=False).logits
             with hf.capturing(model, request, tally, exact):

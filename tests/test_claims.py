@@ -8,13 +8,15 @@ import zlib
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
+from sinkutils.data.tokenizer import train_tokenizer
 from sinkutils.ledger import frozen, open_models, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
-from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, norm_ratios, results
+from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, results
 from sinkutils.ledger.rules import (
     BASE,
     FAILS,
@@ -39,6 +41,8 @@ from sinkutils.ledger.rules import (
 )
 from sinkutils.ledger.rules import verdict as of_outcomes
 from sinkutils.measuring import saved
+from sinkutils.measuring.own import Subject
+from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import ledger_sha256, record_folder, write_record
@@ -52,9 +56,11 @@ MASSIVE = {"default": 8.0, "v_bias": 6.0, "k_bias_first_20": 5.0, "k_bias_unifor
 # What the paper says without a number, or in a cell that its text lost.
 SAID = {"data_share_0.02": {"sink_1": 0.9}, "data_share_0.01": {"sink_1": 0.5}, "data_share_0.1": {"sink_1": 6.0},
         "lr_x0.025": {"valid_loss": 6.0, "sink_1": 0.0}, "random_1_to_5": {"sink_1": 0.5},
-        "random_1_to_10": {"sink_1": 0.3}, "prefix_5": {"sink_1": 4.0, "sink_2": 5.0}, "weight_decay_10": {"sink_1": 0.0},
-        **dict.fromkeys(("softmax_p1_2", "softmax_p1_3", "softmax_p1_4", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
-                        {"sink_1": 10.0}), "k_bias": {"sink_star": 73.0}, "k_bias_first_1": {"sink_star": 70.0}, "k_bias_first_20": {"sink_star": 0.0},
+        "random_1_to_10": {"sink_1": 0.3}, "prefix_5": {"sink_1": 4.0, "sink_2": 5.0},
+        "weight_decay_10": {"sink_1": 0.0},
+        **{f"{name}{p}": {"sink_1": 10.0} for p in (2, 3, 4) for name in ("softmax_p1_", "sigmoid_p")},
+        "k_bias": {"sink_star": 73.0}, "k_bias_first_1": {"sink_star": 70.0},
+        "k_bias_first_20": {"sink_star": 0.0},
         "k_bias_uniform_5": {"sink_1": 6.0}, "window_none": {"sink_1": 18.18}, "window_1_2": {"sink_1": 18.0},
         "window_1_4": {"sink_1": 14.0}, **{f"window_1_{w}": {"sink_1": 0.0} for w in (8, 16, 32, 64)},
         **{f"k_bias_dims_{d}": {"sink_star": s, "sink_1": f} for d, s, f in
@@ -71,8 +77,8 @@ class Ledger:
         self.runs, self.preset, self.noise = runs, preset, noise
 
     def add(self, name, excess=0.3, star=None, *, seeds=(0, 1, 2), second=0.0, ratio=1.0, before=None, small=0.3,
-            third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False, sinks=None,
-            weights=None, tokenizer=None):  # fmt: skip
+            third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False,
+            sinks=None, weights=None, tokenizer=None):  # fmt: skip
         """excess, star, second: final excess of alpha_1, alpha_* and alpha_2; ratio and small: norm ratios of h_1, and
         of k_1 and v_1; onset, turn: shares of the steps; untrained: excess before the first step.
         """
@@ -94,10 +100,12 @@ class Ledger:
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
             floor = float(np.mean(1 / np.arange(1, seen + 1)))
             alpha = (floor + end * (1 - floor)) * seen / length
-            by_eps = {k: {f"{eps}": 100 * min(1.0, max(0.0, x) / HEAD) for eps in EPSILONS} for k, x in of.items() if k != "star"}
-            report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": {f"{k}": x for k, x in by_eps.items()},
-                      "alpha": [[[alpha, alpha]] * 3], "layers": [0, 1, 2], "hidden_norms": norms, "key_norms": lesser,
-                      "value_norms": lesser, "floor": uniform, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
+            by_eps = {
+                f"{k}": {f"{eps}": min(100.0, 100 * max(0.0, of[k]) / HEAD) for eps in EPSILONS} for k in range(1, 11)
+            }
+            report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": by_eps, "layers": [0, 1, 2],
+                      "alpha": [[[alpha, alpha]] * 3], "hidden_norms": norms, "key_norms": lesser, "floor": uniform,
+                      "value_norms": lesser, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
             if before is not None:
                 report["before_norm_norms"] = [[before, *[1.0] * 7]] * 3
             if sinks:
@@ -107,15 +115,20 @@ class Ledger:
             curve = []
             for step in range(0, 101, 5):
                 share = step / 100
-                grown = 0.0 if share < start else (share - start + 0.05) / (1 - start + 0.05)
-                point = {"step": step, "sink_1": 100 * min(1.0, max(0.0, end) / HEAD) * (grown if share < 1 else 1.0) if share >= start else 0.0,
-                         "excess_1": untrained + (end - untrained) * (grown if share < 1 else 1.0), "train_loss": final_loss,
-                         "valid_loss": final_loss + abs(share - turn)}  # fmt: skip
+                grown = 0.0 if share < start else min(1.0, (share - start + 0.05) / (1 - start))
+                point = {
+                    "step": step,
+                    "sink_1": min(100.0, 100 * max(0.0, end) / HEAD) * grown,
+                    "train_loss": final_loss,
+                    "excess_1": untrained + (end - untrained) * grown,
+                    "valid_loss": final_loss + abs(share - turn),
+                }
                 point |= {"excess_star": of["star"] * share} if star is not None else {}
                 curve.append(point)
             final = {**curve[-1], "valid_loss": final_loss, "train_loss": final_loss - gap + wobble, "report": report}
-            metrics = {"status": "failed" if failed else "done", "reason": "the loss was not finite" if failed else None,
-                       "curve": [] if failed else curve, "final": {} if failed else final}  # fmt: skip
+            metrics = {"status": "done", "reason": None, "curve": curve, "final": final}
+            if failed:
+                metrics = {"status": "failed", "reason": "the loss was not finite", "curve": [], "final": {}}
             write_record(record_folder(self.preset, name, seed, self.runs), run, metrics, {"wall_seconds": 1.0},
                          weights, tokenizer)  # fmt: skip
         return self
@@ -165,6 +178,12 @@ def no_measurements(tmp_path, monkeypatch):
     """No open model has been measured, unless a test says so."""
     monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
     monkeypatch.setattr(open_models.paths, "OPEN_LMS", tmp_path / "open_lms")
+
+
+@pytest.fixture(autouse=True)
+def untrained_models_without_a_ratio(monkeypatch):
+    """The made-up norms stand for themselves, unless a test says so."""
+    monkeypatch.setattr(trials, "untrained_ratio", lambda *arguments: 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -382,10 +401,21 @@ def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
     assert QUANTITIES["onset"].read(Run(Fake(points(*sinks)))) == expected
 
 
+def test_massive_is_measured_by_the_same_model_before_its_first_step(ledger, monkeypatch):
+    monkeypatch.undo()
+    model = json.dumps({"vocab_size": 512, "context_length": 64, "num_layers": 4, "num_heads": 4, "hidden_size": 64,
+                        "intermediate_size": 128})  # fmt: skip
+    untrained = trials.untrained_ratio(model, 64, "hidden_norms", (1,))
+    assert 2.5 < untrained < 4.0  # x_1 sees only itself: no training is needed for that
+    report = {"T": 64, "hidden_norms": [[1.5 * untrained, 1.0, 1.0], [1.0, 1.0, 1.0]]}
+    run = Fake(final={"report": report})
+    run.config["model"] = json.loads(model)
+    assert QUANTITIES["hidden"].read(Run(run)) == pytest.approx(1.5)  # far above 2 as it stands
+
+
 def test_the_last_block_is_left_out_of_norm_ratios():
-    report = {"hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
+    report = {"T": 64, "hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
     assert QUANTITIES["hidden"].read(Run(Fake(final={"report": report}))) == 2.5
-    assert norm_ratios([[1.0, 4.0, 1.0]], 1) == [4.0]
 
 
 def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_token():
@@ -396,17 +426,6 @@ def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_tok
     report["alpha"] = [[[8 / 64] * 2]]
     assert read(Run(Fake(final={"report": report}, window=8))) == pytest.approx(1.0)
     assert read(Run(Fake(final={"report": report}, window=1))) == 0.0  # no other key to look at
-
-
-def test_sink_at_any_eps_comes_from_the_arrays_where_the_report_has_it_not(tmp_path):
-    from safetensors.numpy import save_file
-
-    from sinkutils.ledger.results import sink
-
-    save_file({"final": np.linspace(0, 1, 80).reshape(10, 4, 1, 2).astype(np.float16)}, tmp_path / "alpha.safetensors")
-    run = Run(Fake(folder=tmp_path))
-    values = np.linspace(0, 1, 80).reshape(10, 4, 1, 2)[:, 0]
-    assert sink(run, 1, 0.25) == pytest.approx(100 * (values > 0.25).mean())
 
 
 def test_a_record_is_read_anew_only_when_it_changes(ledger):
@@ -536,3 +555,208 @@ def test_the_row_and_the_checks_of_a_claim_hold_the_same_effect(ledger):
     assert (row["effect"], row["low"], row["high"]) == (same["mean"], same["low"], same["high"])
     found = effect("v_bias", "base", "laptop", runs=ledger.runs)
     assert (found.mean, found.low, found.high) == (row["effect"], row["low"], row["high"])
+
+
+# --- trials on weights, and open models ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer((f"a few words of text number {i}" for i in range(200)), 512)
+
+
+def kept(name, ledger, tokenizer, edit=lambda model: None, seeds=(0, 1, 2), **more):
+    """Records whose weights are those of models before the first step, edited."""
+    for seed in seeds:
+        model = TransformerLM(config(name, ledger.preset).model, seed)
+        with torch.no_grad():
+            edit(model)
+        ledger.add(name, seeds=(seed,), weights=dict(model.state_dict()), tokenizer=tokenizer, **more)
+    return ledger
+
+
+def test_weights_of_fewer_than_three_seeds_are_not_tried(ledger, tokenizer):
+    kept("window_1_4", ledger.base(), tokenizer, seeds=(0, 1)).add("window_1_4", seeds=(2,))
+    assert ledger.says("window_relative") == NOT_RUN
+    assert "2 of 3 seeds hold excess alpha of the window's first key" in ledger.row("window_relative")["reason"]
+    assert kept("window_1_4", ledger, tokenizer, seeds=(2,)).says("window_relative") == REPRODUCED
+
+
+def test_the_sink_token_itself_is_looked_at_for_massive_activations(ledger, tokenizer):
+    def grow(model):
+        model.sink.mul_(60.0)  # x* alone
+
+    kept("sink_token_default", ledger.base(), tokenizer, excess=0.0, star=0.4)
+    assert ledger.says("sink_token_activations") == NOT_REPRODUCED
+    assert kept("sink_token_default", ledger, tokenizer, grow, excess=0.0, star=0.4).says(
+        "sink_token_activations") == REPRODUCED  # fmt: skip
+    with pytest.raises(ValueError, match="with a sink token"):
+        trials.sink_token_ratios(TransformerLM(LMConfig()), torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_without_its_biases_a_model_is_what_it_was_but_for_them(tokenizer):
+    biased = TransformerLM(config("k_bias", "smoke").model)
+    own = Subject("k_bias", biased.eval(), tokenizer)
+    plain = trials._unbiased(own).model
+    ids = own.inputs("random", 2, 16)
+    with torch.no_grad():
+        for name, parameter in biased.named_parameters():
+            if "key_bias" in name:
+                parameter.fill_(-1e4)
+    same = {name for name in plain.state_dict() if torch.equal(plain.state_dict()[name], biased.state_dict()[name])}
+    assert same == set(plain.state_dict()) < set(biased.state_dict())
+    assert not torch.allclose(plain(ids), TransformerLM(config("k_bias", "smoke").model)(ids), atol=1e-4)
+
+
+class Moved:
+    """In place of a model with learned positions: a report whose sink follows p_1, or stays on x_1."""
+
+    length = 64
+
+    def __init__(self, follows):
+        self.follows, self.at = follows, 1
+        self.model = self
+
+    def inputs(self, *args):
+        return None
+
+    def measure(self, ids, targets=(1,), norms=True):
+        seen = {self.at if self.follows else 1: 0.5}
+        return type("Report", (), {"excess": staticmethod(lambda k: seen.get(k, 0.0))})()
+
+
+@pytest.mark.parametrize("follows, left, shift", [(True, 0.0, 0.5), (False, 1.0, -0.5)])
+def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, monkeypatch):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def moved(model, t):
+        model.at = t
+        yield
+        model.at = 1
+
+    monkeypatch.setattr("sinkutils.measuring.load.swap_positions", moved)
+    monkeypatch.setattr("sinkutils.measuring.load.replace_position", moved)
+    assert trials._edited(Moved(follows), swap=False) == left and trials._edited(Moved(follows), swap=True) == shift
+
+
+@pytest.mark.parametrize("optimizer, powers", [("sgd", {"lr": 1}), ("adamw", {"lr": 1}), ("adamw", {})])
+def test_scaling_needs_all_of_the_papers_rule(optimizer, powers):
+    assert (
+        max(trials.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > trials.scaling_difference(optimizer)
+    )
+
+
+def test_the_propositions_hold_but_for_the_second_up_to_its_distance(ledger):
+    table = claims("laptop", ledger.runs).set_index("id")
+    proofs = ["equal_states", "proposition_1", "proposition_3", "proposition_4", "scale_is_rescaling"]
+    assert set(table.loc[proofs, "verdict"]) == {REPRODUCED}
+    row = table.loc["proposition_2"]
+    assert (row["verdict"], row["holds"]) == (PARTLY, "3 of 5")
+    assert "fails: g never grows" in row["reason"] and "fails: alpha_1 at most 0.3 at T = 64" in row["reason"]
+
+
+def report(sink, early=0.1, late=0.6, norms=True, spread=1.0, high=None):
+    result = {"T": 64, "sink": {"1": {f"{eps}": high if high and eps == 0.4 else sink for eps in EPSILONS}},
+              "interval": {"1": {"0.3": [sink - spread, sink + spread]}},
+              "alpha": [[[early] * 2, *[[late] * 2] * 3]]}  # fmt: skip
+    rows = {"hidden_norms": [[9.0, 1, 1], [9.0, 1, 1], [1.0, 1, 1]], "key_norms": [[0.5, 1, 1]] * 4,
+            "value_norms": [[0.5, 1, 1]] * 4}  # fmt: skip
+    return result | rows if norms else result
+
+
+def real(tmp_path, name, bos=False, random=80.0, repeat=0.0, parameters=135e6, sinks=(90, 80, 70, 60, 50)):
+    """A file of data/open_lms as `measuring.open_lms` makes it."""
+    first = "BOS" if bos else "text"
+    none = report(0.0) | {"alpha": [[[0.1] * 2] * 4]}
+    probes = {
+        "natural": {"text": report(75.0) if not bos else none, first: report(75.0)},
+        "random": {"text": report(random)},
+        "repeat": {"text": report(repeat) | {"hidden_norms": [[9.0, 9, 9]] * 3}},
+    }
+    lengths = {first: {f"{32 * 2**i}": report(s, norms=False, high=s - 9 * i) for i, s in enumerate(sinks)}}
+    angles = {"cosine": {"first": [[0.5] * 2] * 4, "others": [[0.1] * 2] * 4},
+              "norm_product": {"first": [[1.0] * 2] * 4, "others": [[2.0] * 2] * 4}}  # fmt: skip
+    domains = {"by": {"Github": {first: report(78.0)}, "ArXiv": {first: report(69.0)}}}
+    sections = {"about": {"title": name, "parameters": parameters, "trained_with_bos": bos}, "probes": probes,
+                "lengths": lengths, "angles": angles, "domains": domains}  # fmt: skip
+    (tmp_path / "open_lms").mkdir(exist_ok=True)
+    (tmp_path / "open_lms" / f"{name}.json").write_text(json.dumps(sections), encoding="utf-8")
+
+
+def test_real_models_are_judged_one_a_check_with_what_stood_first_in_training(ledger, tmp_path):
+    assert ledger.says("universal") == NOT_RUN and "measure gpt2" in ledger.row("universal")["reason"]
+    real(tmp_path, "SmolLM2")
+    results_on_one = {id: claims("laptop", tmp_path / "other").set_index("id").loc[id, "verdict"] for id in (
+        "universal", "small_models", "random_input", "repeated_input", "repeated_massive", "norms_everywhere",
+        "qk_angles", "length_and_threshold", "domains", "later_blocks")}  # fmt: skip
+    assert set(results_on_one.values()) == {REPRODUCED}, results_on_one
+    real(tmp_path, "Gemma", bos=True, random=0.0)
+    table = claims("laptop", tmp_path / "third").set_index("id")
+    assert table.loc["universal", "verdict"] == REPRODUCED and table.loc["universal", "holds"] == "2 of 2"
+    assert table.loc["random_input", "verdict"] == PARTLY  # without its BOS it has none
+    assert "Sink_1 of Gemma 0.0" in table.loc["random_input", "ours"]
+
+
+@pytest.mark.parametrize("sinks, verdict", [
+    ((90, 80, 70, 60, 50), REPRODUCED), ((50, 60, 70, 80, 90), PARTLY), ((70, 60, 80, 65, 69), INCONCLUSIVE),
+])  # fmt: skip
+def test_a_fall_with_length_is_by_rank_over_all_lengths(sinks, verdict, ledger, tmp_path):
+    real(tmp_path, "SmolLM2", sinks=sinks)
+    assert ledger.says("length_and_threshold") == verdict
+
+
+def save(model, sink, kind="natural", domain=""):
+    path = saved.path_of(model, domain=domain)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"model": model, kind: report(sink)}), encoding="utf-8")
+
+
+def test_saved_measurements_of_table_8_are_judged_too(ledger, tmp_path):
+    for model, sink in (("mistralai/Mistral-7B-v0.1", 97.0), ("mistralai/Mistral-7B-Instruct-v0.1", 88.0),
+                        ("EleutherAI/pythia-14m", 10.0), ("EleutherAI/pythia-70m", 20.0),
+                        ("EleutherAI/pythia-1b", 60.0), ("ai21labs/Jamba-v0.1", 88.5)):  # fmt: skip
+        save(model, sink)
+    save("EleutherAI/pythia-1b", 30.0, domain="ArXiv")
+    save("EleutherAI/pythia-1b", 60.0, domain="Github")
+    table = claims("laptop", tmp_path / "none").set_index("id")
+    assert set(table.loc[["universal", "base_and_chat", "larger_pythia", "jamba"], "verdict"]) == {REPRODUCED}
+    assert table.loc["domains", "verdict"] == NOT_REPRODUCED  # 15 points from their mean
+    assert table.loc["jamba_third", "verdict"] == NOT_REPRODUCED  # the first layer has the least here
+
+
+def test_a_file_that_is_no_measurement_is_named(ledger, tmp_path):
+    (tmp_path / "measurements").mkdir()
+    (tmp_path / "measurements" / "gpt2.json").write_text('{"model": "openai-community/gpt2", "natural": {"sink": {}}}')
+    with pytest.raises(ValueError, match=r"gpt2\.json in data/measurements is not what"):
+        ledger.row("universal")
+
+
+def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
+    for model, sink, score in (("EleutherAI/pythia-160m", 20.0, 30.0), ("EleutherAI/pythia-1.4b", 60.0, 52.0),
+                               ("facebook/opt-1.3b", 90.0, 53.0)):  # fmt: skip
+        save(model, sink)
+        saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
+    assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
+
+
+def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch, capsys):
+    import runpy
+    from pathlib import Path
+
+    ledger.base().add("sigmoid", 0.0).add("elu", 0.0, seeds=(0, 1)).add("elu", 0.06, seeds=(2,))
+    assert ledger.says("no_normalisation") == INCONCLUSIVE  # one seed of elu has a sink
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "drop_a_seed.py"))
+    monkeypatch.setitem(script["main"].__globals__, "results", lambda preset: results(preset, ledger.runs))
+    script["main"]()
+    said = capsys.readouterr().out
+    assert "without elu/2: no_normalisation inconclusive -> reproduced" in said
+    assert "12 seeds left out one at a time" in said
+
+
+def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(monkeypatch):
+    from sinkutils.showing import readme
+
+    page = readme.ledger_page()
+    assert page.count("\n| ") == len(CLAIMS) + 2 and "18.18" in page
+    assert json.loads(frozen.PATH.read_text(encoding="utf-8"))[0]["sha256"][:16] in page

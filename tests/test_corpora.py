@@ -22,9 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from sinkutils.data import cache as caches
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
-from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus, pack_corpus
+from sinkutils.data.cache import pack_corpus
+from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus
+from sinkutils.data.probes import probe
 from sinkutils.paths import ROOT
 
 STRANGE = [
@@ -90,12 +93,12 @@ def test_limits_are_kept(corpus):
 
 def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_split(tmp_path):
     rng = random.Random(1)
-    lines = [" ".join(rng.choices("abcdefghij", k=30)) for _ in range(4000)]
+    lines = [" ".join(rng.choices("abcdefghij", k=30)) for _ in range(12_000)]
     for name, kept in (("all", lines), ("half", lines[::2])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in kept))
     whole, half = (load(f"path:{tmp_path}/{name}.jsonl", tmp_path / "cache") for name in ("all", "half"))
     documents = {split: len(list(whole.documents(split))) for split in SPLITS}
-    assert 50 <= documents["probe"] <= 115 and 50 <= documents["valid"] <= 115  # 80 of 4000, 4 sigma
+    assert all(240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid"))  # of 12,000, 4 sigma
     for split in SPLITS:
         assert set(half.texts(split)) < set(whole.texts(split))
 
@@ -106,6 +109,7 @@ def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
     probe = [f for f in fractions if f < probe_below]
     valid = [f for f in fractions if probe_below <= f < valid_below]
     assert probe and valid and len(probe) + len(valid) < len(fractions)
+    assert len(probe) == len(valid) == max(1, len(fractions) // 5)
 
 
 def test_the_same_text_gives_the_same_tokens_and_fingerprint_elsewhere(text_folder, tmp_path):
@@ -167,6 +171,24 @@ def test_a_damaged_cache_is_noticed_and_built_again(text_folder, corpus, tmp_pat
     assert rebuilt.fingerprint == corpus.fingerprint
     assert np.array_equal(rebuilt.tokens("train"), corpus.tokens("train"))
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_is_hashed_once_and_again_when_it_was_changed(text_folder, corpus, tmp_path, monkeypatch):
+    hashed = []
+    digest = caches._file_digest
+    monkeypatch.setattr(caches, "_file_digest", lambda file: hashed.append(file.name) or digest(file))
+    files = {"probe.bin", "tokenizer.json", "train.bin", "valid.bin"}
+    folder = load(f"path:{text_folder}", tmp_path).folder
+    assert sorted(hashed) == sorted(files)  # when it was written
+    load(f"path:{text_folder}", tmp_path)
+    assert len(hashed) == 4
+    os.utime(folder / "train.bin")
+    load(f"path:{text_folder}", tmp_path)
+    assert hashed[4:] == ["train.bin"]
+    (folder / caches.HASHED).write_text('{"train.bin": [')  # a write that was killed
+    load(f"path:{text_folder}", tmp_path)
+    load(f"path:{text_folder}", tmp_path)
+    assert set(hashed[5:]) == files and len(hashed) == 9
 
 
 LOADER = """
@@ -235,6 +257,12 @@ def test_an_unknown_corpus_lists_what_exists(name, tmp_path):
     assert all(known in str(error.value) for known in corpus_names())
 
 
+def test_a_path_without_its_prefix_is_told_the_prefix(text_folder, tmp_path):
+    for path in (text_folder, text_folder / "000.txt"):
+        with pytest.raises(ValueError, match=f"say 'path:{path}'$"):
+            load(str(path), tmp_path)
+
+
 def test_missing_and_empty_folders_say_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such folder or file"):
         load(f"path:{tmp_path}/nowhere", tmp_path / "cache")
@@ -275,13 +303,31 @@ def test_folders_mix_text_markdown_and_jsonl(text_folder, tmp_path):
     assert sorted(all_texts(load(f"path:{folder}", tmp_path / "cache"))) == sorted(texts[:52])
 
 
-def test_a_single_text_file_is_cut_at_empty_lines_into_documents(tmp_path):
-    rng = random.Random(0)
-    text = "\n\n".join(" ".join(rng.choices(["alpha", "beta", "gamma"], k=60)) for _ in range(200))
-    (tmp_path / "book.txt").write_text(text)
-    texts = all_texts(load(f"path:{tmp_path}/book.txt", tmp_path / "cache"))
-    assert len(texts) > 10 and all(piece in text for piece in texts)
-    assert sum(map(len, texts)) == len(text) - 2 * (len(texts) - 1)  # nothing lost but what divides them
+def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp_path):
+    rng, folder = random.Random(0), tmp_path / "novels"
+    folder.mkdir()
+    novels = [
+        "\n\n".join(" ".join(rng.choices(["alpha", "beta", "gamma"], k=60)) for _ in range(1100)) for _ in range(3)
+    ]
+    for name, novel in zip("abc", novels, strict=True):
+        (folder / f"{name}.txt").write_text(novel, encoding="utf-8")
+    corpus = load(f"path:{folder}", tmp_path / "cache")
+    texts = all_texts(corpus)
+    assert all(any(piece in novel for novel in novels) for piece in texts)
+    assert sum(map(len, texts)) == sum(map(len, novels)) - 2 * (len(texts) - 3)  # nothing lost but what divides them
+    assert probe("natural", corpus.tokenizer, 100, 64, corpus=corpus).shape == (100, 64)
+    book = load(f"path:{folder}/a.txt", tmp_path / "cache")
+    assert set(all_texts(book)) < set(texts)
+
+
+@given(words=st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
+def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
+    text = " ".join(words)
+    pieces = list(external._pieces(text))
+    assert max(map(len, pieces)) <= external.PIECE_CHARACTERS
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    if len(text) <= external.PIECE_CHARACTERS:
+        assert pieces == [text]
 
 
 def test_lone_surrogates_do_not_stop_a_corpus(tmp_path):

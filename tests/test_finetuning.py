@@ -331,6 +331,7 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(started, c
         run = small(name, chats, steps=8)
         record = finetune(run, started, corpus=corpus, keep_weights=True, progress=False)
         assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
+        assert record.config["instructions"] == f"path:{chats.name}"  # nothing of the machine
         steps = history(record.metrics)
         assert [step["step"] for step in steps] == list(range(1, 9))
         assert all(step["gradient_norm"] > 0 and step["train_loss"] > 0 for step in steps)

@@ -8,7 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from sinkutils.data.corpus import Corpus
-from sinkutils.data.probes import KINDS, bos_id, probe
+from sinkutils.data.probes import KINDS, probe
+from sinkutils.data.tokenizer import bos_id, special_ids
 
 WORDS = {"<eos>": 0, "<bos>": 1, "<fix>": 2} | {f"w{i}": 3 + i for i in range(40)}
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
@@ -81,6 +82,8 @@ def test_too_few_documents_say_how_many_there_are() -> None:
 def test_bad_requests_are_clear() -> None:
     with pytest.raises(ValueError, match="natural, random, repeat"):
         probe("words", raw())
+    with pytest.raises(ValueError, match=r"a tokenizers\.Tokenizer or a transformers tokenizer, got None"):
+        probe("natural", None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="this one has none"):
         probe("random", raw(bos=False), bos=True)
     with pytest.raises(ValueError, match="length must be at least 2"):
@@ -88,3 +91,11 @@ def test_bad_requests_are_clear() -> None:
     with pytest.raises(ValueError, match="n must be at least 1"):
         probe("random", raw(), n=0)
     assert bos_id(wrapped(bos_token="w5")) == 8
+
+
+@pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])
+def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos: str) -> None:
+    tokenizer = Tokenizer(WordLevel({"</s>": 0, bos: 1, "<pad>": 2, "w0": 3}, unk_token="w0"))
+    tokenizer.add_special_tokens(["</s>", bos, "<pad>"])
+    assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]).all()
+    assert bos_id(tokenizer) == 1

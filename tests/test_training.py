@@ -131,7 +131,7 @@ def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, c
 def test_a_record_says_what_ran_and_holds_the_curve(tiny, corpus, tmp_path):
     record = train(tiny, tmp_path, corpus=corpus, progress=False, keep_weights=True)
     assert record.status == "done" and record.metrics["reason"] is None
-    assert [point["step"] for point in record.metrics["curve"]] == [4, 8, 12]
+    assert [point["step"] for point in record.metrics["curve"]] == [0, 4, 8, 12]
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
     assert record.config["recipe"] >= 1 and record.config["seed"] == 0
     assert {"corpus_train_tokens", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -13,10 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sinkutils.data.corpus import Corpus
 
 SPLITS = ("train", "valid", "probe")
 CACHE_FILES = ("meta.json", "tokenizer.json", *(f"{split}.bin" for split in SPLITS))
+HASHED = "hashed.json"  # of each file that was hashed: its digest, and its size and time of change then
 ABANDONED_SECONDS = 86_400
 
 
@@ -75,26 +80,43 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write meta.json, with the SHA-256 of every other file in the folder and of itself."""
-    meta = meta | {"files": {file.name: _file_digest(file) for file in sorted(folder.iterdir())}}
-    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": _meta_digest(meta)}, indent=1))
+    states = {file.name: _state(file, _file_digest(file)) for file in sorted(folder.iterdir()) if file.name != HASHED}
+    meta = meta | {"files": {name: digest for name, (digest, *_) in states.items()}}
+    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": _meta_digest(meta)}, indent=1), encoding="utf-8")
+    _write_hashed(folder, states)
 
 
 def verified(folder: Path) -> dict[str, Any]:
-    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
+    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written.
+
+    A file is hashed once (the Pile's take 10 GB), and again when its size or time of change is another one.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        hashed = json.loads((folder / HASHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        hashed = None
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta.pop("sha256") != _meta_digest(meta):
             raise ValueError("meta.json does not match its checksum")
-        for name, digest in meta["files"].items():
-            if _file_digest(folder / name) != digest:
+        states = {name: _state(folder / name, digest) for name, digest in meta["files"].items()}
+        for name, state in states.items():
+            known = isinstance(hashed, dict) and hashed.get(name) == state
+            if not known and _file_digest(folder / name) != state[0]:
                 raise ValueError(f"{name} does not match its checksum")
     except (OSError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    if hashed != states:
+        _write_hashed(folder, states)
     return meta
 
 
-def pack(folder: Path, file: Path) -> None:
-    """Write a cache folder as one xz-compressed tar, whole or not at all."""
+def pack_corpus(corpus: Corpus, file: str | Path) -> None:
+    """Write a corpus as one compressed file (a tar, by xz), whole or not at all, to be carried to another machine.
+
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
+    """
+    folder, file = corpus.folder, Path(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     # Tuned to 16-bit tokens (lp, pb: aligned to two bytes); documents are in random order, so the window is as large
     # as the files, up to 256 MiB (which is what reading takes; writing takes ten times as much).
@@ -114,7 +136,7 @@ def pack(folder: Path, file: Path) -> None:
 
 
 def unpack(file: Path, vocab_size: int, folder: Path) -> None:
-    """The reverse of `pack`. Raises ValueError for a file that is not whole or has too large a vocabulary."""
+    """The reverse of `pack_corpus`. Raises ValueError for a file that is not whole or has too large a vocabulary."""
     try:
         with lzma.open(file) as xz, tarfile.open(fileobj=xz, mode="r|") as tar:
             for member in tar:
@@ -129,6 +151,16 @@ def unpack(file: Path, vocab_size: int, folder: Path) -> None:
 
 def _meta_digest(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+
+
+def _state(file: Path, digest: str) -> list[str | int]:
+    stat = file.stat()
+    return [digest, stat.st_size, stat.st_mtime_ns]
+
+
+def _write_hashed(folder: Path, states: dict[str, list[str | int]]) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written is hashed each time; half a file counts as none
+        (folder / HASHED).write_text(json.dumps(states), encoding="utf-8")
 
 
 def _file_digest(file: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +19,16 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import SPLITS, cache_root, pack, unpack, verified, write_meta, write_whole
+from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, write_whole
 from sinkutils.data.embedded import split_fraction, text_digest
-from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, special_ids, train_tokenizer
+from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
 
 PROBE_SHARE, VALID_SHARE = 0.02, 0.02  # of the documents, by the hash of the text
-SMALL_SHARE = 0.05  # of each where there are fewer than SMALL documents
-SMALL = 1000
+HELD_OUT = 120  # documents for each of the two if those shares were fewer: the sink metric takes 100
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_CHARACTERS = 2_000_000
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
-FORMAT = 3  # raised when the files or the way they are made change
+FORMAT = 4  # raised when the files or the way they are made change
 
 
 class Corpus:
@@ -49,8 +49,7 @@ class Corpus:
         self.bos_id: int = meta["bos_id"]
         self.fix_id: int = meta["fix_id"]
         self.first_text_id: int = meta["first_text_id"]
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.tokenizer.encode_special_tokens = True  # "<eos>" written in a text is text
+        self.tokenizer = open_tokenizer(folder / "tokenizer.json")
         self._tokens: dict[tuple[str, bool], np.ndarray] = {
             (split, False): np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS
         }
@@ -183,14 +182,6 @@ def load_corpus(
     return Corpus(folder)
 
 
-def pack_corpus(corpus: Corpus, file: str | Path) -> None:
-    """Write a corpus as one compressed file, to be carried to a machine that lacks its text.
-
-    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
-    """
-    pack(corpus.folder, Path(file))
-
-
 def _source(name: str) -> Source:
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
@@ -211,6 +202,8 @@ def _source(name: str) -> Source:
             lambda progress: external.local(path),
             lambda: [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in external.local_files(path)],
         )
+    if name and os.path.exists(os.path.expanduser(name)):
+        raise ValueError(f"unknown corpus {name!r}: for the text in that folder or file say 'path:{name}'")
     hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})" if kind == "pile" else ""
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(corpus_names())}{hint}")
 
@@ -253,7 +246,6 @@ def _build(
         return "probe" if fraction < probe_below else "valid" if fraction < valid_below else "train"
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
-    tokenizer.encode_special_tokens = True
     special = special_ids(tokenizer, tokenizer_name)
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     dtype = "uint16" if found <= 2**16 else "uint32"
@@ -320,12 +312,13 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Ite
 def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
     """Below which fraction a document is for probing, and below which for validation.
 
-    Fixed shares, except where these are all the documents and so few that a share of them might be none.
+    Fixed shares, except where these are all the documents and a share of them less than HELD_OUT: that many then,
+    but at most a fifth of all.
     """
-    if not complete or len(fractions) >= SMALL:
+    if not complete or PROBE_SHARE * len(fractions) >= HELD_OUT:
         return PROBE_SHARE, PROBE_SHARE + VALID_SHARE
     ranked = sorted(fractions)
-    count = max(1, int(SMALL_SHARE * len(ranked)))
+    count = max(1, min(HELD_OUT, len(ranked) // 5))
     return ranked[count], ranked[2 * count]
 
 

@@ -36,7 +36,7 @@ OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
 DATA = (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg")
-LICENCE = re.compile(r"(LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)
+LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
 # Comments and preprocessor lines at the top of a C header: the same in most of them.
 PREAMBLE = re.compile(r"\A(?:\s*(?:/\*.*?\*/|//[^\n]*|\#[^\n]*))++\s*", re.DOTALL)
 # Comments and strings of a Python source, in order; possessive, so that an open quote cannot backtrack.

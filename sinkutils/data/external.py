@@ -10,7 +10,7 @@ from typing import Any
 
 TEXT_FIELDS = ("text", "content")
 TEXT_SUFFIXES = (".txt", ".md")
-PIECE_CHARACTERS = 4_000  # at least, of the documents that a single text file is cut into
+PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
 
 # The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
 # copyrighted sets, which leaves the 17 that the paper names.
@@ -120,10 +120,11 @@ def messages_of(row: Any, where: str) -> list[dict[str, str]]:
 
 
 def local(path: Path) -> Iterator[str]:
-    """Local documents in the order of their names: a .txt or .md file is one, a line of a .jsonl file is one.
+    """Local documents in the order of their names, from .txt, .md and .jsonl files.
 
-    A path to a single .txt or .md file is cut at empty lines into documents of a few thousand characters, because
-    the splits are made by document. Raises ValueError for a line or file that is not what its name says.
+    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs where they are longer
+    than PIECE_CHARACTERS, because the splits are made by document: a novel or three have text for each.
+    Raises ValueError for a line or file that is not what its name says.
     """
     for file in local_files(path):
         if file.suffix.lower() == ".jsonl":
@@ -133,7 +134,7 @@ def local(path: Path) -> Iterator[str]:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-        yield from _pieces(text) if path.is_file() else [text]
+        yield from _pieces(text)
 
 
 def local_files(path: Path) -> list[Path]:
@@ -172,14 +173,15 @@ def _field(row: dict[str, Any]) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    piece = ""
-    for paragraph in text.split("\n\n"):
-        piece += paragraph + "\n\n"
-        if len(piece) >= PIECE_CHARACTERS:
-            yield piece.strip()
-            piece = ""
-    if piece.strip():
-        yield piece.strip()
+    """The text as it is, or if it is long in pieces that end at the last empty line, line end or space that fits."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        middle, most = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+        ends = (text.rfind(mark, middle, most) for mark in ("\n\n", "\n", " "))
+        end = next((at for at in ends if at >= 0), most)
+        yield text[start:end].strip()
+        start = end
+    yield text[start:].strip() if start else text
 
 
 def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[dict[str, Any]]:

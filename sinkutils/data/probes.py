@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, integer, require
 from sinkutils.data.corpus import Corpus, load_corpus
+from sinkutils.data.tokenizer import bos_id
 
 KINDS = ("natural", "random", "repeat")
-BOS_NAMES = ("<bos>", "<s>", "[BOS]", "<|begin_of_text|>", "<|bos|>")
 CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
 
 
@@ -37,9 +37,12 @@ def probe(
     bos: whether the tokenizer's BOS stands first, within `length`.
     corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
 
-    Raises ValueError for an unknown kind, a tokenizer without BOS where one is asked for, or too few documents.
+    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked for, or too few
+    documents.
     """
     choice("kind", kind, KINDS)
+    require(hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
+            f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}")  # fmt: skip
     flag("bos", bos)
     integer("n", n, least=1)
     integer("length", length, least=1 + bos)
@@ -124,14 +127,3 @@ def text_ids(tokenizer: Any) -> np.ndarray:
     else:
         vocabulary, special = tokenizer.get_vocab().values(), set(tokenizer.all_special_ids)
     return np.array(sorted(set(vocabulary) - special), dtype=np.int64)
-
-
-def bos_id(tokenizer: Any) -> int:
-    """The id of the tokenizer's BOS. Raises ValueError if it has none."""
-    if isinstance(tokenizer, Tokenizer):
-        found = next(filter(lambda i: i is not None, map(tokenizer.token_to_id, BOS_NAMES)), None)
-    else:
-        found = tokenizer.bos_token_id
-    if found is None:
-        raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
-    return int(found)

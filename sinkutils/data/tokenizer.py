@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
+# GPT-NeoX and GPT-2 have one token for both ends.
+BOS_NAMES = ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>")
+FIX_NAMES = ("<fix>", "<|padding|>", "<pad>", "<unk>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -24,13 +29,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def open_tokenizer(file: str | Path) -> Tokenizer:
+    """A tokenizer.json, to which "<eos>" and the like written in a text are text."""
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
     try:
-        tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        tokenizer = open_tokenizer(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
         reason = (str(error).splitlines() or [""])[0][:200]
         raise ConnectionError(
@@ -40,22 +53,30 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     if found > vocab_size:
         raise ValueError(f"tokenizer {name!r} has {found} tokens: vocab_size must be at least that, got {vocab_size}")
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
-    """The ids of EOS, BOS and x_fix. GPT-NeoX has no BOS of its own; x_fix is its padding token, as the authors' is."""
-    known = {
-        "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
-        "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "<|endoftext|>"),
-        "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
-    }
+    """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
     ids: dict[str, int] = {}
-    for key, tokens in known.items():
-        found = [i for i in map(tokenizer.token_to_id, tokens) if i is not None]
-        if not found:
+    for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
+        found = _first(tokenizer, tokens)
+        if found is None:
             raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
-        ids[key] = found[0]
+        ids[key] = found
     special = {*ids.values(), *(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)}
     ids["first_text_id"] = next(i for i in count() if i not in special)
     return ids
+
+
+def bos_id(tokenizer: Any) -> int:
+    """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
+    found = _first(tokenizer, BOS_NAMES) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
+    if found is None:
+        raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
+    return int(found)
+
+
+def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:
+    return next((i for i in map(tokenizer.token_to_id, tokens) if i is not None), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("id", "source", "claim", "paper", "ours", "interval", "verdict", "holds", "effect", "low", "high", "reason")
-# Which of the paper's columns stands beside a quantity of ours.
-PRINTED = {"excess_1": "sink_1", "learned_1": "sink_1", "excess_star": "sink_star", "learned_star": "sink_star",
-           "excess_2": "sink_2", "excess_3": "sink_3", "valid_loss": "valid_loss"}  # fmt: skip
+# The paper's column that stands beside a quantity of ours, and its heading.
+PRINTED = {
+    **dict.fromkeys(("excess_1", "learned_1"), ("sink_1", "Sink_1 %")),
+    **dict.fromkeys(("excess_star", "learned_star"), ("sink_star", "Sink_* %")),
+    **{f"excess_{k}": (f"sink_{k}", f"Sink_{k} %") for k in (2, 3)},
+    "valid_loss": ("valid_loss", "valid loss"),
+}
 Judged = dict[str, tuple[str, list[tuple[Check | None, Outcome]]]]  # by claim: its verdict, and each check's outcome
 
 
@@ -29,8 +33,9 @@ def claims(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFra
     """The ledger at a preset: a row a claim, columns COLUMNS; text, but for the numbers effect, low and high.
 
     ours, interval: the means over seeds of what the checks read, and their 95 % intervals. holds: "k of n" checks.
-    effect, low, high: of the first run that the claim names beside the base, on mean excess alpha_1, with the 95 %
-    interval of the paired difference; of a claim on the base alone, the base's own level. reason: of the verdict.
+    effect, low, high: the claim's first paired difference of an excess, or that of its first run's alpha_1 from the
+    base's, with the 95 % interval; of a claim on the base alone or on another quantity, its level. reason: of the
+    verdict.
     Raises ValueError for an unknown preset.
     """
     import pandas as pd
@@ -38,6 +43,11 @@ def claims(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFra
     ours = results(preset, runs)
     judged = _judged(ours)
     return pd.DataFrame([_row(claim, ours, *judged[claim.id]) for claim in CLAIMS], columns=list(COLUMNS))
+
+
+def verdicts(ours: Results) -> dict[str, str]:
+    """Every claim's verdict on results that are read."""
+    return {id: result for id, (result, _) in _judged(ours).items()}
 
 
 def verdict(id: str, preset: str = "laptop", runs: Path | str | None = None) -> str:
@@ -75,7 +85,8 @@ def _claim(id: str) -> Claim:
 
 def _judged(ours: Results) -> Judged:
     """Every claim's verdict and outcomes; directional checks after Holm over the whole ledger."""
-    if ("ledger", "") not in ours.cache:
+    key = ("ledger", open_models.state())
+    if key not in ours.cache:
         visible = {claim.id: _held(claim, ours) for claim in CLAIMS if ours.preset not in GATES[claim.gate][0]}
         asked = dict.fromkeys(check for checks in visible.values() for check in checks)
         raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
@@ -89,8 +100,8 @@ def _judged(ours: Results) -> Judged:
                 outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
             result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
             judged[claim.id] = result, outcomes
-        ours.cache["ledger", ""] = judged
-    return ours.cache["ledger", ""]
+        ours.cache[key] = judged
+    return ours.cache[key]
 
 
 def _elsewhere(name: str) -> list[Outcome]:
@@ -107,20 +118,19 @@ def _holm(raw: dict[Check, float]) -> dict[Check, float]:
 
 def _held(claim: Claim, ours: Results) -> list[Check]:
     """The checks that a preset can hold: not of runs that it lacks, or that are the base itself or another row's."""
-    refused, held = unavailable(ours.preset), {}
+    refused, base = unavailable(ours.preset), ours.label("base")
+    held: dict[tuple[str, tuple[str, ...], str], Check] = {}
     for check in claim.checks:
         labels = tuple(map(ours.label, check.runs))
-        coincide = len(set(labels)) < len(labels) or any(
-            label == ours.label("base") != name
-            for name, label in zip(check.runs, labels, strict=True)
-            if name != "base"
+        is_base = any(
+            label == base and name not in ("base", base) for name, label in zip(check.runs, labels, strict=True)
         )
-        if not coincide and not set(check.runs) & set(refused):
+        if not is_base and len(set(labels)) == len(labels) and not set(check.runs) & set(refused):
             held.setdefault((check.kind, labels, check.key), check)
     return list(held.values())
 
 
-def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, object]:
+def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, Any]:
     outcomes = [outcome for _, outcome in judged]
     shown = [check for check, _ in judged if check is not None and check.kind not in TRAINED]
     found = _effect(shown, ours)
@@ -176,7 +186,7 @@ def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[
                 )  # fmt: skip
                 cells.append(f"{ours.label(name)} {text}")
         lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
-    position = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
+    position: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
     for k in dict.fromkeys(position[check.key] for check in shown if check.key in position and not interval):
         names = dict.fromkeys(name for check in shown if position.get(check.key) == k for name in check.reads)
         cells = [f"{ours.label(name)} {'/'.join(cell)}" for name in names if (cell := _sinks(name, ours, k))]
@@ -192,30 +202,27 @@ def _sinks(name: str, ours: Results, k: int | str) -> list[str]:
 
 
 def _effect(shown: list[Check], ours: Results) -> Effect | None:
-    """The effect that a claim is about; see `claims`."""
+    """The number that a claim is about; see `claims`."""
     for check in shown:
-        if len(check.runs) == 2 and check.key in ("excess_1", "excess_star"):
+        if len(check.runs) == 2 and check.by_base:
             return paired(ours, *check.runs, check.key)
-    for check in shown:
-        if check.runs != ("base",):
-            return paired(ours, check.runs[0], "base", "excess_1")
-    values = ours.values("base", "excess_1")
-    return level(values) if shown and len(values) > 1 else None
+    if not shown:
+        return None
+    name, key = shown[0].runs[0], shown[0].key
+    if name != "base" and key in ("excess_1", "learned_1", "excess_star", "learned_star"):
+        return paired(ours, name, "base" if experiment(name).base else "default", "excess_1")
+    values = ours.values(name, key)
+    return level(values, QUANTITIES[key].log) if len(values) > 1 else None
 
 
 def _printed(claim: Claim, ours: Results) -> str:
     """The paper's figures for the runs of a claim; beside our base, those of the default and of its own row."""
     lines: dict[str, dict[str, None]] = {}
-    for key, names in _runs_by_key(list(claim.checks)).items():
-        column = PRINTED.get(key)
-        for name in names if column else ():
-            rows = dict.fromkeys(("default", ours.label("base")) if name == "base" else (name,))
-            for row in rows:
+    for key, names in _runs_by_key([check for check in claim.checks if check.key in PRINTED]).items():
+        column, heading = PRINTED[key]
+        for name in names:
+            for row in dict.fromkeys(("default", ours.label("base")) if name == "base" else (name,)):
                 value = experiment(row).paper.get(column)
                 if value is not None:
-                    lines.setdefault(column, {})[f"{row} {value:.2f}"] = None
-    headings = {"sink_star": "Sink_* %", "valid_loss": "valid loss"}
-    return "; ".join(
-        f"{headings.get(column, column.replace('s', 'S', 1) + ' %')}: {', '.join(cells)}"
-        for column, cells in lines.items()
-    )
+                    lines.setdefault(heading, {})[f"{row} {value:.2f}"] = None
+    return "; ".join(f"{heading}: {', '.join(cells)}" for heading, cells in lines.items())

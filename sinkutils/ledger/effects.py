@@ -2,7 +2,7 @@
 
 A level is the mean of a quantity over an experiment's seeds, with the t interval of those seeds. An effect is the mean
 of the paired differences of two experiments, seed by seed. Three seeds say little about their own spread, so the
-variance of a paired difference is pooled over all experiments that change the base (least squares with a mean for each).
+variance of a paired difference is pooled over all experiments that change the base (least squares, a mean for each).
 All of them share the base's seeds, so the part of it that a seed has in common (a second fit, with a mean for each seed
 too) counts with as many degrees of freedom as there are seeds, less one, the rest with its own (Satterthwaite).
 """
@@ -70,7 +70,8 @@ def level(values: pd.Series, log: bool = False) -> Effect:
     found = _effect(float(numbers.mean()), len(numbers), float(stats.sem(numbers)), len(numbers) - 1)
     if not log:
         return found
-    return replace(found, **{name: float(np.exp(getattr(found, name))) for name in ("mean", "low", "high")})
+    mean, low, high = np.exp([found.mean, found.low, found.high]).tolist()
+    return replace(found, mean=mean, low=low, high=high)
 
 
 def effect(

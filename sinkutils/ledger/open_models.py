@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sinkutils import paths
-from sinkutils.ledger.results import EPSILON, ONSET, norm_ratios
+from sinkutils.ledger.results import EPSILON, ONSET
 from sinkutils.ledger.rules import FAILS, HOLDS, MISSING, OPEN, Outcome
+from sinkutils.measuring import saved
+from sinkutils.measuring.report import norm_ratio
 from sinkutils.measuring.saved import measured_domains, measured_sink, measurements, saved_scores
 
 INSIGNIFICANT = 97.49 - 88.34  # points: the largest change that the paper calls so (Table 1 right, Mistral-7B)
@@ -43,8 +50,19 @@ class Measured:
         return self.probes.get(kind, {}).get(first or self.usual)
 
 
-def measured() -> list[Measured]:
+def state() -> tuple[tuple[Path, int], ...]:
+    """Every file of measurements, and when it was written."""
+    files = [*paths.OPEN_LMS.glob("*.json"), *saved.MEASUREMENTS.glob("**/*.json")]
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted(files))
+
+
+def measured() -> tuple[Measured, ...]:
     """Every model that was measured. Raises ValueError for a file that is no measurement."""
+    return _measured(state())
+
+
+@lru_cache(maxsize=1)
+def _measured(files: tuple[tuple[Path, int], ...]) -> tuple[Measured, ...]:
     from sinkutils.measuring.load import find
 
     found, scores = [], saved_scores()
@@ -59,9 +77,10 @@ def measured() -> list[Measured]:
         known = find(name)
         probes = {kind: {"text": reports[name]} for kind, reports in by_kind.items() if name in reports}
         more = {"hellaswag": scores[name]} if name in scores else {}
-        found.append(Measured(name, known.parameters if known else float("inf"), known.family if known else "",
-                              bool(known and known.in_paper), bool(known and known.chat), "text", probes, more))  # fmt: skip
-    return found
+        one = Measured(name, float("inf"), probes=probes, more=more)
+        found.append(one if known is None else replace(one, parameters=known.parameters, family=known.family,
+                                                       in_paper=known.in_paper, chat=known.chat))  # fmt: skip
+    return tuple(found)
 
 
 def measure_command(model: str, domain: str = "") -> str:
@@ -133,8 +152,9 @@ def repeat_norms() -> list[Outcome]:
             usual = [sum(row[1:]) / len(row[1:]) for row in natural["hidden_norms"][:-1]]
             least = [min(row) for row in repeated["hidden_norms"][:-1]]
             ratio = max(low / mean for low, mean in zip(least, usual, strict=True))
-            outcomes.append(_check(f"{one.name}: every repeated token over {MASSIVE:g} times the usual norm",
-                                   ratio > MASSIVE, f"least norm of {one.name}'s repeated tokens, times the usual {ratio:.1f}"))  # fmt: skip
+            facts = f"least norm of a repeated token of {one.name}, times the usual: {ratio:.1f}"
+            says = f"{one.name}: every repeated token over {MASSIVE:g} times the usual norm"
+            outcomes.append(_check(says, ratio > MASSIVE, facts))
     return _or_missing(outcomes, "gpt2")
 
 
@@ -144,11 +164,11 @@ def norms() -> list[Outcome]:
     for one in measured():
         report = one.report()
         if report and "hidden_norms" in report:
-            layer = max(range(len(report["alpha"][0])), key=lambda row, a=report["alpha"][0]: sum(a[row]))
+            layer = int(np.argmax([sum(heads) for heads in report["alpha"][0]]))
             for symbol, rows, massive in (("h_1", report["hidden_norms"][:-1], True),
                                           ("k_1", report["key_norms"][layer : layer + 1], False),
                                           ("v_1", report["value_norms"][layer : layer + 1], False)):  # fmt: skip
-                ratio = max(norm_ratios(rows))
+                ratio = max(norm_ratio(rows))
                 says = f"over {MASSIVE:g} times" if massive else "below"
                 outcomes.append(_check(f"{one.name}: ||{symbol}|| {says} the others'",
                                        ratio > MASSIVE if massive else ratio < 1,
@@ -174,7 +194,7 @@ def angles() -> list[Outcome]:
             )
             outcomes.append(_check(f"{one.name}: {says} in its {len(strong)} heads with a sink",
                                    bool(strong) and (first > others) == above,
-                                   f"{key.replace('_', ' ')} of {one.name}: x_1 {first:.2f}, others {others:.2f}"))  # fmt: skip
+                                   f"{key} of {one.name}: x_1 {first:.2f}, others {others:.2f}"))  # fmt: skip
     return _or_missing(outcomes, "gpt2")
 
 
@@ -247,10 +267,8 @@ def chat() -> list[Outcome]:
 
 def pythia() -> list[Outcome]:
     """Fig. 4 left: within Pythia each measured model has more of a sink than the next smaller one."""
-    sizes = sorted(
-        (one for one in measured() if one.family == "Pythia" and one.report()), key=lambda one: one.parameters
-    )
-    pairs = list(zip(sizes, sizes[1:], strict=False))
+    found = [one for one in measured() if one.family == "Pythia" and one.report()]
+    pairs = list(pairwise(sorted(found, key=lambda one: one.parameters)))
     return _or_missing([
         _check(f"{large.name} above {small.name}", _value(large) > _value(small),
                f"Sink_1: {small.name} {_value(small):.1f}, {large.name} {_value(large):.1f}") for small, large in pairs
@@ -272,12 +290,12 @@ def hellaswag() -> list[Outcome]:
     for small, large in _paired(lambda a, b: scored(a, b) and a.family == b.family and a.parameters < b.parameters):
         outcomes.append(_check(f"{large.name} above {small.name} in Sink_1 and acc_norm",
                                _value(large) > _value(small) and score(large) > score(small),
-                               f"acc_norm: {small.name} {score(small):.1f}, {large.name} {score(large):.1f}"))  # fmt: skip
+                               f"acc_norm: {score(small):.1f} and {score(large):.1f}"))  # fmt: skip
     for one, other in _paired(lambda a, b: scored(a, b) and (a.family, b.family) == ("OPT", "Pythia")):
         if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
-            outcomes.append(_check(f"{one.name}: more of a sink than {other.name}, acc_norm within {COMPARABLE_SCORE:g}",
+            outcomes.append(_check(f"{one.name} above {other.name} in Sink_1, acc_norm within {COMPARABLE_SCORE:g}",
                                    _value(one) > _value(other) and abs(score(one) - score(other)) <= COMPARABLE_SCORE,
-                                   f"acc_norm: {one.name} {score(one):.1f}, {other.name} {score(other):.1f}"))  # fmt: skip
+                                   f"acc_norm: {score(one):.1f} and {score(other):.1f}"))  # fmt: skip
     return _or_missing(outcomes, "EleutherAI/pythia-14m")
 
 
@@ -298,7 +316,7 @@ def depths() -> list[Outcome]:
 def jamba() -> list[Outcome]:
     """Appendix B.3: Jamba has a strong sink, in most heads."""
     found = [one for one in measured() if one.family == "Jamba" and one.report()]
-    return _or_missing([_check(f"{one.name}: Sink_1 above 50", _value(one) > 50, f"Sink_1 of {one.name} {_value(one):.1f}")
+    return _or_missing([_check(f"{one.name}: Sink_1 above 50", _value(one) > 50, f"Sink_1: {_value(one):.1f}")
                         for one in found], "ai21labs/Jamba-v0.1")  # fmt: skip
 
 

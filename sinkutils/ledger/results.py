@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pandas as pd
-from safetensors.numpy import load_file
 
 from sinkutils.ledger.frozen import ledgers
-from sinkutils.measuring.report import uniform_alpha
+from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.paths import RUNS
 from sinkutils.study.grid import resolve
-from sinkutils.study.record import SUMS, Record, read_record, record_folder
-from sinkutils.training.finetune import history
+from sinkutils.study.presets import preset as find_preset
+from sinkutils.study.record import SUMS, Record, find_record
+from sinkutils.training.finetune import history, planned
 
 EPSILONS = (0.2, 0.3, 0.4)  # Sink_1 is shown at each (Fig. 9); 0.3 is the paper's choice (Section 3.2)
 EPSILON = 0.3
@@ -50,30 +51,19 @@ class Run:
         loss = self.final.get("valid_loss", math.inf)
         return self.record.status == "failed" or loss >= STUCK * math.log(self.record.config["model"]["vocab_size"])
 
-    @cached_property
-    def arrays(self) -> dict[str, Any]:
-        path = self.record.folder / "alpha.safetensors"
-        return load_file(path) if path.exists() else {}
-
 
 # --- what can be asked of a record: each gives a number, or None where the record does not hold it -------------------
 
 
 def excess(run: Run, k: int | str = 1) -> float | None:
     """Mean excess alpha_k over texts, layers and heads: (alpha_k - u) / (1 - u), u that of uniform attention."""
-    if f"{k}" in run.report.get("excess", {}):
-        return run.report["excess"][f"{k}"]
-    return run.final.get(f"excess_{k}")
+    return run.report.get("excess", {}).get(f"{k}")
 
 
 def sink(run: Run, k: int | str = 1, eps: float = EPSILON) -> float | None:
     """Sink_k^eps in percent."""
     by_eps = run.report.get("sink_star", {}) if k == "star" else run.report.get("sink", {}).get(f"{k}", {})
-    if f"{eps}" in by_eps:
-        return by_eps[f"{eps}"]
-    if k in (1, 2, 3) and "final" in run.arrays:  # (texts, targets 1..3 and *, layers, heads)
-        return 100 * float((run.arrays["final"][:, int(k) - 1].astype(float) > eps).mean())
-    return run.final.get(f"sink_{k}") if eps == EPSILON else None
+    return by_eps.get(f"{eps}")
 
 
 def _learned(run: Run, k: int | str) -> float | None:
@@ -131,16 +121,21 @@ def _visible(run: Run) -> float | None:
 
 
 def _gap(run: Run) -> float | None:
-    ends = [run.final.get("valid_loss"), run.final.get("train_loss")]
-    return None if None in ends else ends[0] - ends[1]
+    return run.final["valid_loss"] - run.final["train_loss"] if {"valid_loss", "train_loss"} <= set(run.final) else None
 
 
-def _ratio(run: Run, name: str, columns: Iterable[int] = (0,)) -> float | None:
-    """The largest ratio of a norm in these columns to the mean of the other positions', over the blocks but the last,
-    whose output reflects the prediction.
+def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | None:
+    """The largest ratio of a position's norm to the mean of the others', over the blocks but the last, whose output
+    reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself.
     """
+    from sinkutils.ledger.trials import untrained_ratio
+
     norms = run.report.get(name)
-    return max(max(norm_ratios(norms[:-1] or norms, column)) for column in columns) if norms else None
+    if not norms:
+        return None
+    model = json.dumps(run.record.config["model"], sort_keys=True)
+    largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
+    return largest / untrained_ratio(model, run.report["T"], name, positions)
 
 
 def _ratio_at_sink(run: Run, name: str) -> float | None:
@@ -149,7 +144,7 @@ def _ratio_at_sink(run: Run, name: str) -> float | None:
     if not norms or alpha is None:
         return None
     layer = max(range(len(alpha[0])), key=lambda row: _mean([alpha[0][row]]))
-    return norm_ratios([norms[layer]])[0]
+    return norm_ratio([norms[layer]])[0]
 
 
 def _depths(run: Run) -> float | None:
@@ -170,11 +165,6 @@ def _tuned(run: Run, key: str) -> float | None:
     tenth = max(1, len(losses) // 10)
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
     return {"fall": first - last, "end": last, "gradient": median(norms), "spike": max(norms) / median(norms)}[key]
-
-
-def norm_ratios(norms: list[list[float]], column: int = 0) -> list[float]:
-    """The norm in a column over the mean of the others, for each row of norms (blocks, positions)."""
-    return [row[column] * (len(row) - 1) / (sum(row) - row[column]) for row in norms]
 
 
 def _mean(rows: list[list[float]]) -> float:
@@ -208,7 +198,7 @@ class Quantity:
 
 
 QUANTITIES: dict[str, Quantity] = {
-    **{f"excess_{k}": Quantity(f"excess alpha_{k}", lambda r, k=k: excess(r, k), "sink") for k in (1, 2, 3)},
+    **{f"excess_{k}": Quantity(f"excess alpha_{k}", partial(excess, k=k), "sink") for k in (1, 2, 3)},
     "excess_star": Quantity("excess alpha_*", lambda r: excess(r, "star"), "sink"),
     "learned_1": Quantity("excess alpha_1 over the untrained model's", lambda r: _learned(r, 1), "sink"),
     "learned_star": Quantity("excess alpha_* over the untrained model's", lambda r: _learned(r, "star"), "sink"),
@@ -220,19 +210,24 @@ QUANTITIES: dict[str, Quantity] = {
     "beyond": Quantity("largest excess alpha_k, k = 6..10", lambda r: _largest(r, range(6, 11)), "sink"),
     "second_over_first": Quantity("excess alpha_2 less alpha_1", lambda r: _difference(r, 2, 1), 0.0),
     "star_over_first": Quantity("excess alpha_* less alpha_1", lambda r: _difference(r, "star", 1), 0.0),
-    **{f"sink_{k}": Quantity(f"Sink_{k} %", lambda r, k=k: sink(r, k), digits=1) for k in (1, 2, 3, "star")},
     "onset": Quantity("onset, share of the steps", _onset),
     "turn": Quantity("least validation loss at, share of the steps", _turn),
     "valid_loss": Quantity("valid loss", lambda r: r.final.get("valid_loss")),
     "gap": Quantity("valid minus train loss", _gap),
-    "hidden": Quantity("norm ratio of h_1", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
-    "before_norm": Quantity("norm ratio of h_1 before LN", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True),
+    "hidden": Quantity("norm ratio of h_1, times the untrained", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
+    "before_norm": Quantity(
+        "norm ratio of h_1 before LN, times the untrained", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True
+    ),
     "key": Quantity("norm ratio of k_1 where the sink is", lambda r: _ratio_at_sink(r, "key_norms"), 1.0, 2, log=True),
     "value": Quantity(
         "norm ratio of v_1 where the sink is", lambda r: _ratio_at_sink(r, "value_norms"), 1.0, 2, log=True
     ),
     "hidden_prefix": Quantity(
-        "largest norm ratio of h_2 to h_5", lambda r: _ratio(r, "hidden_norms", range(1, 5)), 2.0, 2, log=True
+        "largest norm ratio of h_2 to h_5, times the untrained",
+        lambda r: _ratio(r, "hidden_norms", (2, 3, 4, 5)),
+        2.0,
+        2,
+        log=True,
     ),
     "depths": Quantity("alpha_1 of the first quarter of the layers over the others'", _depths, 1.0, 2, log=True),
     "fall": Quantity("fall of the training loss", lambda r: _tuned(r, "fall"), 0.0),
@@ -241,7 +236,9 @@ QUANTITIES: dict[str, Quantity] = {
     "spike": Quantity("largest over median gradient norm", lambda r: _tuned(r, "spike"), 10.0, 1, log=True),
     "repeat": Quantity("excess alpha_1 on one token repeated", _from_weights("repeat"), "sink"),
     "window_first": Quantity("excess alpha of the window's first key", _from_weights("window_first"), "sink"),
-    "star_hidden": Quantity("norm ratio of h at x*", _from_weights("star_hidden"), 2.0, 2, log=True),
+    "star_hidden": Quantity(
+        "norm ratio of h at x*, times the untrained", _from_weights("star_hidden"), 2.0, 2, log=True
+    ),
     "replaced": Quantity("excess left on one token repeated, p_1 replaced", _from_weights("replaced"), 0.5),
     "swapped": Quantity("excess alpha_t less alpha_1, p_1 and p_t swapped", _from_weights("swapped"), 0.0),
     "without_bias": Quantity("excess alpha_1 without the trained biases", _from_weights("without_bias"), "sink"),
@@ -256,7 +253,8 @@ class Results:
     preset: str
     runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
     older: tuple[str, ...] = ()  # records made before the ledger was frozen
-    cache: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    least: int = 3  # seeds of an experiment without which nothing is judged
+    cache: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False)
 
     def label(self, name: str) -> str:
         """The name under which an experiment runs here."""
@@ -289,24 +287,24 @@ def results(preset: str, runs: Path | str | None = None) -> Results:
 
     Raises ValueError for an unknown preset.
     """
-    root = Path(runs or RUNS)
-    sums = sorted((root / preset).glob(f"*/*/{SUMS}"))
-    return _read(preset, root, tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
+    root = Path(runs or RUNS) / find_preset(preset).name
+    sums = sorted(root.glob(f"*/*/{SUMS}"))
+    return _read(preset, tuple((path.parent, path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
 
 
 @lru_cache(maxsize=4)
-def _read(preset: str, root: Path, state: tuple[tuple[str, int, int], ...]) -> Results:
-    from sinkutils.showing.tables import records
-
-    table = records(preset, root)
+def _read(preset: str, state: tuple[tuple[Path, int, int], ...]) -> Results:
+    """state: each record's folder, and when and how large its digests were written."""
     found: dict[str, dict[int, Run]] = {}
     older = []
-    for name, seed in table.loc[table["status"].isin(["done", "failed"]), ["experiment", "seed"]].itertuples(
-        index=False
-    ):
-        record = read_record(record_folder(preset, str(name), int(seed), root))
-        if record.provenance.get("ledger") in ledgers():
-            found.setdefault(str(name), {})[int(seed)] = Run(record)
-        else:
+    for folder, _, _ in state:
+        name, seed = folder.parts[-2:]
+        try:
+            record = find_record(folder, planned(name, preset, int(seed)))
+        except ValueError:  # an experiment that there is no more
+            continue
+        if record is not None and record.provenance.get("ledger") in ledgers():
+            found.setdefault(name, {})[int(seed)] = Run(record)
+        elif record is not None:
             older.append(f"{name}/{seed}")
     return Results(preset, found, tuple(older))

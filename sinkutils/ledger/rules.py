@@ -2,7 +2,7 @@
 
 The primary outcome is mean excess alpha_1, (alpha_1 - u) / (1 - u) with u that of uniform attention, over texts, layers
 and heads; Sink_1 at three eps stands beside it. Every check has four outcomes: it holds, it fails, it is inconclusive,
-or it was not run. None is judged on fewer than MIN_SEEDS seeds.
+or it was not run. None is judged on fewer than three seeds (`Results.least`).
 
 Where the constants come from. The paper prints Sink_1 at its own scale (18.18 % by default); ours has another base, so
 that points do not carry over, but shares do: with a share f of heads above eps, all of one kind, mean excess is f times
@@ -20,7 +20,8 @@ theirs, and a ratio of Sink_1 between two rows is the ratio of mean excess.
 - LOSS: the largest loss that the paper calls comparable is 3.81 (NoPE, Table 3), the least that it calls hurt 3.90
   (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
 - The levels of norm ratios (`results.QUANTITIES`): the figures draw 1 where activations are not massive and print no
-  number; twice the others' norm counts as massive, in blocks before the last.
+  number. Twice the ratio of the same model before its first step counts as massive, in blocks before the last: an
+  untrained model has 3 already, because x_1 sees only itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ INCONCLUSIVE, NOT_VISIBLE, NOT_RUN = "inconclusive", "not visible", "not run"
 VERDICTS = (REPRODUCED, PARTLY, NOT_REPRODUCED, INCONCLUSIVE, NOT_VISIBLE, NOT_RUN)
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "inconclusive", "not run"
 
-MIN_SEEDS = 3
 ALPHA = 0.05  # of every test; of "more" after Holm over the ledger
 SINK = 2.90 / 18.18
 BASE = 0.044
@@ -106,12 +106,12 @@ def _lacking(check: Check, name: str, ours: Results) -> str:
     """What of a run a check cannot do without, or nothing."""
     seeds = ours.seeds(name)
     if check.kind in TRAINED or _untrained(ours, name):
-        return "" if len(seeds) >= MIN_SEEDS else f"{ours.label(name)}: {len(seeds)} of {MIN_SEEDS} seeds"
+        return "" if len(seeds) >= ours.least else f"{ours.label(name)}: {len(seeds)} of {ours.least} seeds"
     key = check.key if name in check.runs else "excess_1"
     known = len(ours.values(name, key))
-    if known >= MIN_SEEDS:
+    if known >= ours.least:
         return ""
-    what = f"{ours.label(name)}: {known} of {MIN_SEEDS} seeds"
+    what = f"{ours.label(name)}: {known} of {ours.least} seeds"
     return f"{what} hold {QUANTITIES[key].heading}" if known < len(seeds) else what
 
 
@@ -134,9 +134,9 @@ def _margin(check: Check, ours: Results, share: float) -> float:
 def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The 95 % interval of the run's level lies above the threshold; wholly at or below, it fails."""
     quantity = QUANTITIES[check.key]
-    threshold = quantity.level
-    if check.by_base:
-        threshold = BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+    threshold = float(quantity.level) if not check.by_base else (
+        BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+    )  # fmt: skip
     found = level(ours.values(check.runs[0], check.key), quantity.log)
     state = HOLDS if found.low > threshold else FAILS if found.high <= threshold else OPEN
     return Outcome("", state, found, why=f"threshold {threshold:.{quantity.digits}f}")
@@ -146,7 +146,8 @@ def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     """The first run has more than the second: significant after Holm. It fails where the interval leaves no room for
     a difference that counts: of an excess as much as a sink, else any at all.
     """
-    found = paired(ours, *check.runs, check.key)
+    one, other = check.runs
+    found = paired(ours, one, other, check.key)
     if found is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
     p = min(1.0, 2 * min(found.p_above(), found.p_below()))
@@ -160,7 +161,8 @@ def _within(
     low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
 ) -> Outcome:
     """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
-    found = paired(ours, *check.runs, check.key)
+    one, other = check.runs
+    found = paired(ours, one, other, check.key)
     if found is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
     margin = _margin(check, ours, share)

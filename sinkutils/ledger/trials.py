@@ -1,8 +1,9 @@
-"""What no record's numbers can settle: the paper's proofs on random weights, and trials on weights that records kept."""
+"""What no record's numbers settle: the paper's proofs on random weights, and trials on weights that records kept."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from sinkutils.ledger.rules import FAILS, HOLDS, Outcome
-from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import from_dict
 
 if TYPE_CHECKING:
     from sinkutils.measuring.own import Subject
@@ -117,7 +119,7 @@ def rotary_is_bounded() -> list[Outcome]:
 
 # The powers of alpha by which a run without it changes its settings to follow one with it (after Eqs. 35 and 42).
 RESCALED = {"sgd": {"lr": 2}, "adamw": {"lr": 1, "eps": -1, "weight_decay": -1}}
-_SETTINGS = {
+_SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-2, "weight_decay": 0.0},
     "adamw": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1},
 }
@@ -153,7 +155,7 @@ def scaling_differences(
 class _Stepped:
     """A matrix and what its optimiser remembers of it, by torch's functional forms: the classes import the compiler."""
 
-    def __init__(self, weight: Tensor, settings: dict[str, float]) -> None:
+    def __init__(self, weight: Tensor, settings: dict[str, Any]) -> None:
         self.weight, self.settings = weight, settings
         self.first, self.second, self.count = torch.zeros_like(weight), torch.zeros_like(weight), torch.zeros(())
 
@@ -233,19 +235,42 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
     What `measure` gives has x_1 as its first position; here x* is the first of T + 1. Raises ValueError for a model
     without a sink token.
     """
-    from sinkutils.ledger.results import norm_ratios
+    from sinkutils.measuring.report import norm_ratio
 
     if not isinstance(model, TransformerLM) or not model.config.sink_token:
         raise ValueError("model must be a TransformerLM with a sink token: LMConfig(sink_token=True)")
     seen = HiddenNorms()
     with torch.no_grad():
         model.hidden(ids.to(model.embed.weight.device), seen)
-    return norm_ratios(seen.blocks)
+    return norm_ratio(seen.blocks)
+
+
+@lru_cache(maxsize=512)
+def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
+    """The largest norm ratio at these positions of a model before its first step, on 8 texts of random tokens.
+
+    model: the LMConfig of a record, as JSON. x_1 sees only itself, so that its state is not a mean of others': with
+    softmax its norm is about three times theirs without any training.
+    """
+    from sinkutils.measuring.measure import measure
+
+    untrained = TransformerLM(from_dict(LMConfig, json.loads(model))).eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(untrained.config.vocab_size, (8, length), generator=generator)
+    report = measure(untrained, ids, targets=(1,))
+    return max(max(report.norm_ratio(name, k)) for k in positions)
 
 
 def _star_hidden(own: Subject) -> float:
-    """The largest of `sink_token_ratios` before the last block; x* sees only itself, so any input will do."""
-    return max(sink_token_ratios(own.model, own.inputs("random", SEQUENCES, own.length))[:-1])
+    """The largest of `sink_token_ratios` before the last block, over that of an untrained model, whose x* stands out a
+    little too because it sees only itself; any input will do.
+    """
+    ids = own.inputs("random", SEQUENCES, own.length)
+    trained, untrained = (
+        max(sink_token_ratios(model, ids)[:-1])
+        for model in (own.model, TransformerLM(own.model.config))  # type: ignore[arg-type]
+    )
+    return trained / untrained
 
 
 def _edited(own: Subject, swap: bool) -> float:

@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import RUNS, SUMS, CorruptRecord, read_record
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LARGEST_TABLES = 2**30  # bytes of a model's position tables
-
-
-class ModelUnavailable(OSError):
-    """A model cannot be had: absent, gated, not in the cache without a network; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +119,9 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of the registry, a hub id, a local folder, or a recorded run that kept its weights
-        ("laptop/fixed_1/0", or the folder of any record).
-    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate:
-        pip install -e '.[devices]'.
+    name_or_path: a name of the registry, a hub id, a local folder, a recorded run that kept its weights
+        ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
+    device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
     trust_remote_code: run code from the hub; off unless asked for.
@@ -140,6 +136,11 @@ def load_lm(
     folder = Path(name)
     if (recorded := record_of(name, runs)) is not None:
         return _load_record(recorded, target, kind)
+    if name.lower() in REAL_MODELS and not folder.is_dir():
+        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
+        named: Any = model
+        named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
+        return model, tokenizer
     if not name or not folder.is_dir():
         _refuse_unrecorded(name, Path(runs or RUNS))
     known = find(name)
@@ -169,8 +170,8 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
 
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
     from safetensors.torch import load_file
-    from tokenizers import Tokenizer
 
+    from sinkutils.data.tokenizer import open_tokenizer
     from sinkutils.model.decoder import LMConfig
     from sinkutils.study.config import from_dict
 
@@ -196,8 +197,7 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
                                "config.json: delete the folder and train the run again")  # fmt: skip
     model = TransformerLM(config)
     model.load_state_dict(weights)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # as in the corpus: "<eos>" written in a text is text
+    tokenizer = open_tokenizer(folder / "tokenizer.json")
     return model.to(device, dtype or torch.float32).eval(), tokenizer
 
 
@@ -258,7 +258,7 @@ def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
     if other := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
         return f"{what} is no causal language model: transformers has none for {other[1]}"
     if "requires `accelerate`" in str(error):
-        return "device 'auto' needs accelerate: pip install -e '.[devices]'"
+        return "device 'auto' needs accelerate: pip install accelerate"
     if "trust_remote_code" in str(error):
         return f"{hub_id!r} needs code from the hub: read it, then pass trust_remote_code=True"
     if "GatedRepoError" in kinds:

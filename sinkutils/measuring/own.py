@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import fix_position
-from sinkutils.data.probes import bos_id, probe
-from sinkutils.data.tokenizer import special_ids
+from sinkutils.data.probes import probe
+from sinkutils.data.tokenizer import bos_id, special_ids
 from sinkutils.measuring.load import find, load_lm, record_of
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from sinkutils.data.probes import encode
+from sinkutils.data.probes import bos_id, encode
 from sinkutils.model.decoder import TransformerLM
 
 TASK = "hellaswag"
@@ -24,10 +26,12 @@ def evaluate(
     *,
     limit: int | None = None,
     include_path: str | Path | None = None,
+    bos: bool = False,
 ) -> dict[str, Any]:
     """Zero-shot accuracy and length-normalised accuracy in percent, with standard errors, of a causal LM.
 
     model: of transformers, or our own `TransformerLM`. limit: only so many questions (the paper: all).
+    bos: whether the tokenizer's BOS stands before each question, as Gemma's training has it.
     include_path: a folder with tasks of one's own in lm-eval's format, which are then the only ones known.
 
     Raises ImportError where lm-eval is not installed, ValueError for a task that it does not know or one that
@@ -43,7 +47,7 @@ def evaluate(
     tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
         raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
-    scorer = _scorer_class()(model, tokenizer)
+    scorer = _scorer_class()(model, tokenizer, [bos_id(tokenizer)] if bos else [])
     output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks)
     found = output["results"][task]
     scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
@@ -58,18 +62,18 @@ def evaluate(
 
 @lru_cache
 def _scorer_class() -> type:
-    """lm-eval's interface to a causal LM: log-likelihoods of continuations, one at a time. It serves our models and
+    """lm-eval's interface to a causal LM: log-likelihoods of continuations. It serves our models and
     those of transformers. A class made on first use, because its base is in the optional package.
     """
     from lm_eval.api.model import TemplateLM
 
     class Scorer(TemplateLM):
-        def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+        def __init__(self, model: nn.Module, tokenizer: Any, first: list[int]) -> None:
             super().__init__()
-            self.model, self.tokenizer = model.eval(), tokenizer
+            self.model, self.tokenizer, self.first = model.eval(), tokenizer, first
             shape: Any = model.config
-            own = isinstance(model, TransformerLM)
-            self.context_length: int = shape.context_length if own else shape.max_position_embeddings
+            self.own = isinstance(model, TransformerLM)
+            self.context_length: int = shape.context_length if self.own else shape.max_position_embeddings
 
         @property
         def eot_token_id(self) -> int:
@@ -77,17 +81,30 @@ def _scorer_class() -> type:
             return int(self.tokenizer.token_to_id("<eos>") if own else self.tokenizer.eos_token_id)
 
         def tok_encode(self, string: str, **_: Any) -> list[int]:
-            return encode(self.tokenizer, string)
+            return self.first + encode(self.tokenizer, string)
 
         @torch.no_grad()
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            device, answers = next(self.model.parameters()).device, []
-            for _texts, context, continuation in requests:
-                ids = torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
-                scored = min(len(continuation), len(ids) - 1)  # a long continuation loses its beginning
-                output = self.model(ids[None, :-1])
-                logits: torch.Tensor = getattr(output, "logits", output)
-                log_p, wanted = logits[0, -scored:].float().log_softmax(dim=-1), ids[-scored:].to(logits.device)
+            answers = []
+            for _context, choices in groupby(requests, key=lambda request: request[1]):
+                answers += self._score([(context, continuation) for _texts, context, continuation in choices])
+            return answers
+
+        def _score(self, choices: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+            """The choices of one question in one batch, padded behind their end, which a causal LM does not see."""
+            device = next(self.model.parameters()).device
+            rows = [torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
+                    for context, continuation in choices]  # fmt: skip
+            inputs = pad_sequence([row[:-1] for row in rows], batch_first=True)
+            # A long continuation loses its beginning.
+            starts = [max(0, len(row) - 1 - len(choice[1])) for row, choice in zip(rows, choices, strict=True)]
+            output = self.model(inputs, **({} if self.own else {"logits_to_keep": inputs.shape[1] - min(starts)}))
+            logits: torch.Tensor = getattr(output, "logits", output)
+            skipped = inputs.shape[1] - logits.shape[1]  # positions whose logits were not computed
+            answers = []
+            for row, start, one in zip(rows, starts, logits, strict=True):
+                log_p = one[start - skipped : len(row) - 1 - skipped].float().log_softmax(dim=-1)
+                wanted = row[start + 1 :].to(log_p.device)
                 greedy = bool((log_p.argmax(dim=-1) == wanted).all())
                 answers.append((float(log_p.gather(1, wanted[:, None]).sum()), greedy))
             return answers

@@ -197,10 +197,10 @@ def show_claims(ledger: pd.DataFrame) -> None:
     """Show the ledger, the same on every run: as HTML a row a claim, as text a paragraph a claim."""
     paragraphs = [
         f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}\n"
-        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}{'; ' + row['why'] if row['why'] else ''}"
+        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}; {row['reason']}"
         for _, row in ledger.iterrows()
     ]
-    columns = ["verdict", "claim", "source", "paper", "ours", "why"]
+    columns = ["verdict", "claim", "source", "paper", "ours", "holds", "reason"]
     with pd.option_context("display.max_colwidth", None):
         _display("\n".join(paragraphs), ledger[columns].to_html(index=False, justify="left"))
 

@@ -5,22 +5,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from math import isnan
 
+from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger.claims import claims
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing.tables import records
 
 
 def claims_part() -> str:
-    """The ledger at the laptop preset, a claim a row."""
-    ledger = claims("laptop")
-    counts = ledger["verdict"].value_counts().sort_index()
-    head = f"Of {len(ledger)} claims at `laptop`: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()) + "."
-    rows = [
-        [row["source"], row["claim"], row["paper"], row["ours"], f"**{row['verdict']}**"]
-        for _, row in ledger.iterrows()
-    ]
-    return head + "\n\n" + markdown(["source", "claim", "paper", "ours", "verdict"], rows)
+    """How many claims have which verdict at the laptop preset."""
+    counts = claims("laptop")["verdict"].value_counts().sort_index()
+    listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    return f"Of {counts.sum()} claims at `laptop`: {listed}. Each with its numbers: [docs/ledger.md](docs/ledger.md)."
+
+
+def ledger_page() -> str:
+    """docs/ledger.md: the rules, since when they stand, and every claim at the laptop preset."""
+    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
+    table = [
+        [row["source"], row["claim"], row["paper"], row["ours"], row["interval"], f"**{row['verdict']}**", row["holds"],
+         "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})", row["reason"]]
+        for row in claims("laptop").to_dict("records")
+    ]  # fmt: skip
+    entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
+    since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
+    parts = ("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, table), "## The rules",
+             rules.__doc__ or "", "## The statistics", effects.__doc__ or "", "## Since when they stand",
+             (frozen.__doc__ or "").strip(), "\n".join(since))  # fmt: skip
+    return "<!-- written by python -m sinkutils readme -->\n" + "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def records_part() -> str:
@@ -156,7 +169,8 @@ def _range(column) -> str:
 
 
 def write() -> None:
-    """Write README.md's generated parts anew. Raises OSError outside a checkout."""
+    """Write README.md's generated parts and docs/ledger.md anew. Raises OSError outside a checkout."""
     readme = ROOT / "README.md"
     text = render(readme.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "ledger.md").write_text(ledger_page(), encoding="utf-8")

@@ -43,17 +43,17 @@ PRESETS = {
             ),
             DataConfig("docstrings"),
             TrainConfig(
-                steps=60,
-                batch_size=8,
-                learning_rate=6e-3,
-                warmup_steps=10,
-                eval_every=20,
+                steps=500,
+                batch_size=16,
+                learning_rate=3e-2,  # so that a K bias has its sink within the run
+                warmup_steps=20,
+                eval_every=50,
                 eval_sequences=8,
                 valid_chunks=8,
             ),
             base="fixed_1",
-            four_epochs=0.002,  # about one pass, so that a hundredth is still a few chunks
-            seconds=2,
+            four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
+            seconds=10,
         ),
         Preset(
             "laptop",
@@ -82,7 +82,7 @@ PRESETS = {
                 steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
             ),
             base="default",
-            four_epochs=0.3,  # 98M tokens of about 80M
+            four_epochs=0.33,  # 98M tokens of 75.0M
             seconds=80,
             device="cuda",
             compile=True,

@@ -165,6 +165,8 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
     values = {**dataclasses.asdict(config), "recipe": RECIPE}
     names = {"corpus": config.data.corpus, "validation": config.data.validation}
     values["data"] |= {key: name and public_name(name) for key, name in names.items()}
+    if "instructions" in values:  # of a fine-tuning
+        values["instructions"] = public_name(values["instructions"])
     return json.loads(as_json(values))
 
 
@@ -338,7 +340,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def ledger_sha256() -> str:
-    """The hash of the ledger, which each record keeps: rules that stood before it judged it (`ledger.frozen`)."""
+    """The hash of the ledger, which each record keeps: the rules that judge it stood before it (`ledger.frozen`)."""
     return _hash_of(LEDGER_MODULES)
 
 

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
-from sinkutils.data.tokenizer import special_ids
+from sinkutils.data.tokenizer import open_tokenizer, special_ids
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig
@@ -165,8 +164,7 @@ class FinetuneRun(Run):
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
         path = self.start.folder / "model.safetensors"
-        tokenizer = Tokenizer.from_file(str(self.start.folder / "tokenizer.json"))
-        tokenizer.encode_special_tokens = True
+        tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
         if tokenizer.to_str() != self.corpus.tokenizer.to_str():  # the same object tells `probe` that ids can be shared
             self.tokenizer = tokenizer
         model = TransformerLM(self.config.model)

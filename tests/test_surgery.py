@@ -1,0 +1,182 @@
+"""Surgery on small random models of five families, against plain recomputation."""
+
+import pytest
+import torch
+import transformers as tf
+
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.surgery import (
+    first_keys_values,
+    hide,
+    massive,
+    rounded,
+    set_back,
+    stream,
+    transplant,
+    untouched,
+)
+from sinkutils.model.decoder import LMConfig, TransformerLM
+
+SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+GROUPED = SHAPE | {"num_key_value_heads": 2}
+WINDOW = 6
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=64)),
+    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SHAPE)),
+    "opt": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+                     max_position_embeddings=64, word_embed_proj_dim=32)
+    ),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**GROUPED, sliding_window=WINDOW)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=WINDOW,
+                            layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    ),
+}  # fmt: skip
+LENGTH = 12
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    torch.manual_seed(0)
+    built = FAMILIES[request.param]()
+    with torch.no_grad():
+        for parameter in built.parameters():  # away from the small start, at which attention is almost uniform
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return built.eval()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 40, (5, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def plain_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        log_p = model(ids).logits.log_softmax(dim=-1)
+    return -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+
+
+def test_untouched_is_what_measure_and_a_forward_pass_say(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    found = untouched(model, ids)
+    torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4)
+
+
+def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(
+    model: torch.nn.Module, ids: torch.Tensor
+) -> None:
+    token = 7
+    donors = torch.cat([torch.full((4, 1), token), ids[:4, :5]], dim=1)
+    found = transplant(model, ids, donors)
+    longer = torch.cat([torch.full((len(ids), 1), token), ids], dim=1)
+    torch.testing.assert_close(found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = torch.stack(model(longer, output_attentions=True).attentions, dim=1)  # (B, L, H, T + 1, T + 1)
+    torch.testing.assert_close(found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4)
+
+
+def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(
+    model: torch.nn.Module, ids: torch.Tensor
+) -> None:
+    pairs = first_keys_values(model, ids)
+    assert len(pairs) == 3 and all(len(k) == len(v) == 5 for k, v in pairs)
+    alone = [first_keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
+    torch.testing.assert_close(pairs[2][0], torch.cat(alone), atol=1e-5, rtol=1e-4)
+    same = transplant(model, ids, ids, zero_values_from=3)
+    torch.testing.assert_close(same.losses, transplant(model, ids, ids).losses)
+    losses = [transplant(model, ids, ids, zero_values_from=layer).losses for layer in (0, 1, 2)]
+    assert all((x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True))
+
+
+def test_hiding_x_1_is_removing_it_from_every_later_row(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    found = hide(model, ids)
+    # Of x_1 only its own query is left: another first token changes nothing behind it.
+    other = ids.clone()
+    other[:, 0] = (ids[:, 0] - 3 + 1) % 37 + 3
+    torch.testing.assert_close(found.losses[:, 1:], hide(model, other).losses[:, 1:], atol=1e-5, rtol=1e-5)
+    assert (untouched(model, ids).losses[:, 1:] - untouched(model, other).losses[:, 1:]).abs().max() > 1e-3
+    torch.testing.assert_close(found.report.alpha[:, 0], torch.full((5, 3, 4), 1 / LENGTH))  # its own row
+
+
+def test_a_window_sees_what_its_depth_lets_it_see(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids, shares=False).losses)
+    other = ids.clone()
+    other[:, 0] = (ids[:, 0] - 3 + 1) % 37 + 3
+    # Three layers of windows of three keys see six tokens back, unless x_1 is kept.
+    plain, changed = (stream(model, x, 3).losses for x in (ids, other))
+    torch.testing.assert_close(plain[:, 7:], changed[:, 7:], atol=1e-5, rtol=1e-5)
+    assert (plain[:, :7] - changed[:, :7]).abs().max() > 1e-3
+    if getattr(model.config, "sliding_window", None) is None:
+        kept = [stream(model, x, 2, sinks=1).losses for x in (ids, other)]
+        assert (kept[0] - kept[1])[:, 7:].abs().max() > 1e-4
+
+
+def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    sizes = massive(model, ids)
+    assert sizes.shape == (3, 32) and (sizes.median(dim=1).values > 0).all()
+    seen: list[torch.Tensor] = []
+    before = untouched(model, ids)
+    blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+
+    def see(_, args, kwargs) -> None:
+        seen.append((args or [kwargs["hidden_states"]])[0])
+
+    handle = blocks[2].register_forward_pre_hook(see, with_kwargs=True)
+    plain = untouched(model, ids, shares=False)
+    found = set_back(model, ids, 1, (4, 9))
+    handle.remove()
+    h, edited = (x for x in seen if x.shape[:2] == ids.shape)
+    torch.testing.assert_close(edited[:, 0, [4, 9]], h[:, 1:, [4, 9]].mean(dim=1))
+    changed = (edited != h).any(dim=0)
+    assert set(map(tuple, changed.nonzero().tolist())) == {(0, 4), (0, 9)}
+    assert (found.losses - plain.losses).abs().max() > 1e-4
+    torch.testing.assert_close(found.report.alpha[:, :, :2], before.report.alpha[:, :, :2])
+    largest = sizes[1].topk(2).indices.tolist()
+    torch.testing.assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
+
+
+def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    exact = untouched(model, ids, shares=False).losses
+    torch.testing.assert_close(rounded(model, ids, 16).losses, exact, atol=2e-2, rtol=1e-2)
+    errors = [(rounded(model, ids, bits).losses - exact).abs().mean() for bits in (8, 5, 3)]
+    assert errors[0] < errors[1] < errors[2]
+    assert (rounded(model, ids, 3, first_exact=True).losses - rounded(model, ids, 3).losses).abs().max() > 1e-4
+
+
+def count_hooks(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_model_is_left_as_it_was(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    untouched(model, ids)  # transformers keeps hooks of its own from the first maps on
+    model.train()
+    before, hooks = model.config._attn_implementation, count_hooks(model)
+    for operate in (untouched, hide, lambda m, x: stream(m, x, 4), lambda m, x: transplant(m, x, x)):
+        operate(model, ids)
+    with pytest.raises(ValueError, match=r"block must be in 0\.\.2, got 3"):
+        set_back(model, ids, 3, (0,))
+    assert model.training and model.config._attn_implementation == before
+    assert count_hooks(model) == hooks
+
+
+def test_models_without_a_cache_of_keys_and_values_say_so(ids: torch.Tensor) -> None:
+    own = TransformerLM(LMConfig(vocab_size=40, context_length=16, num_layers=1, num_heads=2, hidden_size=16,
+                                 intermediate_size=16))  # fmt: skip
+    with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
+        untouched(own, ids)
+    bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="BloomForCausalLM has attention outside transformers' interface"):
+        hide(bloom, ids)
+    qwen = tf.Qwen3NextForCausalLM(
+        tf.Qwen3NextConfig(**GROUPED, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, head_dim=8,
+                           linear_num_key_heads=2, linear_num_value_heads=2, shared_expert_intermediate_size=16,
+                           layer_types=["linear_attention", "full_attention", "full_attention"])
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="keeps something else than keys and values"):
+        untouched(qwen, ids)
