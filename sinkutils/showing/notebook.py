@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pandas as pd
 from IPython.display import display
 from tqdm.auto import tqdm
 
-from sinkutils.paths import NOTEBOOKS
+from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.tables import plain
 from sinkutils.study.config import RunConfig
@@ -77,12 +78,13 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs and
     figures.
 
-    What differs on every run is left out: progress bars, warnings, widgets, times. Raises nbclient's CellExecutionError
-    for a cell that fails.
+    What differs on every run is left out: progress bars, warnings, widgets, times. Of all notebooks, figures/ then
+    holds what they saved and nothing older. Raises nbclient's CellExecutionError for a cell that fails.
     """
     import nbformat
     from nbclient import NotebookClient
 
+    started = time.time()
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
         client = NotebookClient(
@@ -95,6 +97,9 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
             if cell.cell_type == "code":
                 cell.outputs = [output for output in cell.outputs if not _differs_always(output)]
         nbformat.write(book, path)
+    for figure in FIGURES.glob("*.*") if only is None else ():
+        if figure.stat().st_mtime < started:
+            figure.unlink()
 
 
 def _differs_always(output: Any) -> bool:
