@@ -247,7 +247,7 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
 
 @lru_cache(maxsize=512)
 def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
-    """The largest norm ratio at these positions of a model before its first step, on 8 texts of random tokens.
+    """The largest norm ratio at these positions of a model before its first step, on 2 texts of random tokens.
 
     model: the LMConfig of a record, as JSON. x_1 sees only itself, so that its state is not a mean of others': with
     softmax its norm is about three times theirs without any training.
@@ -256,7 +256,7 @@ def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ..
 
     untrained = TransformerLM(from_dict(LMConfig, json.loads(model))).eval()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(untrained.config.vocab_size, (8, length), generator=generator)
+    ids = torch.randint(untrained.config.vocab_size, (2, length), generator=generator)
     report = measure(untrained, ids, targets=(1,))
     return max(max(report.norm_ratio(name, k)) for k in positions)
 
