@@ -113,12 +113,11 @@ def test_the_records_of_a_table_come_by_row_and_what_is_missing_is_named_once_wi
     # The base of the preset has two heads: its record stands beside the paper's H = 2, and not beside its base.
     assert found["H = 2"].metrics["final"]["sink_1"] == 20.0
     assert capsys.readouterr().out == (
-        "not recorded yet: heads_8, heads_4, heads_1, heads_add (python -m sinkutils train NAME --preset smoke --seed 0)\n"
+        "not recorded yet: heads_8, heads_4, heads_1, heads_add "
+        "(python -m sinkutils train NAME --preset smoke --seed 0)\n"
     )
-    assert (
-        list(notebook.records_of(("Table 3", "Appendix A"), "smoke", recompute="never"))[-1]
-        == "T5's learned relative PE"
-    )
+    both = notebook.records_of(("Table 3", "Appendix A"), "smoke", recompute="never")
+    assert list(both)[-1] == "T5's learned relative PE"
     assert notebook.records_of("Figure 8 right", "smoke", recompute="never") == {}  # 1B is not of this preset
     with pytest.raises(ValueError, match="item must be one of"):
         notebook.records_of("Table 99", "smoke", recompute="never")

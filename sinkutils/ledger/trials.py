@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -202,9 +203,14 @@ def _repeat(own: Subject) -> float:
 
 
 def _window_first(own: Subject) -> float:
-    """Fig. 6 middle: mean excess of the first key that each query t > w sees, t - w + 1, at T = C; uniform is 1 / w."""
+    """Fig. 6 middle: mean excess of the first key that each query t > w sees, t - w + 1, at T = C; uniform is 1 / w.
+
+    NaN, which counts as not held, for a model without a window, such as the base.
+    """
     shape: Any = own.model.config
     window = shape.attention.window
+    if window is None:
+        return math.nan
     heads = [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)]
     ids = own.inputs("random", SEQUENCES, own.context)
     report = own.measure(ids, norms=False, heads=heads, keep=("map",))
