@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sinkutils import paths
 from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
@@ -31,6 +32,13 @@ presets.PRESETS["smoke"] = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of records, in the place of the project's own."""
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
 
 
 @pytest.fixture(scope="session")

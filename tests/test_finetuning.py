@@ -396,8 +396,8 @@ def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_faile
         none = {"status": "done", "reason": None, "curve": [], "final": {}}
         write_record(record_folder("smoke", "sigmoid", 0, tmp_path), start, none, {"wall_seconds": 1.0})
         record = train(run, tmp_path, corpus=corpus, progress=False)
-        trained = Runs(tmp_path).get(start, weights=True)
-        assert record.status == "done" and trained is not None, "the record without weights is made anew with them"
+        trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
+        assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
         assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
         failed = none | {"status": "failed", "reason": "no"}
         write_record(record_folder("smoke", "sigmoid", 1, tmp_path), config("sigmoid", "smoke", 1), failed, {})
