@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from sinkutils.data.tokenizer import train_tokenizer
-from sinkutils.ledger import frozen, open_models, trials
+from sinkutils.ledger import frozen, open_models, proofs, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
@@ -479,7 +479,7 @@ def test_sources_name_items_of_the_paper_and_checks_name_experiments_kinds_and_q
         assert all(int(n) <= 30 for n in re.findall(r"Figures? (\d+)", claim.source)), claim.id
         assert claim.text.endswith(".") and claim.text.count(". ") == 0, claim.id
         assert claim.gate in GATES and bool(claim.checks) != bool(claim.elsewhere), claim.id
-        assert not claim.elsewhere or claim.elsewhere in trials.PROOFS or claim.elsewhere in open_models.JUDGES
+        assert not claim.elsewhere or claim.elsewhere in proofs.PROOFS or claim.elsewhere in open_models.JUDGES
         assert len(set(claim.checks)) == len(claim.checks), claim.id
         for check in claim.checks:
             assert set(check.runs) <= names and check.key in QUANTITIES, claim.id
@@ -643,7 +643,7 @@ def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, 
 @pytest.mark.parametrize("optimizer, powers", [("sgd", {"lr": 1}), ("adamw", {"lr": 1}), ("adamw", {})])
 def test_scaling_needs_all_of_the_papers_rule(optimizer, powers):
     assert (
-        max(trials.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > trials.scaling_difference(optimizer)
+        max(proofs.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > proofs.scaling_difference(optimizer)
     )
 
 

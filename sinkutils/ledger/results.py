@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkutils.ledger import trials
 from sinkutils.ledger.frozen import ledgers
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.study.grid import resolve
@@ -127,14 +128,12 @@ def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | No
     """The largest ratio of a position's norm to the mean of the others', over the blocks but the last, whose output
     reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself.
     """
-    from sinkutils.ledger.trials import untrained_ratio
-
     norms = run.report.get(name)
     if not norms:
         return None
     model = json.dumps(run.record.config["model"], sort_keys=True)
     largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
-    return largest / untrained_ratio(model, run.report["T"], name, positions)
+    return largest / trials.untrained_ratio(model, run.report["T"], name, positions)
 
 
 def _ratio_at_sink(run: Run, name: str) -> float | None:
@@ -174,10 +173,8 @@ def _from_weights(name: str) -> Callable[[Run], float | None]:
     """A trial on a record's weights; None where they were not kept."""
 
     def read(run: Run) -> float | None:
-        from sinkutils.ledger.trials import trial
-
         path = run.record.weights
-        return trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
+        return trials.trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
 
     return read
 
