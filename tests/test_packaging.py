@@ -137,7 +137,14 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
                for path in package.rglob("*.py")}  # fmt: skip
     graph = {}
     for name, path in modules.items():
-        nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+        tree = ast.parse(path.read_text("utf-8"))
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in for_types]
         sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         graph[name] = {source if source in modules else source.rpartition(".")[0] for source in sources} & set(modules)
         if name.split(".")[1] in ROOMS:
