@@ -139,8 +139,8 @@ def make_optimizer(model: torch.nn.Module, train: TrainConfig, group: Group = AL
         # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
         chosen = {name for name, p in model.named_parameters()
                   if name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2}  # fmt: skip
-        parts = ([p for name, p in model.named_parameters() if (name in chosen) == wanted] for wanted in (True, False))
-        return MuonAndAdamW(*parts, train)
+        matrices = [p for name, p in model.named_parameters() if name in chosen]
+        return MuonAndAdamW(matrices, [p for name, p in model.named_parameters() if name not in chosen], train)
     return adamw(model.parameters(), train)
 
 
