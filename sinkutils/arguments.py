@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     other_text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
     saving = "how often an unfinished run saves its state, at evaluations"
     listing = add("list", "show every experiment with the paper's value and whether it is recorded")
-    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7, C or D")
+    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7, C, D or 8")
     scale(listing)
 
     one = add("train", "train (or fine-tune) one experiment and write its record; a killed run goes on where it was")

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,7 +34,8 @@ from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS, Preset, preset
 from sinkutils.study.record import config_hash
 
-SECTIONS = ("4", "5", "6", "7", "C", "D")
+AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
+SECTIONS = ("4", "5", "6", "7", "C", "D", AFTER_PAPER)
 SEEDS = (0, 1, 2)
 HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
 TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
@@ -91,11 +93,29 @@ class OfFourEpochs(Scaled):
 
 
 @dataclass(frozen=True)
+class SameTokens(Scaled):
+    """The batch size that makes a step as many tokens as the base's, at another context length."""
+
+    context_length: int
+
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> int:
+        return _whole(old * run.model.context_length / self.context_length)
+
+
+@dataclass(frozen=True)
+class MinusLogContext(Scaled):
+    """-log C."""
+
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> float:
+        return -math.log(run.model.context_length)
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One run of the study as the difference from its base."""
 
     name: str
-    section: str  # 4 to 7, or C or D for what stands in that appendix alone
+    section: str  # 4 to 7, C or D for what stands in that appendix alone, 8 for what came after the paper
     title: str
     overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
@@ -238,11 +258,37 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                  presets=tuple(PRESETS), start=start, download=bool(suffix))
       for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
+    # After the paper: data/paper/after_paper.csv says where each comes from
+    *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "laptop", "gpu"))
+      for name, title, overrides in (
+        ("gate_head", "an output gate a head", {"model.gate": "head"}),
+        ("gate_element", "an output gate an element", {"model.gate": "element"}),
+        ("sink_logit", "a learned sink logit a head", _attention(sink_logit="learned")),
+        ("softmax_plus_one", "softmax plus one", _attention(sink_logit="zero")),
+        ("softpick", "softpick", _attention(similarity="softpick")),
+        ("sigmoid_log_bias", "sigmoid with bias -log C, no normalisation",
+         _SIGMOID | _attention(logit_bias=MinusLogContext())),
+        ("relu_length", "ReLU over the number of keys", _attention(similarity="relu", normalizer="length")),
+        ("qk_norm", "queries and keys normed", {"model.qk_norm": True}),
+        ("v_scale", "values scaled by token", {"model.value_scale": True}),
+        ("dyt", "dynamic tanh instead of RMSNorm", {"model.normalization": "dyt"}),
+        ("sandwich_norm", "sandwich norm", {"model.norm": "sandwich"}),
+        ("differential", "differential attention, half the heads",
+         _attention(differential=True) | {"model.num_heads": Times(1 / 2)}),
+        ("sgd", "SGD with momentum, rate x 100, no weight decay",
+         {"train.optimizer": "sgd", _RATE: Times(100), _DECAY: 0.0}),
+        ("muon", "Muon for the blocks' matrices", {"train.optimizer": "muon"}),
+        *((f"depth_{layers}", f"{layers} layer{'s' * (layers > 1)}", {"model.num_layers": layers})
+          for layers in (1, 2, 3, 6)),
+        *((f"context_{length}", f"context {length}, as many tokens a step",
+           {"model.context_length": length, "train.batch_size": SameTokens(length),
+            "train.eval_length": min(length, 64)})
+          for length in (32, 128)))),
 )  # fmt: skip
 
 
 def experiments(section: str | None = None) -> list[Experiment]:
-    """Every experiment, or those of a section: 4, 5, 6, 7, C or D."""
+    """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
     if section is not None and str(section) not in SECTIONS:
         raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
     return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
@@ -283,18 +329,21 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
-    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline. A
-    fine-tuning is as headline as what it starts from, and comes after it. Otherwise all experiments at each of `seeds`.
+    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline, then
+    what came after the paper. A fine-tuning is as headline as what it starts from, and comes after it. Otherwise all
+    experiments at each of `seeds`.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
     runs = {run.experiment: run for run in (config(name, preset) for name in names)}
     base = resolve("base", preset)
     headline = {name for name, run in runs.items() if experiment(getattr(run, "start", name)).headline}
-    first = sorted(runs, key=lambda name: (name != base, name not in headline))
+    after = {name for name in runs if experiment(name).section == AFTER_PAPER}
+    first = sorted(runs, key=lambda name: (name in after, name != base, name not in headline))
     if seeds is not None:
         return [config(name, preset, seed) for seed in seeds for name in first]
-    pairs = [(name, seed) for name in first for seed in SEEDS]
+    pairs = [(name, seed) for name in first if name not in after for seed in SEEDS]
     pairs += [(name, seed) for name in first if name in headline for seed in HEADLINE_SEEDS if seed not in SEEDS]
+    pairs += [(name, seed) for name in first if name in after for seed in SEEDS]
     return [config(name, preset, seed) for name, seed in pairs]
 
 

@@ -54,7 +54,14 @@ TRAINING_MODULES = (
     *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
     *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
-    *("training/run", "training/trainer", "training/checkpoints", "training/group", "training/finetune"),
+    *(
+        "training/run",
+        "training/optimizers",
+        "training/trainer",
+        "training/checkpoints",
+        "training/group",
+        "training/finetune",
+    ),
 )
 
 # The modules whose text decides the ledger's verdicts: claims, rules and what they read.

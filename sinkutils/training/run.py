@@ -26,6 +26,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.group import ALONE, Group
+from sinkutils.training.optimizers import make_optimizer
 
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
@@ -84,14 +85,7 @@ class Run:
         self.model = self.first_model().to(device)
         train = config.train
         self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.adam_eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
