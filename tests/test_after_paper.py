@@ -17,6 +17,7 @@ from sinkutils.paths import PAPER
 from sinkutils.study.config import TrainConfig
 from sinkutils.study.grid import config, experiments
 from sinkutils.study.record import record_folder, write_record
+from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group
 from sinkutils.training.optimizers import make_optimizer
