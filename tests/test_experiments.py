@@ -224,7 +224,7 @@ def test_sections_partition_the_experiments():
     assert sorted(e.name for part in by_section.values() for e in part) == sorted(e.name for e in experiments())
     assert all(isinstance(e, Experiment) and e.title for e in experiments())
     assert all(e.section == section for section, part in by_section.items() for e in part)
-    with pytest.raises(ValueError, match="4, 5, 6, 7, C, 8"):
+    with pytest.raises(ValueError, match="4, 5, 6, 7, C, D, 8"):
         experiments("9")
 
 
