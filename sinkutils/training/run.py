@@ -129,8 +129,11 @@ class Run:
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def advance(self, forward: Any) -> None:
-        """One optimiser step; `passed` gets the batch's loss, of a group that of the process's share, and the norm."""
+    def advance(self, forward: Any) -> Tensor:
+        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device.
+
+        `passed` gets the loss and the gradient norm.
+        """
         config = self.config.train
         batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
         parts = batch.split(config.micro_batch or config.batch_size)
@@ -148,6 +151,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.passed.append((total, norm))
+        return total
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], Report | None]:
