@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from sinkutils.data.corpus import load_corpus
 from sinkutils.study.config import RunConfig
 from sinkutils.study.cost import GIB, cost
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
-from sinkutils.training.trainer import Run, device_name, next_token_loss, one_thread, open_corpus
+from sinkutils.training.run import Run, next_token_loss
+from sinkutils.training.trainer import device_name, one_thread
 
 
 def seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
@@ -89,7 +91,7 @@ def main() -> None:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
     with one_thread(device):
-        corpus = open_corpus(settings, options.corpus, progress=True)
+        corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else torch.float32
         peak = matmul_peak(dtype, device)
         print(f"{device_name(device)}, {options.preset}/{options.experiment}, {settings.train.precision}: "

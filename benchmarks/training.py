@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.training.trainer import next_token_loss
+from sinkutils.training.run import next_token_loss
 
 SHAPES = {64: (4, 64, 32), 128: (6, 128, 16), 256: (6, 256, 8)}  # d: (layers, context, sequences a step)
 HEADS, VOCAB = 4, 1024

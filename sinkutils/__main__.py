@@ -51,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def note_no_records(runs: Path | None) -> None:
     """Say so where there is no folder of records at all, as in a folder that is no checkout."""
-    from sinkutils.study.record import RUNS
+    from sinkutils.study.store import Runs
 
-    if not (runs or RUNS).is_dir():
-        print(f"sinkutils: there are no records in {runs or RUNS}: give --runs, set SINKUTILS_HOME, or train some",
+    folder = Runs(runs).folder
+    if not folder.is_dir():
+        print(f"sinkutils: there are no records in {folder}: give --runs, set SINKUTILS_HOME, or train some",
               file=sys.stderr)  # fmt: skip
 
 
@@ -90,6 +91,7 @@ def list_command(options: argparse.Namespace) -> int:
 
 def train_command(options: argparse.Namespace) -> int:
     """Train one experiment."""
+    from sinkutils.study.config import FinetuneConfig
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.training.group import joined
     from sinkutils.training.trainer import train
@@ -109,27 +111,11 @@ def train_command(options: argparse.Namespace) -> int:
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
     final = record.metrics["final"]
+    before = {key: f"{record.metrics['curve'][0][key]:.{digits}f} to " if isinstance(run, FinetuneConfig) else ""
+              for key, digits in (("sink_1", 2), ("valid_loss", 3))}  # fmt: skip
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
-    print(f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, valid loss {final['valid_loss']:.3f}, "
-          f"{record.provenance['wall_seconds']:.0f} s")  # fmt: skip
-    return 0
-
-
-def finetune_command(options: argparse.Namespace) -> int:
-    """Fine-tune one recorded model."""
-    from sinkutils.training.finetune import finetune, finetune_config
-
-    run = finetune_config(options.finetuning, options.preset, options.seed)
-    record = finetune(run, options.runs, device=find_device(options.device), corpus=options.corpus,
-                      keep_weights=options.keep_weights)  # fmt: skip
-    name = "/".join(record.folder.parts[-3:])
-    if record.status == "failed":
-        print(f"{name}: fine-tuning failed ({record.metrics['reason']}); this is recorded as the result")
-        return 0
-    before, after = record.metrics["curve"][0], record.metrics["final"]
-    sinks = f"Sink_1 {before['sink_1']:.2f} to {after['sink_1']:.2f} %"
-    losses = f"valid loss {before['valid_loss']:.3f} to {after['valid_loss']:.3f}"
-    print(f"{name}: {sinks}, {losses}, {record.provenance['wall_seconds']:.0f} s")
+    print(f"{name}: Sink_1 {before['sink_1']}{final['sink_1']:.2f} %{star}, valid loss {before['valid_loss']}"
+          f"{final['valid_loss']:.3f}, {record.provenance['wall_seconds']:.0f} s")  # fmt: skip
     return 0
 
 
@@ -141,14 +127,10 @@ def sweep_command(options: argparse.Namespace) -> int:
     seeds = tuple(options.seeds) if options.seeds else None
     only = tuple(resolve(name, options.preset) for name in options.only) if options.only else None
     if options.dry_run:
-        plan = [
-            entry
-            for entry in estimate(options.preset, seeds, options.runs, options.corpus)
-            if only is None or entry[0] in only
-        ]
-        for name, seed, seconds in plan:
-            print(f"{name:<28} seed {seed}  about {duration(seconds)}")
-        total = sum(seconds for _, _, seconds in plan)
+        plan = estimate(options.preset, seeds, options.runs, options.corpus, only)
+        for run, seconds in plan:
+            print(f"{run.experiment:<28} seed {run.seed}  about {duration(seconds)}")
+        total = sum(seconds for _, seconds in plan)
         with_jobs = duration(total / options.jobs)
         print(f"{len(plan)} runs, about {duration(total)} for one worker, {with_jobs} with --jobs {options.jobs}"
               if plan else "0 runs: every record is there")  # fmt: skip
@@ -293,7 +275,6 @@ LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long 
 COMMANDS = {
     "list": list_command,
     "train": train_command,
-    "finetune": finetune_command,
     "sweep": sweep_command,
     "cost": cost_command,
     "measure": measure_command,

@@ -73,10 +73,10 @@ def parser() -> argparse.ArgumentParser:
     other_text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
     saving = "how often an unfinished run saves its state, at evaluations"
     listing = add("list", "show every experiment with the paper's value and whether it is recorded")
-    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7 or C")
+    listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7, C, D or 8")
     scale(listing)
 
-    one = add("train", "train one experiment and write its record; a killed run goes on where it was")
+    one = add("train", "train (or fine-tune) one experiment and write its record; a killed run goes on where it was")
     one.add_argument("experiment")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--device", help=where)
@@ -94,14 +94,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--corpus", help=other_text)
     one.add_argument("--checkpoint-seconds", type=number, default=20.0, metavar="SECONDS", help=saving)
     scale(one)
-
-    tune = add("finetune", "fine-tune a recorded model on instructions (Appendix D) and write its record")
-    tune.add_argument("finetuning", help="sft_softmax, sft_sigmoid, or either with _ultrachat behind it")
-    tune.add_argument("--seed", type=int, default=0)
-    tune.add_argument("--device", help=where)
-    tune.add_argument("--keep-weights", action="store_true", help="keep the fine-tuned weights in the record")
-    tune.add_argument("--corpus", help=other_text)
-    scale(tune)
 
     many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
     many.add_argument("--jobs", type=count, default=1, help="workers, one thread each")

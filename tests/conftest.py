@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from sinkutils import paths
 from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
@@ -37,8 +37,7 @@ def one_thread():
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of records, in the place of the project's own."""
-    for name in ("study.record", "measuring.load", "ledger.results", "showing.tables"):
-        monkeypatch.setattr(import_module(f"sinkutils.{name}"), "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
     return tmp_path / "runs"
 
 

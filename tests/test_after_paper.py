@@ -15,11 +15,14 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import TrainConfig
-from sinkutils.study.grid import config, experiments, missing
-from sinkutils.study.record import find_record, record_folder, write_record
+from sinkutils.study.grid import config, experiments
+from sinkutils.study.record import record_folder, write_record
+from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group
-from sinkutils.training.trainer import Run, make_optimizer, next_token_loss, train
+from sinkutils.training.optimizers import make_optimizer
+from sinkutils.training.run import Run, next_token_loss
+from sinkutils.training.trainer import train
 
 ROWS = [e.name for e in experiments("8")]
 SMALL = {"vocab_size": 60, "context_length": 40, "num_layers": 2, "num_heads": 2, "hidden_size": 16,
@@ -298,10 +301,10 @@ def test_every_row_trains(name, corpus, tmp_path):
 
 
 def test_rows_come_last_in_a_sweep_with_three_seeds_each(tmp_path):
-    plan = missing("laptop", runs=tmp_path)
+    plan = [(run.experiment, run.seed) for run in Runs(tmp_path).missing("laptop")]
     assert plan[-3 * len(ROWS) :] == [(name, seed) for name in ROWS for seed in (0, 1, 2)]
     assert not {name for name, _ in plan[: -3 * len(ROWS)]} & set(ROWS)
-    assert [name for name, _ in missing("laptop", (0,), tmp_path)][-len(ROWS) :] == ROWS
+    assert [run.experiment for run in Runs(tmp_path).missing("laptop", (0,))][-len(ROWS) :] == ROWS
     assert config("sigmoid_log_bias", "laptop").model.attention.logit_bias == -math.log(64)
     for scale in ("laptop", "gpu"):
         runs = [config(name, scale) for name in ("base", "context_32", "context_128")]
@@ -335,5 +338,6 @@ def test_a_record_from_before_these_fields_is_still_of_its_config(tmp_path):
 
         patch.setattr(record, "config_dict", before)
         write_record(folder, run, {"status": "done", "reason": None, "curve": [], "final": {}}, {})
-    assert find_record(folder, run) is not None
-    assert find_record(folder, dataclasses.replace(run, model=dataclasses.replace(run.model, gate="head"))) is None
+    assert Runs(tmp_path).get(run) is not None
+    other = dataclasses.replace(run, model=dataclasses.replace(run.model, gate="head"))
+    assert Runs(tmp_path).get(other) is None

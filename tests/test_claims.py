@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from sinkutils.data.tokenizer import train_tokenizer
-from sinkutils.ledger import frozen, open_models, trials
+from sinkutils.ledger import frozen, open_models, proofs, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
@@ -43,10 +43,10 @@ from sinkutils.ledger.rules import verdict as of_outcomes
 from sinkutils.measuring import saved
 from sinkutils.measuring.own import Subject
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.study.grid import EXPERIMENTS, config, paper_rows, resolve, unavailable
+from sinkutils.study.grid import EXPERIMENTS, config, resolve, unavailable
+from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import ledger_sha256, record_folder, write_record
-from sinkutils.training.finetune import FINETUNINGS, finetune_config
 
 HEAD = 0.5  # mean excess of a head with a sink, in the records made of the paper's Sink_1
 # Massive activations where the paper's figures and text say that there are some (Figs. 7, 8 and 29).
@@ -143,7 +143,7 @@ class Ledger:
             curve = [{"step": 100, "sink_1": 0.0, "losses": rows[0], "gradient_norms": rows[1]}]
             metrics = {"status": "done", "reason": None, "curve": curve,
                        "final": {"step": 100, "sink_1": 0.0, "valid_loss": losses[1]}}  # fmt: skip
-            write_record(record_folder(self.preset, name, seed, self.runs), finetune_config(name, self.preset, seed),
+            write_record(record_folder(self.preset, name, seed, self.runs), config(name, self.preset, seed),
                          metrics, {"wall_seconds": 1.0})  # fmt: skip
         return self
 
@@ -472,14 +472,14 @@ def test_there_are_enough_claims_with_different_ids_and_every_takeaway_is_among_
 
 
 def test_sources_name_items_of_the_paper_and_checks_name_experiments_kinds_and_quantities():
-    names = {one.name for one in EXPERIMENTS} | {"base"} | set(FINETUNINGS)
+    names = {one.name for one in EXPERIMENTS} | {"base"}
     for claim in CLAIMS:
         assert re.search(r"Abstract|Section [3-7]|Appendix [A-D]", claim.source), claim.id
         assert all(int(n) <= 15 for n in re.findall(r"Table (\d+)", claim.source)), claim.id
         assert all(int(n) <= 30 for n in re.findall(r"Figures? (\d+)", claim.source)), claim.id
         assert claim.text.endswith(".") and claim.text.count(". ") == 0, claim.id
         assert claim.gate in GATES and bool(claim.checks) != bool(claim.elsewhere), claim.id
-        assert not claim.elsewhere or claim.elsewhere in trials.PROOFS or claim.elsewhere in open_models.JUDGES
+        assert not claim.elsewhere or claim.elsewhere in proofs.PROOFS or claim.elsewhere in open_models.JUDGES
         assert len(set(claim.checks)) == len(claim.checks), claim.id
         for check in claim.checks:
             assert set(check.runs) <= names and check.key in QUANTITIES, claim.id
@@ -643,7 +643,7 @@ def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, 
 @pytest.mark.parametrize("optimizer, powers", [("sgd", {"lr": 1}), ("adamw", {"lr": 1}), ("adamw", {})])
 def test_scaling_needs_all_of_the_papers_rule(optimizer, powers):
     assert (
-        max(trials.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > trials.scaling_difference(optimizer)
+        max(proofs.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > proofs.scaling_difference(optimizer)
     )
 
 

@@ -37,8 +37,8 @@ REFUSED = {
     "train k_bias --checkpoint-seconds nan": "must be a finite number of at least 0, got 'nan'",
     "train k_bias --checkpoint-seconds -1": "must be a finite number of at least 0",
     "train": "the following arguments are required: experiment",
-    "finetune sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
-    "finetune nothing": "fine-tuning must be one of",
+    "train sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
+    "train sft_nothing": "unknown experiment 'sft_nothing'",
     "list --section 9": "section must be one of",
     "list --preset phone": "invalid choice: 'phone' (choose from 'smoke'",
     "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
@@ -152,9 +152,8 @@ def test_a_name_without_its_seed_gets_the_seeds_there_are(capsys, measured_runs)
 
 def ledger(preset, runs):
     words = "The sink is found wherever it was looked for, " * 4
-    rows = [{"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28",
-             "verdict": verdict, "reason": "a reason"}
-            for verdict in ("not reproduced", "partly", "partly")]  # fmt: skip
+    row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28"}
+    rows = [{**row, "verdict": verdict, "reason": "a reason"} for verdict in ("not reproduced", "partly", "partly")]
     return pd.DataFrame(rows)
 
 

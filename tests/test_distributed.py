@@ -16,11 +16,13 @@ from tokenizers import Tokenizer, models
 from sinkutils.data import corpus as corpora
 from sinkutils.data.cache import SPLITS, pack_corpus, write_meta
 from sinkutils.data.corpus import Corpus
-from sinkutils.study.grid import config, missing
+from sinkutils.study.grid import config
 from sinkutils.study.record import read_record, record_folder
+from sinkutils.study.store import Runs
 from sinkutils.training.group import Group, joined
+from sinkutils.training.run import Run, next_token_loss
 from sinkutils.training.sweep import sweep
-from sinkutils.training.trainer import Run, next_token_loss, train
+from sinkutils.training.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -277,7 +279,7 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpu
     assert "in place of 'docstrings' with 512" in done.stderr
     record = read_record(record_folder("smoke", "fixed_1", 0, runs))
     assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
-    assert ("fixed_1", 0) not in missing("smoke", (0,), runs), "the record is the preset's: its config has not changed"
+    assert Runs(runs).get(config("fixed_1", "smoke")), "the record is the preset's: its config has not changed"
 
 
 def test_a_sweep_hands_the_corpus_to_its_workers(packed, tmp_path, monkeypatch):

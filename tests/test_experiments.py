@@ -16,22 +16,25 @@ from sinkutils.study.grid import (
     experiment,
     experiments,
     largest_alpha,
-    missing,
+    plan,
     preset,
     resolve,
     unavailable,
 )
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import config_dict, record_folder, write_record
-from sinkutils.training.trainer import next_token_loss
+from sinkutils.study.store import Runs
+from sinkutils.training.run import next_token_loss
 
 SMALL = ("smoke", "laptop", "gpu", "paper")
 HEADLINE = {
     *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
     *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
+    *("sft_softmax", "sft_sigmoid"),  # by what they start from
 }
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
+ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
 # The rows that coincide at a scale: name -> the run they share.
 SAME = {
     "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
@@ -45,9 +48,14 @@ SAME = {
         **DEFAULT,
         **{"constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"},
         "data_share_1": "default",
+        **ULTRACHAT,
     },
-    "paper-1b": {},
+    "paper-1b": ULTRACHAT,
 }
+
+
+def missing(preset, runs, seeds=None, only=None):
+    return [(run.experiment, run.seed) for run in Runs(runs).missing(preset, seeds, only=only)]
 
 
 def flat(value, prefix=""):
@@ -84,7 +92,7 @@ def test_every_experiment_is_available_at_every_preset(scale):
 
 def test_the_1b_preset_has_the_pair_of_section_7_4_and_nothing_else():
     pair = [e.name for e in experiments() if e.name not in unavailable("paper-1b")]
-    assert pair == ["softmax_1b", "sigmoid_1b"]
+    assert [name for name in pair if not name.startswith("sft_")] == ["softmax_1b", "sigmoid_1b"]
     assert changes(config("sigmoid_1b", "paper-1b"), config("softmax_1b", "paper-1b")) == {
         "model.attention.similarity": "sigmoid",
         "model.attention.normalizer": "none",
@@ -96,7 +104,7 @@ def test_an_experiment_changes_exactly_what_it_names(scale):
     base = config("base", scale)
     plain = config("default", scale)
     for one in experiments():
-        if scale not in one.presets or resolve(one.name, scale) != one.name:
+        if one.start or scale not in one.presets or resolve(one.name, scale) != one.name:
             continue
         changed = changes(config(one.name, scale), base if one.base else plain)
         assert set(changed) <= set(one.overrides), one.name
@@ -136,7 +144,7 @@ def test_every_run_survives_the_round_trip_through_json(scale):
             run = config(one.name, scale, seed=2)
             values = config_dict(run)
             values.pop("recipe")
-            assert from_dict(RunConfig, json.loads(json.dumps(values))) == run
+            assert from_dict(type(run), json.loads(json.dumps(values))) == run
 
 
 def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
@@ -212,11 +220,11 @@ def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_ca
 
 
 def test_sections_partition_the_experiments():
-    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C", "8")}
+    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C", "D", "8")}
     assert sorted(e.name for part in by_section.values() for e in part) == sorted(e.name for e in experiments())
     assert all(isinstance(e, Experiment) and e.title for e in experiments())
     assert all(e.section == section for section, part in by_section.items() for e in part)
-    with pytest.raises(ValueError, match="4, 5, 6, 7, C, 8"):
+    with pytest.raises(ValueError, match="4, 5, 6, 7, C, D, 8"):
         experiments("9")
 
 
@@ -245,14 +253,14 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads"):
         config("heads_4", "narrow")
-    assert ("heads_4", 0) not in missing("narrow")
+    assert not any(run.experiment == "heads_4" for run in plan("narrow"))
 
 
 def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
-    plan = missing("laptop", runs=tmp_path)
+    plan = missing("laptop", tmp_path)
     assert len(set(plan)) == len(plan)
     after = {e.name for e in EXPERIMENTS if e.section == "8"}
-    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"]) - after
+    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets and not e.download} - set(SAME["laptop"]) - after
     parts = []  # in the order of the plan
     for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), 3 * len(after)):
         parts.append(plan[:size])
@@ -264,13 +272,14 @@ def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
         assert [seed for _, seed in part] == [0, 1, 2] * len(held), "all three of an experiment together"
     assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
     assert set(parts[4]) == {(name, seed) for name in after for seed in (0, 1, 2)}
-    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names | after}
+    assert set(missing("laptop", tmp_path, (5,))) == {(name, 5) for name in names | after}
+    assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
 
 
 def test_a_base_that_is_not_of_the_headline_has_three_seeds(tmp_path):
     seeds = (0, 1, 2)
-    plan = [*(("softmax_1b", seed) for seed in seeds), *(("sigmoid_1b", seed) for seed in seeds)]
-    assert missing("paper-1b", runs=tmp_path) == plan
+    names = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")
+    assert missing("paper-1b", tmp_path) == [(name, seed) for name in names for seed in seeds]
 
 
 def test_variants_without_a_fixed_token_change_the_default_and_not_the_base():
@@ -284,6 +293,6 @@ def test_a_record_counts_only_while_it_is_of_this_config(tmp_path):
     for name, run in (("fixed_1", config("fixed_1", "smoke")), ("k_bias", config("k_bias", "smoke", seed=9))):
         metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
         write_record(record_folder("smoke", name, 0, tmp_path), run, metrics, {})
-    plan = missing("smoke", runs=tmp_path)
+    plan = missing("smoke", tmp_path)
     assert ("fixed_1", 0) not in plan
     assert ("k_bias", 0) in plan  # what lies there is the record of another seed

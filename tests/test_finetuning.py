@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from sinkutils.__main__ import main
 from sinkutils.data import external, instructions
 from sinkutils.data.embedded import definitions_of
 from sinkutils.data.instructions import (
@@ -23,25 +22,16 @@ from sinkutils.data.instructions import (
     make_pairs,
 )
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.showing import notebook
 from sinkutils.showing.tables import records
-from sinkutils.study.config import from_dict
-from sinkutils.study.grid import config
+from sinkutils.study import grid
+from sinkutils.study.config import FinetuneConfig, from_dict
+from sinkutils.study.grid import config, experiments, keeps_weights, plan
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import record_folder, write_record
-from sinkutils.training import finetune as finetuning
-from sinkutils.training.finetune import (
-    FINETUNINGS,
-    SCALES,
-    FinetuneConfig,
-    FinetuneRun,
-    answer_loss,
-    finetune,
-    finetune_config,
-    history,
-    planned,
-    start_record,
-)
+from sinkutils.study.record import history, record_folder, write_record
+from sinkutils.study.store import Runs
+from sinkutils.training.finetune import FinetuneRun, answer_loss
+from sinkutils.training.run import Run
+from sinkutils.training.sweep import _next
 from sinkutils.training.trainer import train
 
 CPU = torch.device("cpu")
@@ -237,30 +227,30 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", FINETUNINGS)
+@pytest.mark.parametrize("name", [e.name for e in experiments("D")])
 def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(name, preset):
-    run = finetune_config(name, preset, 1)
+    run = config(name, preset, 1)
     start = config(run.start, preset, 1)
     assert run.train.learning_rate == pytest.approx(start.train.learning_rate / 20)
     assert run.train.steps * run.train.batch_size <= run.pairs < (run.train.steps + 1) * run.train.batch_size
     assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
     assert from_dict(FinetuneConfig, json.loads(json.dumps(dataclasses.asdict(run)))) == run
-    assert planned(name, preset, 1) == run and planned(run.start, preset, 1) == start
+    assert keeps_weights(start)
 
 
 def test_at_the_papers_1b_it_is_what_appendix_d_says():
-    run = finetune_config("sft_sigmoid", "paper-1b")
+    run = config("sft_sigmoid", "paper-1b")
     assert run.start == "sigmoid_1b" and run.instructions == "ultrachat" and run.pairs == 200_000
     assert run.train.learning_rate == pytest.approx(2e-5) and run.train.batch_size == 64
     assert run.model.context_length == 2048 and run.train.lr_floor == 0
-    assert finetune_config("sft_softmax", "paper-1b").start == "softmax_1b"
-    assert finetune_config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
+    assert config("sft_softmax", "paper-1b").start == "softmax_1b"
+    assert config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
 
 
 def test_names_and_starts_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="fine-tuning must be one of sft_softmax, sft_sigmoid"):
-        finetune_config("sft_elu")
-    run = finetune_config("sft_softmax", "smoke")
+    with pytest.raises(ValueError, match="unknown experiment 'sft_elu': did you mean"):
+        config("sft_elu")
+    run = config("sft_softmax", "smoke")
     with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):
         dataclasses.replace(run, data=dataclasses.replace(run.data, fixed_position=2))
     with pytest.raises(ValueError, match="pairs must be at least the batch size 8"):
@@ -295,19 +285,23 @@ def torch_weights(record):
     return load_file(record.weights)
 
 
+def start_of(run, runs):
+    return Runs(runs).get(config(run.start, run.preset, run.seed), weights=True)
+
+
 def small(name, chats, **changes):
-    run = shortened(finetune_config(name, "smoke"), **changes)
+    run = shortened(config(name, "smoke"), **changes)
     return dataclasses.replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
 
 
 def test_a_fine_tuning_starts_from_the_records_weights_and_its_sink(started, chats, corpus):
     run = small("sft_softmax", chats)
-    start = start_record(run, started)
-    state = FinetuneRun(run, corpus, CPU, start=start, progress=False)
+    start = start_of(run, started)
+    state = FinetuneRun(run, corpus, CPU, start=start)
     weights = torch_weights(start)
     assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
-    (before,) = state.curve
-    assert before["step"] == 0 and before["losses"] == before["gradient_norms"] == []
+    before, _ = state.evaluate()
+    assert before["step"] == 0 and state.steps([]) == {"losses": [], "gradient_norms": []}
     assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
     assert before["sink_1"] == start.metrics["final"]["sink_1"]
 
@@ -321,7 +315,7 @@ def test_another_corpus_keeps_the_tokenizer_of_the_weights(started, chats, corpu
         (texts / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
     other = load_corpus(f"path:{texts}", 290, cache_dir=tmp_path / "cache", progress=False)
     run = small("sft_softmax", chats)
-    state = FinetuneRun(run, other, CPU, start=start_record(run, started), progress=False)
+    state = FinetuneRun(run, other, CPU, start=start_of(run, started))
     assert state.tokenizer is not other.tokenizer
     assert state.tokenizer.to_str() == corpus.tokenizer.to_str()
 
@@ -329,7 +323,7 @@ def test_another_corpus_keeps_the_tokenizer_of_the_weights(started, chats, corpu
 def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(started, chats, corpus, tmp_path):
     for name in ("sft_softmax", "sft_sigmoid"):
         run = small(name, chats, steps=8)
-        record = finetune(run, started, corpus=corpus, keep_weights=True, progress=False)
+        record = train(run, started, corpus=corpus, keep_weights=True, progress=False)
         assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
         assert record.config["instructions"] == f"path:{chats.name}"  # nothing of the machine
         steps = history(record.metrics)
@@ -339,7 +333,7 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(started, c
         assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
         assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
         assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()
-        again = finetune(run, started, corpus=corpus, keep_weights=True, progress=False)
+        again = train(run, started, corpus=corpus, keep_weights=True, progress=False)
         assert again.metrics == record.metrics and again.provenance == record.provenance
 
 
@@ -347,7 +341,7 @@ def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
     runs = []
     for clip in (1.0, 1e-6):
         run = small("sft_softmax", chats, clip_norm=clip)
-        state = FinetuneRun(run, corpus, CPU, start=start_record(run, started), progress=False)
+        state = FinetuneRun(run, corpus, CPU, start=start_of(run, started))
         state.advance(state.loss)
         runs.append(float(state.passed[0][1]))
     assert runs[0] == runs[1] > 1e-3
@@ -364,66 +358,75 @@ def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
         (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
         if number == 2:  # stopped after its first checkpoint
             with monkeypatch.context() as patch:
-                patch.setattr(finetuning, "train", interrupted(patch))
+                patch.setattr(Run, "advance", interrupted(Run.advance))
                 with pytest.raises(KeyboardInterrupt):
-                    finetune(run, copy, corpus=corpus, progress=False)
-        folder = finetune(run, copy, corpus=corpus, progress=False).folder
+                    train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
+        folder = train(run, copy, corpus=corpus, progress=False).folder
         outcomes.append((folder / "metrics.json").read_bytes())
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-def interrupted(patch):
-    """`train` that saves at every evaluation and is stopped in the sixth step."""
-    advance = FinetuneRun.advance
+def interrupted(advance):
+    """`Run.advance` that is stopped in the sixth step."""
 
     def stop(self, forward):
         if self.step == 5:
             raise KeyboardInterrupt
-        return advance(self, forward)
+        advance(self, forward)
 
-    patch.setattr(FinetuneRun, "advance", stop)
-    return lambda *arguments, **keywords: train(*arguments, **keywords, checkpoint_seconds=0.0)
+    return stop
 
 
 def test_a_diverging_fine_tuning_is_recorded_as_failed(started, chats, corpus, tmp_path):
     run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
-    record = finetune(run, started, corpus=corpus, progress=False)
+    record = train(run, started, corpus=corpus, progress=False)
     assert record.status == "failed" and "not finite" in record.metrics["reason"]
     assert record.metrics["curve"][0]["step"] == 0
 
 
-def test_without_weights_to_start_from_it_says_how_to_make_them(tiny, tmp_path, capsys):
-    assert main(["finetune", "sft_sigmoid", "--preset", "smoke", "--runs", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "which is not recorded" in error and "train sigmoid --preset smoke --seed 0 --keep-weights" in error
-    run = config("sigmoid", "smoke")
-    folder = record_folder("smoke", "sigmoid", 0, tmp_path)
-    write_record(folder, run, {"status": "done", "reason": None, "curve": [], "final": {}}, {"wall_seconds": 1.0})
-    with pytest.raises(ValueError, match="whose record was written without them"):
-        finetune(finetune_config("sft_sigmoid", "smoke"), tmp_path)
-    write_record(folder, run, {"status": "failed", "reason": "no", "curve": [], "final": {}}, {"wall_seconds": 1.0})
-    with pytest.raises(ValueError, match=r"failed to train \(no\)"):
-        finetune(finetune_config("sft_sigmoid", "smoke"), tmp_path)
+def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_failed_one_is_refused(
+    tmp_path, chats, corpus, monkeypatch
+):
+    quick = dataclasses.replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
+    monkeypatch.setitem(PRESETS, "smoke", quick)
+    for cached in (grid._all, grid._build):
+        cached.cache_clear()
+    try:
+        run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
+        none = {"status": "done", "reason": None, "curve": [], "final": {}}
+        write_record(record_folder("smoke", "sigmoid", 0, tmp_path), start, none, {"wall_seconds": 1.0})
+        record = train(run, tmp_path, corpus=corpus, progress=False)
+        trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
+        assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
+        assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
+        failed = none | {"status": "failed", "reason": "no"}
+        write_record(record_folder("smoke", "sigmoid", 1, tmp_path), config("sigmoid", "smoke", 1), failed, {})
+        with pytest.raises(ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
+            train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)
+    finally:
+        for cached in (grid._all, grid._build):
+            cached.cache_clear()
+
+
+def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
+    queue = plan("smoke", (0, 1))
+    order = [(run.experiment, run.seed) for run in queue]
+    for run in queue:
+        if isinstance(run, FinetuneConfig):
+            assert order.index((run.start, run.seed)) < order.index((run.experiment, run.seed))
+            before = config(run.start, "smoke", run.seed)
+            assert _next([run], [before]) is None, "its start is being trained"
+            assert _next([run, before], []) == before and _next([run], []) == run
+    assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
+    assert not any("ultrachat" in name for name, _ in order), "what needs the network is trained where it is named"
 
 
 def test_records_of_fine_tunings_are_rows_like_others_and_stale_ones_say_so(tmp_path):
     final = {"step": 20, "sink_1": 3.0, "valid_loss": 2.0, "train_loss": 2.5}
     metrics = {"status": "done", "reason": None, "curve": [], "final": final}
-    for seed, run in enumerate((finetune_config("sft_softmax", "smoke"), small("sft_softmax", "x"))):
+    for seed, run in enumerate((config("sft_softmax", "smoke"), small("sft_softmax", "x"))):
         write_record(record_folder("smoke", "sft_softmax", seed, tmp_path), dataclasses.replace(run, seed=seed),
                      metrics, {"wall_seconds": 1.0})  # fmt: skip
     table = records("smoke", tmp_path)
     assert table["status"].tolist() == ["done", "stale"]
     assert table.loc[0, ["section", "item", "sink_1"]].tolist() == ["D", "Figure 30", 3.0]
-
-
-def test_every_preset_has_a_scale():
-    assert SCALES.keys() == PRESETS.keys()
-
-
-def test_a_notebook_says_how_to_make_a_fine_tuning_that_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(notebook, "record_folder", lambda *name: record_folder(*name, tmp_path))
-    assert notebook.record_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
-    assert "python -m sinkutils finetune sft_sigmoid --preset smoke --seed 3" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
-        notebook.record_or_train("sft_sigmoid", "smoke", recompute="always")

@@ -1,5 +1,7 @@
 """The files around the code: one set of pins, one set of commands."""
 
+import ast
+import graphlib
 import os
 import re
 import shutil
@@ -124,3 +126,30 @@ def test_what_contributing_says_to_paste_is_an_experiment():
     (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
     (made,) = eval(f"({line})", vars(grid))  # in a tuple, as EXPERIMENTS is
     assert isinstance(made, grid.Experiment)
+
+
+ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")
+
+
+def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
+    package = Path(sinkutils.__file__).parent
+    modules = {".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
+               for path in package.rglob("*.py")}  # fmt: skip
+    graph = {}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in for_types]
+        sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+        graph[name] = {source if source in modules else source.rpartition(".")[0] for source in sources} & set(modules)
+        if name.split(".")[1] in ROOMS:
+            up = [source for source in graph[name] if source.split(".")[1] in ROOMS
+                  and ROOMS.index(source.split(".")[1]) > ROOMS.index(name.split(".")[1])]  # fmt: skip
+            assert not up, f"{name} imports {up}"
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which names it

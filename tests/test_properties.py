@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+from sinkutils import paths
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import DataConfig
@@ -22,9 +23,10 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import explorer, figures, notebook, properties
+from sinkutils.showing import explorer, figures, properties
 from sinkutils.study.config import RunConfig, TrainConfig
 from sinkutils.study.record import write_record
+from sinkutils.study.store import Runs
 
 matplotlib.use("agg")
 
@@ -93,7 +95,7 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
 def test_without_weights_a_line_names_the_models_and_an_untrained_one_stands_in(
     tmp_path: Path, monkeypatch, capsys, corpus: Corpus
 ) -> None:
-    monkeypatch.setattr(notebook, "record_folder", lambda *parts: tmp_path / "none")
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
     monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
     (one,) = properties.subjects("gpu")
     assert capsys.readouterr().out == (
@@ -314,7 +316,7 @@ def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tm
         return Subject(name.split("/")[1], tiny_wide(), None)
 
     record = SimpleNamespace(weights=tmp_path)
-    monkeypatch.setattr(notebook, "find_record", lambda folder, run: record)
+    monkeypatch.setattr(Runs, "get", lambda *_, **__: record)
     monkeypatch.setattr(properties, "subject", stand_in)
     assert all(one.name.endswith(" of laptop") for one in properties.subjects("smoke"))
     assert not any(" of " in one.name for one in properties.subjects("laptop"))

@@ -28,21 +28,23 @@ from sinkutils.study.record import (
     as_json,
     config_dict,
     config_hash,
-    find_record,
-    is_of,
     partial_folder,
     read_record,
     read_tensors,
     record_folder,
-    run_folder,
     run_lock,
     write_record,
     write_tensors,
 )
+from sinkutils.study.store import Runs, is_of
 
 records_module = sys.modules["sinkutils.study.record"]  # sinkutils.study.record is the function
 FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
 DONE = {"status": "done", "reason": None, "curve": [], "final": {}}
+
+
+def store(folder):
+    return Runs(folder.parents[2])
 
 
 @pytest.fixture
@@ -75,12 +77,13 @@ def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file,
     with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):
         read_record(folder)
     with pytest.warns(UserWarning, match="counts as missing"):
-        assert find_record(folder, tiny) is None
+        assert store(folder).get(tiny) is None
 
 
 def test_a_record_of_another_config_is_stale(folder, tiny):
-    assert find_record(folder, tiny) is not None
-    assert find_record(folder, dataclasses.replace(tiny, seed=1)) is None
+    assert store(folder).get(tiny) is not None
+    other = dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, steps=9))
+    assert store(folder).get(other) is None
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish(folder, tiny, monkeypatch):
@@ -185,12 +188,12 @@ def test_the_hash_is_the_digest_of_config_json_but_for_the_corpus(folder, tiny):
 def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus):
     runs, own = folder.parents[2], corpus.identity
     other, same_name = ({"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings"))
-    assert find_record(folder, tiny) == find_record(folder, tiny, own) is not None
-    assert find_record(folder, tiny, other) is None and find_record(folder, tiny, same_name) is None
-    assert run_folder(tiny, runs) == run_folder(tiny, runs, own) == folder
-    assert run_folder(tiny, runs, other) == record_folder("test@path-novels-00000000", "tiny", 0, runs)
-    assert run_folder(tiny, runs, same_name) == record_folder("test@docstrings-00000000", "tiny", 0, runs)
-    assert run_folder(tiny, runs / "empty", same_name) == record_folder("test", "tiny", 0, runs / "empty")
+    assert Runs(runs).get(tiny) == Runs(runs).get(tiny, own) is not None
+    assert Runs(runs).get(tiny, other) is None and Runs(runs).get(tiny, same_name) is None
+    assert Runs(runs).place(tiny) == Runs(runs).place(tiny, own) == folder
+    assert Runs(runs).place(tiny, other) == record_folder("test@path-novels-00000000", "tiny", 0, runs)
+    assert Runs(runs).place(tiny, same_name) == record_folder("test@docstrings-00000000", "tiny", 0, runs)
+    assert Runs(runs / "empty").place(tiny, same_name) == record_folder("test", "tiny", 0, runs / "empty")
 
 
 def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):

@@ -87,10 +87,11 @@ def test_a_run_that_another_worker_holds_is_left_to_it(quick, tmp_path):
 def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, tmp_path):
     runs = tmp_path / "runs"
     before = estimate("smoke", (0,), runs)
-    by_name = {name: seconds for name, _, seconds in before}
+    by_name = {run.experiment: seconds for run, seconds in before}
     assert by_name["lr_half_steps_x2"] == pytest.approx(2 * by_name["lr_half"])
     sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False)
-    assert {name for name, _, _ in before} - {name for name, _, _ in estimate("smoke", (0,), runs)} == set(ONLY)
+    after = {run.experiment for run, _ in estimate("smoke", (0,), runs)}
+    assert set(by_name) - after == set(ONLY)
 
 
 def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_path, text_folder, monkeypatch):

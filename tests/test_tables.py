@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from sinkutils.showing.tables import COLUMNS, paper_beside_ours, plain, records
-from sinkutils.study.grid import config, paper_rows
-from sinkutils.study.record import RECIPE, record_folder, run_folder, write_record
+from sinkutils.study.grid import config
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.record import RECIPE, record_folder, write_record
+from sinkutils.study.store import Runs
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):
     run, metrics = config("k_bias", "smoke"), {"status": "done", "reason": None, "curve": [], "final": {"step": 60}}
     for name, letter in (("docstrings", "a"), ("path:novels", "b")):
         corpus = {"name": name, "sha256": letter * 64}
-        write_record(run_folder(run, tmp_path, corpus), run, metrics, {"wall_seconds": 1.5}, corpus=corpus)
+        write_record(Runs(tmp_path).place(run, corpus), run, metrics, {"wall_seconds": 1.5}, corpus=corpus)
     for preset, text in (("smoke", "docstrings aaaaaaaa"), ("smoke@path-novels-bbbbbbbb", "path:novels bbbbbbbb")):
         (row,) = records(preset, tmp_path).to_dict("records")
         assert (row["status"], row["corpus"], row["recipe"]) == ("done", text, RECIPE)

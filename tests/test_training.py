@@ -20,7 +20,9 @@ from sinkutils.data.packing import DataConfig
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
-from sinkutils.training.trainer import CrossEntropy, Run, load_checkpoint, next_token_loss, save_checkpoint, train
+from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.run import CrossEntropy, Run, next_token_loss
+from sinkutils.training.trainer import train
 
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
+from sinkutils import paths
 from sinkutils.measuring import load
 from sinkutils.measuring.load import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
 from sinkutils.measuring.measure import measure
@@ -68,7 +69,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | to
 
 
 def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "RUNS", tmp_path)
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"

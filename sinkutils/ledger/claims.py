@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sinkutils.ledger import open_models, trials
+from sinkutils.ledger import open_models, proofs
 from sinkutils.ledger.conclusions import CLAIMS, Claim
 from sinkutils.ledger.effects import Effect, level, paired
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, results, sink
@@ -105,7 +105,7 @@ def _judged(ours: Results) -> Judged:
 
 
 def _elsewhere(name: str) -> list[Outcome]:
-    return trials.PROOFS[name]() if name in trials.PROOFS else open_models.JUDGES[name]()
+    return proofs.PROOFS[name]() if name in proofs.PROOFS else open_models.JUDGES[name]()
 
 
 def _holm(raw: dict[Check, float]) -> dict[Check, float]:

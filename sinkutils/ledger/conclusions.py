@@ -22,7 +22,7 @@ class Claim:
     checks: tuple[Check, ...] = ()
     gate: str = ""  # of rules.GATES: the presets that cannot show it
     paper: str = ""  # the paper's figures; empty: those of the runs that the checks name
-    elsewhere: str = ""  # of trials.PROOFS or open_models.JUDGES: judged without records
+    elsewhere: str = ""  # of proofs.PROOFS or open_models.JUDGES: judged without records
 
 
 def _each(kind: str, *names: str, key: str = "excess_1") -> tuple[Check, ...]:

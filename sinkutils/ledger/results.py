@@ -13,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 
+from sinkutils.ledger import trials
 from sinkutils.ledger.frozen import ledgers
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
-from sinkutils.paths import RUNS
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS, Record, find_record
-from sinkutils.training.finetune import history, planned
+from sinkutils.study.record import SUMS, Record, history
+from sinkutils.study.store import Runs
 
 EPSILONS = (0.2, 0.3, 0.4)  # Sink_1 is shown at each (Fig. 9); 0.3 is the paper's choice (Section 3.2)
 EPSILON = 0.3
@@ -128,14 +128,12 @@ def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | No
     """The largest ratio of a position's norm to the mean of the others', over the blocks but the last, whose output
     reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself.
     """
-    from sinkutils.ledger.trials import untrained_ratio
-
     norms = run.report.get(name)
     if not norms:
         return None
     model = json.dumps(run.record.config["model"], sort_keys=True)
     largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
-    return largest / untrained_ratio(model, run.report["T"], name, positions)
+    return largest / trials.untrained_ratio(model, run.report["T"], name, positions)
 
 
 def _ratio_at_sink(run: Run, name: str) -> float | None:
@@ -175,10 +173,8 @@ def _from_weights(name: str) -> Callable[[Run], float | None]:
     """A trial on a record's weights; None where they were not kept."""
 
     def read(run: Run) -> float | None:
-        from sinkutils.ledger.trials import trial
-
         path = run.record.weights
-        return trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
+        return trials.trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
 
     return read
 
@@ -278,7 +274,7 @@ class Results:
 def _label(name: str, preset: str) -> str:
     try:
         return resolve(name, preset)
-    except ValueError:  # a fine-tuning, or not of this preset
+    except ValueError:  # not of this preset
         return name
 
 
@@ -287,24 +283,21 @@ def results(preset: str, runs: Path | str | None = None) -> Results:
 
     Raises ValueError for an unknown preset.
     """
-    root = Path(runs or RUNS) / find_preset(preset).name
-    sums = sorted(root.glob(f"*/*/{SUMS}"))
-    return _read(preset, tuple((path.parent, path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
+    store = Runs(runs)
+    sums = sorted((store.folder / find_preset(preset).name).glob(f"*/*/{SUMS}"))
+    return _read(preset, store, tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in sums))
 
 
 @lru_cache(maxsize=4)
-def _read(preset: str, state: tuple[tuple[Path, int, int], ...]) -> Results:
-    """state: each record's folder, and when and how large its digests were written."""
+def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) -> Results:
+    """state: each record's digests, when they were written and how large they are."""
     found: dict[str, dict[int, Run]] = {}
     older = []
-    for folder, _, _ in state:
-        name, seed = folder.parts[-2:]
-        try:
-            record = find_record(folder, planned(name, preset, int(seed)))
-        except ValueError:  # an experiment that there is no more
+    for entry in store.entries(preset):
+        if entry.record is None or entry.status == "stale":
             continue
-        if record is not None and record.provenance.get("ledger") in ledgers():
-            found.setdefault(name, {})[int(seed)] = Run(record)
-        elif record is not None:
-            older.append(f"{name}/{seed}")
+        if entry.record.provenance.get("ledger") in ledgers():
+            found.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
+        else:
+            older.append(f"{entry.experiment}/{entry.seed}")
     return Results(preset, found, tuple(older))

@@ -20,7 +20,8 @@ from sinkutils.checks import require
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import RUNS, SUMS, CorruptRecord, read_record
+from sinkutils.study.record import CorruptRecord, read_record
+from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LARGEST_TABLES = 2**30  # bytes of a model's position tables
@@ -115,7 +116,7 @@ def load_lm(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    runs: str | os.PathLike | None = None,
+    runs: Path | str | None = None,
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
@@ -134,7 +135,7 @@ def load_lm(
     name, kind = str(name_or_path), _dtype(dtype)
     target = find_device(None if device == "auto" else device)
     folder = Path(name)
-    if (recorded := record_of(name, runs)) is not None:
+    if (recorded := Runs(runs).named(name)) is not None:
         return _load_record(recorded, target, kind)
     if name.lower() in REAL_MODELS and not folder.is_dir():
         model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
@@ -142,16 +143,10 @@ def load_lm(
         named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
         return model, tokenizer
     if not name or not folder.is_dir():
-        _refuse_unrecorded(name, Path(runs or RUNS))
+        _refuse_unrecorded(name, Runs(runs).folder)
     known = find(name)
     hub_id = known.hub_id if known and not folder.is_dir() else name
     return _load_transformers(hub_id, device, target, kind, revision, trust_remote_code)
-
-
-def record_of(name: str | os.PathLike, runs: str | os.PathLike | None = None) -> Path | None:
-    """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
-    folder = Path(name) if Path(name).is_dir() else Path(runs or RUNS) / name
-    return folder if (folder / SUMS).exists() else None
 
 
 def _refuse_unrecorded(name: str, runs: Path) -> None:

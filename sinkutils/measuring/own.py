@@ -14,11 +14,12 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, special_ids
-from sinkutils.measuring.load import find, load_lm, record_of
+from sinkutils.measuring.load import find, load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.record import read_record
+from sinkutils.study.store import Runs
 
 X_FIX, TEXT, BOS = "x_fix", "text", "BOS"  # what stands first
 
@@ -84,7 +85,7 @@ class Subject:
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     """Load any model that `zoo.load_lm` takes, with its options; of a record also its T and where a token was fixed."""
     model, tokenizer = load_lm(name, device, **options)
-    folder = record_of(name, options.get("runs"))
+    folder = Runs(options.get("runs")).named(name)
     if folder is None:
         known = find(name)
         return Subject(known.name if known else Path(name).name, model, tokenizer)

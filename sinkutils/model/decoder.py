@@ -363,13 +363,16 @@ class TransformerLM(nn.Module):
                 std = 0.1
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
-    def forward(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
-        """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
+    def forward(
+        self, ids: Tensor, observer: Observer | None = None, dense: bool = False, kept: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length; kept, a mask (B, T): only these, (N, V).
 
         observer sees h, q, k, v on the way; dense=True computes attention by the reference.
         Raises ValueError for ids of the wrong rank, dtype, range or length.
         """
-        return self.unembed(self.hidden(ids, observer, dense))
+        hidden = self.hidden(ids, observer, dense)
+        return self.unembed(hidden if kept is None else hidden[kept])
 
     def hidden(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""

@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.tables import plain
-from sinkutils.study.config import RunConfig
-from sinkutils.study.grid import config, keeps_weights, paper_rows, unavailable
-from sinkutils.study.record import Record, find_record, record_folder
-from sinkutils.training.finetune import FinetuneConfig, finetune, planned
+from sinkutils.study.grid import config, keeps_weights, unavailable
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.record import Record
+from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 CELL_SECONDS = 1200
@@ -159,26 +159,19 @@ def recorded(
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
     found: dict[str, Record | None] = {}
-    missing: dict[str, str] = {}
+    missing: list[str] = []
     for label, name in names.items():
-        run = planned(name, preset, seed)
-        record = find_record(record_folder(preset, run.experiment, seed), run)
-        if record is None or (weights and record.weights is None):
-            missing[run.experiment] = "finetune" if isinstance(run, FinetuneConfig) else "train"
-            record = _train(run, device, weights) if recompute == "missing" else None
-        found[label] = record
-    if missing and recompute == "never":
-        one, verb = next(iter(missing.items()))
-        command = f"python -m sinkutils {verb} {one if len(missing) == 1 else 'NAME'} --preset {preset} --seed {seed}"
+        run = config(name, preset, seed)
+        found[label] = Runs().get(run, weights=weights)
+        if found[label] is None and recompute == "missing":
+            found[label] = train(run, device=device, keep_weights=weights or keeps_weights(run))
+        elif found[label] is None and run.experiment not in missing:
+            missing.append(run.experiment)
+    if missing:
+        name = missing[0] if len(missing) == 1 else "NAME"
+        command = f"python -m sinkutils train {name} --preset {preset} --seed {seed}"
         print(f"not recorded yet: {', '.join(missing)} ({command}{' --keep-weights' if weights else ''})")
     return found
-
-
-def _train(run: RunConfig, device: str | None, weights: bool) -> Record:
-    if not isinstance(run, FinetuneConfig):
-        return train(run, device=device, keep_weights=weights or keeps_weights(run))
-    train(config(run.start, run.preset, run.seed), device=device, keep_weights=True)
-    return finetune(run, device=device)
 
 
 def show(table: pd.DataFrame) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sinkutils.measuring.report import Report
 from sinkutils.model.attention import AttentionSpec, attend
-from sinkutils.study.grid import config, paper_rows
+from sinkutils.study.grid import config
+from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
 
 ITEMS = ("Table 15", "Section 7.4")  # its rows, and exp without normalisation, of which the text alone speaks

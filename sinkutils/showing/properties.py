@@ -22,9 +22,10 @@ from sinkutils.measuring.report import Report
 from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
 from sinkutils.measuring.scores import METRICS
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import PAPER
 from sinkutils.showing.notebook import recorded
 from sinkutils.study.config import RunConfig
-from sinkutils.study.grid import PAPER, config, resolve
+from sinkutils.study.grid import config, resolve
 from sinkutils.study.presets import preset as find_preset
 
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0

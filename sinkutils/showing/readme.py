@@ -11,8 +11,8 @@ from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger.claims import claims
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing.tables import records
-from sinkutils.study.grid import missing
 from sinkutils.study.record import RECIPE
+from sinkutils.study.store import Runs
 
 RESULTS = ("done", "failed")  # the statuses of a record that counts
 
@@ -43,7 +43,7 @@ def state_part() -> str:
     """Which experiments are recorded at the laptop preset, and what is missing."""
     table = records("laptop")
     seeds = table.loc[table["status"].isin(RESULTS), "experiment"].value_counts(sort=False)
-    lacking, where = missing("laptop"), "Each with its numbers: [docs/records.md](docs/records.md)."
+    lacking, where = Runs().missing("laptop"), "Each with its numbers: [docs/records.md](docs/records.md)."
     if not lacking:
         return f"All {len(seeds)} experiments of `laptop` are recorded under recipe {RECIPE}. {where}"
     listed = ", ".join(f"{name} ({count})" for name, count in seeds.items()) or "none"

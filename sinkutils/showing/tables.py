@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import pandas as pd
 
 from sinkutils.measuring.report import Report
-from sinkutils.study.grid import config, experiment, largest_alpha, paper_rows, preset, resolve
-from sinkutils.study.record import RUNS, CorruptRecord, Record, is_of, read_record
-from sinkutils.training.finetune import FINETUNINGS, planned
+from sinkutils.study.grid import config, experiment, largest_alpha, resolve
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.record import Record
+from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 VALUES = (*SINKS, "valid_loss")
@@ -35,11 +35,8 @@ def records(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFr
     failed count as results. corpus: name and short hash of the text that the run was made on. Runs on another text
     than the preset's are tables of their own: preset "laptop@path-mine-0123abcd", as their folder is named.
     """
-    root = Path(runs or RUNS) / _known(preset)
-    folders = [path for path in sorted(root.glob("*/*")) if path.is_dir() and path.name.isdigit()]
-    rows = [_row(path, preset) for path in folders]
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype({**dict.fromkeys(NUMERIC, float), "recipe": "Int64"})
-    return table.sort_values(["experiment", "seed"], ignore_index=True)
+    rows = [{"preset": preset} | _row(entry) for entry in Runs(runs).entries(preset)]
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({**dict.fromkeys(NUMERIC, float), "recipe": "Int64"})
 
 
 def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
@@ -75,35 +72,21 @@ def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
     return text.set_index("")
 
 
-def _known(name: str) -> str:
-    preset(name.partition("@")[0])
-    return name
-
-
-def _row(folder: Path, preset: str) -> dict[str, Any]:
+def _row(entry: Entry) -> dict[str, Any]:
     """One row of `records`."""
-    name, seed = folder.parent.name, int(folder.name)
-    row: dict[str, Any] = {"preset": preset, "experiment": name, "seed": seed}
+    row: dict[str, Any] = {key: getattr(entry, key) for key in ("experiment", "seed", "status", "reason")}
+    if entry.record is None:
+        return row
+    config, final = entry.record.config, entry.record.metrics["final"]
+    row |= {key: final.get(key) for key in (*VALUES, "train_loss")} | {"steps": final.get("step")}
+    row |= {"wall_seconds": entry.record.provenance.get("wall_seconds"), "recipe": config["recipe"]}
+    corpus = config.get("corpus")
+    row["corpus"] = corpus and f"{corpus['name']} {corpus['sha256'][:8]}"
     try:
-        record = read_record(folder)
-    except CorruptRecord as error:
-        warnings.warn(str(error), stacklevel=3)
-        return row | {"status": "corrupt", "reason": str(error)}
-    final = record.metrics["final"]
-    row |= {key: final.get(key) for key in (*VALUES, "train_loss")}
-    row |= {"steps": final.get("step"), "wall_seconds": record.provenance.get("wall_seconds")}
-    corpus = record.config.get("corpus")
-    row |= {"corpus": corpus and f"{corpus['name']} {corpus['sha256'][:8]}", "recipe": record.config["recipe"]}
-    base, apart, _ = preset.partition("@")
-    try:
-        current = planned(name, base, seed)
-        one = FINETUNINGS.get(name) or experiment(name)
-    except ValueError as error:
-        return row | {"status": "stale", "reason": str(error)}
-    row |= {"section": one.section, "item": one.item}
-    if not is_of(record, current, corpus if apart else None):
-        return row | {"status": "stale", "reason": "the experiment or the recipe has changed since: train it again"}
-    return row | {"status": record.status, "reason": record.metrics["reason"]}
+        known = experiment(entry.experiment)
+    except ValueError:  # there is no more such experiment
+        return row
+    return row | {"section": known.section, "item": known.item}
 
 
 def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:

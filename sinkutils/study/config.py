@@ -79,6 +79,26 @@ class RunConfig:
             )
 
 
+@dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
+    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it starts from."""
+
+    start: str = "fixed_1"  # the experiment whose record of this preset and seed it starts from
+    start_sha256: str = ""  # `record.config_hash` of that run
+    instructions: str = "docstrings"
+    pairs: int = 20_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.fixed_position not in (None, 1):
+            raise ValueError(
+                f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
+                "overwrite a token of each question; start from one with position 1 or without"
+            )
+        if self.pairs < self.train.batch_size:
+            raise ValueError(f"pairs must be at least the batch size {self.train.batch_size}, got {self.pairs}")
+
+
 def learning_rate(train: TrainConfig, step: int) -> float:
     """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the last step."""
     if step < train.warmup_steps:

@@ -1,4 +1,4 @@
-"""The pre-training study as data: every row of every pre-training table and figure, at every scale.
+"""The study as data: every row of every pre-training table and figure, and the fine-tunings, at every scale.
 
 An experiment is what it changes: dotted paths into `RunConfig` and values. A preset is a scale. `config` applies an
 experiment to a preset. The paper's values stand beside the names in data/paper/pretraining.csv.
@@ -8,6 +8,11 @@ How values scale. Learning rates, steps, batch sizes are multiples of the preset
 as the paper's 20B tokens of 5B (`OfFourEpochs`). All else is as printed: weight decay, prefix, positions, alpha, p,
 m and numbers of heads. The warm-up stays the preset's.
 
+Fine-tuning (Appendix D): all weights, a rate of 2e-5 with a cosine schedule, batches of 64 sequences of C tokens, one
+epoch of the 200k conversations of UltraChat. What the appendix leaves open is as in the published recipe of the
+platform that it names, for that data set: warm-up over a tenth of the steps, a cosine to zero, AdamW with betas 0.9 and
+0.999 and without weight decay, gradients clipped at 1. The rate stays a twentieth of pre-training's.
+
 What a small scale cannot hold. Rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and
 `resolve` says which. A window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the
 window experiments measure at T <= C / 4 (the paper: 64 of 2048, so no change there), and `largest_alpha` tells which of
@@ -16,25 +21,25 @@ them can reach epsilon at all.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from sinkutils.paths import PAPER
-from sinkutils.study.config import RunConfig
-from sinkutils.study.presets import Preset, preset
-from sinkutils.study.record import find_record, run_folder
+from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.presets import PRESETS, Preset, preset
+from sinkutils.study.record import config_hash
 
 AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
-SECTIONS = ("4", "5", "6", "7", "C", AFTER_PAPER)
+SECTIONS = ("4", "5", "6", "7", "C", "D", AFTER_PAPER)
 SEEDS = (0, 1, 2)
 HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
+TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
+TUNING_WARMUP = 0.1  # of the steps
 
 
 class Scaled(ABC):
@@ -106,29 +111,20 @@ class MinusLogContext(Scaled):
 
 
 @dataclass(frozen=True)
-class PaperRow:
-    """One row of a table or figure of the paper. Cells lost in its text are absent from `values`."""
-
-    item: str
-    row: str
-    experiment: str  # "base" stands for the base of the preset at hand
-    values: dict[str, float]
-    note: str
-
-
-@dataclass(frozen=True)
 class Experiment:
     """One run of the study as the difference from its base."""
 
     name: str
-    section: str  # 4 to 7, C for what stands in Appendix C alone, 8 for what came after the paper
+    section: str  # 4 to 7, C or D for what stands in that appendix alone, 8 for what came after the paper
     title: str
-    overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
+    overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
     headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
     weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
     note: str = ""
     presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
+    start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
+    download: bool = False  # needs the network: trained where it is named, not with the rest
 
     @property
     def items(self) -> tuple[str, ...]:
@@ -257,6 +253,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),
     *(Experiment(f"sigmoid_p{p}", "C", f"p-normalised sigmoid, p = {p}",
                  _attention(similarity="sigmoid", normalizer="p_norm", p=float(p))) for p in (2, 3, 4)),
+    # Appendix D: supervised fine-tuning (Figure 30), as headline as what it starts from
+    *(Experiment(f"sft_{name}{suffix}", "D", f"{title}, fine-tuned{on}", changes, base=False,
+                 presets=tuple(PRESETS), start=start, download=bool(suffix))
+      for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
+      for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
     # After the paper: data/paper/after_paper.csv says where each comes from
     *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "laptop", "gpu"))
       for name, title, overrides in (
@@ -286,34 +287,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 )  # fmt: skip
 
 
-@lru_cache
-def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
-    """The paper's pre-training numbers, or those of one item, in its order.
-
-    Raises ValueError, listing the items, for one that has none.
-    """
-    with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
-        rows = tuple(
-            PaperRow(
-                row["item"],
-                row["row"],
-                row["experiment"],
-                {k: float(v) for k, v in row.items() if v and k.startswith(("sink_", "valid_"))},
-                row["note"],
-            )
-            for row in csv.DictReader(file)
-        )
-    if item is None:
-        return rows
-    chosen = tuple(row for row in rows if row.item == item)
-    if not chosen:
-        items = ", ".join(dict.fromkeys(row.item for row in rows))
-        raise ValueError(f"item must be one of {items}; got {item!r}")
-    return chosen
-
-
 def experiments(section: str | None = None) -> list[Experiment]:
-    """Every experiment, or those of a section: 4, 5, 6, 7, C or 8."""
+    """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
     if section is not None and str(section) not in SECTIONS:
         raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
     return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
@@ -335,12 +310,41 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Where two experiments coincide at this preset, both give the run of the first, under its name (`resolve`).
     Raises ValueError for unknown names, and with the reason where the preset cannot hold the experiment.
     """
-    return dataclasses.replace(_build(resolve(name, preset), preset), seed=seed)
+    run = dataclasses.replace(_build(resolve(name, preset), preset), seed=seed)
+    if isinstance(run, FinetuneConfig):
+        return dataclasses.replace(run, start_sha256=config_hash(config(run.start, preset, seed)))
+    return run
 
 
 def keeps_weights(run: RunConfig) -> bool:
-    """Whether the record of a run keeps its weights, for the notebooks: seed 0 of some experiments at small presets."""
-    return experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
+    """Whether the record of a run keeps its weights: of what a fine-tuning starts from, and for the notebooks seed 0 of
+    some experiments at small presets.
+    """
+    shown = experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
+    return shown or any(run.experiment == other.start for other in _all(run.preset)[0].values()
+                        if isinstance(other, FinetuneConfig))  # fmt: skip
+
+
+def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
+    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
+
+    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
+    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline, then
+    what came after the paper. A fine-tuning is as headline as what it starts from, and comes after it. Otherwise all
+    experiments at each of `seeds`.
+    """
+    names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
+    runs = {run.experiment: run for run in (config(name, preset) for name in names)}
+    base = resolve("base", preset)
+    headline = {name for name, run in runs.items() if experiment(getattr(run, "start", name)).headline}
+    after = {name for name in runs if experiment(name).section == AFTER_PAPER}
+    first = sorted(runs, key=lambda name: (name in after, name != base, name not in headline))
+    if seeds is not None:
+        return [config(name, preset, seed) for seed in seeds for name in first]
+    pairs = [(name, seed) for name in first if name not in after for seed in SEEDS]
+    pairs += [(name, seed) for name in first if name in headline for seed in HEADLINE_SEEDS if seed not in SEEDS]
+    pairs += [(name, seed) for name in first if name in after for seed in SEEDS]
+    return [config(name, preset, seed) for name, seed in pairs]
 
 
 def resolve(name: str, preset: str = "laptop") -> str:
@@ -353,39 +357,6 @@ def resolve(name: str, preset: str = "laptop") -> str:
 def unavailable(preset: str) -> dict[str, str]:
     """The experiments that a preset cannot hold, with the reason."""
     return dict(_all(preset)[1])
-
-
-def missing(
-    preset: str,
-    seeds: tuple[int, ...] | None = None,
-    runs: Path | str | None = None,
-    corpus: dict[str, str] | None = None,
-) -> list[tuple[str, int]]:
-    """The (experiment, seed) pairs of a preset without a valid record, on that corpus, most informative first.
-
-    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
-    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline,
-    then what came after the paper.
-    Otherwise every experiment at each of `seeds`.
-    """
-    base = resolve("base", preset)
-    names = list(dict.fromkeys(resolve(name, preset) for name in _all(preset)[0]))
-    names.sort(key=lambda name: (experiment(name).section == AFTER_PAPER, not experiment(name).headline))
-    if seeds is None:
-        after = [name for name in names if experiment(name).section == AFTER_PAPER]
-        names = names[: len(names) - len(after)]
-        first = sorted(names, key=lambda name: (name != base, not experiment(name).headline))
-        plan = [(name, seed) for name in first for seed in SEEDS]
-        plan += [
-            (name, seed) for name in first if experiment(name).headline for seed in HEADLINE_SEEDS if seed not in SEEDS
-        ]
-        plan += [(name, seed) for name in after for seed in SEEDS]
-    else:
-        plan = [(name, seed) for seed in seeds for name in names]
-    planned = [config(name, preset, seed) for name, seed in plan]
-    return [
-        (run.experiment, run.seed) for run in planned if find_record(run_folder(run, runs, corpus), run, corpus) is None
-    ]
 
 
 def largest_alpha(run: RunConfig) -> float:
@@ -416,11 +387,28 @@ def _build(name: str, preset_name: str) -> RunConfig:
         raise ValueError(f"experiment {one.name!r} belongs to preset {' or '.join(one.presets)}, not {preset_name!r}")
     run = RunConfig(one.name, preset_name, model=scale.model, data=scale.data, train=scale.train)
     try:
+        if one.start is not None:
+            return _override(_finetuning(one, scale), one.overrides)
         if one.base:
             run = _override(run, _scaled(experiment(scale.base).overrides, run, scale))
         return _override(run, _scaled(one.overrides, run, scale))
     except ValueError as error:
         raise ValueError(f"experiment {one.name!r} is not available at preset {preset_name!r}: {error}") from error
+
+
+def _finetuning(one: Experiment, scale: Preset) -> FinetuneConfig:
+    """The fine-tuning of a model that was pre-trained at this preset, under its name there."""
+    known = scale.base if one.start == "base" else str(one.start)
+    start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
+    tuning = scale.tuning
+    steps = tuning.pairs // tuning.batch_size
+    train = dataclasses.replace(
+        start.train, steps=steps, batch_size=tuning.batch_size, learning_rate=TUNING_RATE * start.train.learning_rate,
+        warmup_steps=int(TUNING_WARMUP * steps), lr_floor=0.0, weight_decay=0.0, beta2=0.999,
+        eval_every=tuning.eval_every,
+    )  # fmt: skip
+    return FinetuneConfig(one.name, scale.name, 0, start.model, start.data, train, start.experiment,
+                          instructions=tuning.instructions, pairs=tuning.pairs)  # fmt: skip
 
 
 def _scaled(overrides: dict[str, Any], run: RunConfig, scale: Preset) -> dict[str, Any]:
@@ -453,4 +441,5 @@ def _override(run: Any, values: dict[str, Any]) -> Any:
 
 
 def _same(one: RunConfig, other: RunConfig) -> bool:
-    return (one.model, one.data, one.train) == (other.model, other.data, other.train)
+    what = [{**vars(run), "experiment": ""} for run in (one, other)]
+    return what[0] == what[1] and type(one) is type(other)

@@ -11,6 +11,16 @@ from sinkutils.study.config import TrainConfig
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """The size of a fine-tuning (Appendix D)."""
+
+    instructions: str  # one of `instructions.instruction_names`
+    pairs: int  # conversations, each seen once
+    batch_size: int = 64
+    eval_every: int = 24
+
+
+@dataclass(frozen=True)
 class Preset:
     """A scale: the same experiments on another model, text and budget."""
 
@@ -19,6 +29,7 @@ class Preset:
     model: LMConfig
     data: DataConfig
     train: TrainConfig
+    tuning: Tuning
     base: str  # the experiment that the others change
     four_epochs: float  # share of the corpus of which a run makes four passes, about
     seconds: float  # of one run, roughly
@@ -32,6 +43,7 @@ class Preset:
 _PAPER_TRAIN = TrainConfig(
     steps=20_000, batch_size=512, learning_rate=4e-4, warmup_steps=100, precision="bf16", eval_every=250, micro_batch=16
 )
+_PAPER_TUNING = Tuning("ultrachat", 200_000, eval_every=250)
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -51,6 +63,7 @@ PRESETS = {
                 eval_sequences=8,
                 valid_chunks=8,
             ),
+            Tuning("docstrings", 160, 8, 10),
             base="fixed_1",
             four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
             seconds=10,
@@ -65,6 +78,7 @@ PRESETS = {
             TrainConfig(
                 steps=12_000, batch_size=32, learning_rate=6e-3, warmup_steps=100, precision="bf16", eval_every=300
             ),
+            Tuning("docstrings", 20_000),  # a tenth of the paper's
             base="fixed_1",
             four_epochs=0.474,  # a quarter of the 24.6M tokens that the run sees, of 13.0M
             seconds=400,
@@ -81,6 +95,7 @@ PRESETS = {
             TrainConfig(
                 steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
             ),
+            Tuning("docstrings", 60_000),
             base="default",
             four_epochs=0.33,  # 98M tokens of 75.0M
             seconds=80,
@@ -100,6 +115,7 @@ PRESETS = {
             ),
             DataConfig("pile", validation="pile:Pile-CC"),
             _PAPER_TRAIN,
+            _PAPER_TUNING,
             base="default",
             four_epochs=1.0,
             seconds=80_000,  # a GPU at 160 TFLOP/s
@@ -120,6 +136,7 @@ PRESETS = {
             ),
             DataConfig("pile", validation="pile:Pile-CC"),
             dataclasses.replace(_PAPER_TRAIN, steps=40_000, micro_batch=4),
+            _PAPER_TUNING,
             base="softmax_1b",
             four_epochs=1.0,
             seconds=2_000_000,

@@ -17,11 +17,9 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +34,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
+from sinkutils import paths
 from sinkutils.data.corpus import public_name
-from sinkutils.paths import PACKAGE, RUNS
 from sinkutils.study.schema import check_record
 
 if TYPE_CHECKING:
@@ -56,12 +54,20 @@ TRAINING_MODULES = (
     *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
     *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
-    *("training/trainer", "training/checkpoints", "training/group", "training/finetune"),
+    *(
+        "training/run",
+        "training/optimizers",
+        "training/trainer",
+        "training/checkpoints",
+        "training/group",
+        "training/finetune",
+    ),
 )
 
 # The modules whose text decides the ledger's verdicts: claims, rules and what they read.
 LEDGER_MODULES = tuple(
-    f"ledger/{name}" for name in ("claims", "conclusions", "effects", "open_models", "results", "rules", "trials")
+    f"ledger/{name}"
+    for name in ("claims", "conclusions", "effects", "open_models", "proofs", "results", "rules", "trials")
 )
 
 
@@ -102,24 +108,7 @@ class Record:
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
     """Where the record of one run of the study lives."""
-    return Path(runs or RUNS) / preset / experiment / str(seed)
-
-
-def run_folder(config: RunConfig, runs: Path | str | None = None, corpus: dict[str, str] | None = None) -> Path:
-    """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
-
-    On another text than the preset's it stands apart, and so it does on a text of the preset's name but another hash
-    (which another version of Python makes) where the study has a record on its own: that is never replaced.
-    """
-    study = record_folder(config.preset, config.experiment, config.seed, runs)
-    if corpus is None:
-        return study
-    if corpus["name"] == public_name(config.data.corpus):
-        record = find_record(study, config)
-        if record is None or record.config["corpus"] == corpus:
-            return study
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
-    return record_folder(f"{config.preset}@{slug}-{corpus['sha256'][:8]}", config.experiment, config.seed, runs)
+    return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 
 
 def partial_folder(target: Path) -> Path:
@@ -241,6 +230,15 @@ def read_record(target: Path) -> Record:
     return Record(target, *parts)
 
 
+def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Every step of a fine-tuning's metrics.json: step, train_loss, gradient_norm (Figure 30); none of pre-training."""
+    points = [point for point in metrics["curve"] if "gradient_norms" in point]
+    steps = [pair for point in points for pair in zip(point["losses"], point["gradient_norms"], strict=True)]
+    return [
+        {"step": step, "train_loss": loss, "gradient_norm": norm} for step, (loss, norm) in enumerate(steps, start=1)
+    ]
+
+
 def verify_record(target: Path) -> list[str]:
     """The names of a record's files. Raises `CorruptRecord`, naming the file, unless each is as it was written."""
     name = "/".join(target.parts[-3:])
@@ -271,39 +269,6 @@ def _check_format(path: Path) -> None:
             tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(f"{path.name} cannot be read ({error})") from error
-
-
-def is_of(record: Record, config: RunConfig, corpus: dict[str, str] | None = None) -> bool:
-    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name.
-
-    A field that came after the record counts with its default: what a new field adds, older runs did not have.
-    """
-    expected = config_dict(config)
-    made_on = record.config.get("corpus") or {}
-    wanted = {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
-    return _with_defaults(record.config, config_dict(type(config)(config.experiment, config.preset))) == wanted
-
-
-def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`values` with what they lack of `defaults`, at every depth."""
-    inner = {
-        name: _with_defaults(value, defaults[name])
-        for name, value in values.items()
-        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
-    }
-    return {**{name: value for name, value in defaults.items() if name != "recipe"}, **values, **inner}
-
-
-def find_record(target: Path, config: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
-    """The record at `target` if it is whole and `is_of` this config and corpus; None if missing, damaged or stale."""
-    if not target.exists():
-        return None
-    try:
-        record = read_record(target)
-    except CorruptRecord as error:
-        warnings.warn(f"{error}; it counts as missing", stacklevel=2)
-        return None
-    return record if is_of(record, config, corpus) else None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
@@ -347,7 +312,7 @@ def ledger_sha256() -> str:
 def _hash_of(modules: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for module in modules:
-        digest.update((PACKAGE / f"{module}.py").read_bytes())
+        digest.update((paths.PACKAGE / f"{module}.py").read_bytes())
     return digest.hexdigest()
 
 

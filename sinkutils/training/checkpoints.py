@@ -12,7 +12,7 @@ from torch import Tensor
 from sinkutils.study.record import CorruptRecord, config_hash, read_tensors, write_tensors
 
 if TYPE_CHECKING:
-    from sinkutils.training.trainer import Run
+    from sinkutils.training.run import Run
 
 
 def save_checkpoint(run: Run, path: Path) -> None:

@@ -94,6 +94,10 @@ class Group:
         dist.all_reduce(x)
         return x / self.size
 
+    def whole(self, x: Tensor) -> Tensor:
+        """A number of every process, such as a gradient norm, of which FSDP leaves each a part."""
+        return x.full_tensor() if self.parallel == "fsdp" else x  # type: ignore[attr-defined]
+
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size

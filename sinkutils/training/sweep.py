@@ -23,8 +23,10 @@ from tqdm.auto import tqdm
 from sinkutils.checks import device as find_device
 from sinkutils.checks import integer
 from sinkutils.data.corpus import load_corpus
-from sinkutils.study.grid import config, missing, preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, RUNS, CorruptRecord, read_record, run_folder
+from sinkutils.study.config import RunConfig
+from sinkutils.study.presets import preset
+from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, read_record
+from sinkutils.study.store import Runs
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
@@ -141,6 +143,8 @@ def sweep(
 ) -> list[Outcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
+    A fine-tuning waits until the run that it starts from has ended.
+
     jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
     device: where runs train; None: the GPUs of this machine in turn, on a cluster what the preset is made for.
@@ -148,36 +152,39 @@ def sweep(
     """
     integer("jobs", jobs, least=1)
     free = deque(devices(preset_name, engine_name, jobs, device))
-    root = Path(runs or RUNS).resolve()  # a worker may start in another folder
-    logs = root.parent / "logs" / preset_name
+    store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
+    logs = store.folder.parent / "logs" / preset_name
     text = identity(preset_name, corpus, progress)
-    plan = [(name, seed) for name, seed in missing(preset_name, seeds, root, text) if only is None or name in only]
+    plan = store.missing(preset_name, seeds, text, only)
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
-    queue, waiting = deque(plan), dict[Future, tuple[str, int, str]]()
+    queue, waiting = list(plan), dict[Future, tuple[RunConfig, str]]()
     outcomes: list[Outcome] = []
-    steps = {(name, seed): config(name, preset_name, seed).train.steps for name, seed in plan}
-    bar = tqdm(total=sum(steps.values()), unit="step", unit_scale=True, disable=not progress,
+    bar = tqdm(total=sum(run.train.steps for run in plan), unit="step", unit_scale=True, disable=not progress,
                desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
     with bar:
         while queue or waiting:
-            while queue and free:
-                name, seed = queue.popleft()
+            while free and (run := _next(queue, [run for run, _ in waiting.values()])):
+                queue.remove(run)
                 where = free.popleft()
-                log = str(logs / f"{name}-{seed}.log")
-                what = (preset_name, name, seed, str(root), log, checkpoint_seconds, corpus, where)
-                future = pool.submit(run_one, *what)
-                waiting[future] = (name, seed, where)
+                options = (str(logs / f"{run.experiment}-{run.seed}.log"), checkpoint_seconds, corpus, where)
+                future = pool.submit(run_one, preset_name, run.experiment, run.seed, str(store.folder), *options)
+                waiting[future] = (run, where)
             finished = [future for future in waiting if future.done()]
             for future in finished:
-                name, seed, where = waiting.pop(future)
+                run, where = waiting.pop(future)
                 free.append(where)
-                folder = run_folder(config(name, preset_name, seed), root, text)
-                outcomes.append(_outcome(name, seed, folder, logs, future))
-                bar.update(steps[name, seed])
-                bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {name}")
+                outcomes.append(_outcome(run.experiment, run.seed, store.place(run, text), logs, future))
+                bar.update(run.train.steps)
+                bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {run.experiment}")
             if not finished:
                 time.sleep(POLL_SECONDS)
     return outcomes
+
+
+def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None:
+    """The first run of the queue whose start, if it is a fine-tuning, is neither before it nor being trained."""
+    pending = {(run.experiment, run.seed) for run in (*queue, *training)}
+    return next((run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None)
 
 
 def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dict[str, str] | None:
@@ -204,19 +211,20 @@ def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Future) -> 
 
 
 def estimate(
-    preset_name: str, seeds: tuple[int, ...] | None, runs: Path | str | None = None, corpus: str | None = None
-) -> list[tuple]:
-    """(experiment, seed, seconds) of every missing run, by the speed of the records there are, else the preset's."""
-    root = Path(runs or RUNS)
-    rates = []
-    for path in sorted((root / preset_name).glob("*/*/provenance.json")):
-        try:
-            record = read_record(path.parent)
-        except CorruptRecord:
-            continue
-        if "wall_seconds" in record.provenance:
-            rates.append(record.provenance["wall_seconds"] / record.config["train"]["steps"])
+    preset_name: str,
+    seeds: tuple[int, ...] | None = None,
+    runs: Path | str | None = None,
+    corpus: str | None = None,
+    only: tuple[str, ...] | None = None,
+) -> list[tuple[RunConfig, float]]:
+    """Every missing run with its seconds, by the speed of the records there are, else the preset's."""
+    store = Runs(runs)
+    rates = [
+        entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"]
+        for entry in store.entries(preset_name)
+        if entry.record is not None and "wall_seconds" in entry.record.provenance
+    ]
     base = preset(preset_name)
     per_step = sorted(rates)[len(rates) // 2] if rates else base.seconds / base.train.steps
-    return [(name, seed, per_step * config(name, preset_name, seed).train.steps)
-            for name, seed in missing(preset_name, seeds, root, identity(preset_name, corpus))]  # fmt: skip
+    planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)
+    return [(run, per_step * run.train.steps) for run in planned]

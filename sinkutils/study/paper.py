@@ -1,0 +1,46 @@
+"""The numbers that the paper prints: data/paper, read as it stands."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sinkutils.paths import PAPER
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One row of a table or figure of the paper. Cells lost in its text are absent from `values`."""
+
+    item: str
+    row: str
+    experiment: str  # "base" stands for the base of the preset at hand
+    values: dict[str, float]
+    note: str
+
+
+@lru_cache
+def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
+    """The paper's pre-training numbers, or those of one item, in its order.
+
+    Raises ValueError, listing the items, for one that has none.
+    """
+    with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
+        rows = tuple(
+            PaperRow(
+                row["item"],
+                row["row"],
+                row["experiment"],
+                {k: float(v) for k, v in row.items() if v and k.startswith(("sink_", "valid_"))},
+                row["note"],
+            )
+            for row in csv.DictReader(file)
+        )
+    if item is None:
+        return rows
+    chosen = tuple(row for row in rows if row.item == item)
+    if not chosen:
+        items = ", ".join(dict.fromkeys(row.item for row in rows))
+        raise ValueError(f"item must be one of {items}; got {item!r}")
+    return chosen

@@ -1,0 +1,145 @@
+"""Which run is this, is there a record of it, is it whole and up to date? The one place that answers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkutils import paths
+from sinkutils.data.corpus import public_name
+from sinkutils.study.config import RunConfig
+from sinkutils.study.grid import config, plan
+from sinkutils.study.presets import preset as find_preset
+from sinkutils.study.record import SUMS, CorruptRecord, Record, config_dict, read_record, record_folder
+
+CHANGED = "the experiment or the recipe has changed since: train it again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of a preset, judged. status: done, failed (training did), stale, or corrupt."""
+
+    folder: Path
+    status: str
+    reason: str | None
+    record: Record | None  # None of a corrupt one
+
+    @property
+    def experiment(self) -> str:
+        return self.folder.parent.name
+
+    @property
+    def seed(self) -> int:
+        return int(self.folder.name)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The records below a folder, <preset>/<experiment>/<seed>; None: data/runs."""
+
+    root: Path | str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.root or paths.RUNS)
+
+    def place(self, run: RunConfig, corpus: dict[str, str] | None = None) -> Path:
+        """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
+
+        On another text than the preset's it stands apart, and so it does on a text of the preset's name but another
+        hash (which another version of Python makes) where the study has a record on its own: that is never replaced.
+        """
+        study = record_folder(run.preset, run.experiment, run.seed, self.folder)
+        if corpus is None:
+            return study
+        if corpus["name"] == public_name(run.data.corpus):
+            record = _read(study, run)
+            if record is None or record.config["corpus"] == corpus:
+                return study
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
+        apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
+        return record_folder(apart, run.experiment, run.seed, self.folder)
+
+    def get(self, run: RunConfig, corpus: dict[str, str] | None = None, weights: bool = False) -> Record | None:
+        """The record of this very config and corpus; None where it is missing, damaged, stale, or has no weights where
+        they are wanted. corpus None: on any text of the config's name.
+        """
+        record = _read(self.place(run, corpus), run, corpus)
+        return record if record is not None and (record.weights or not weights) else None
+
+    def named(self, name: str | Path) -> Path | None:
+        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
+        folder = Path(name) if Path(name).is_dir() else self.folder / name
+        return folder if (folder / SUMS).exists() else None
+
+    def missing(
+        self,
+        preset: str,
+        seeds: tuple[int, ...] | None = None,
+        corpus: dict[str, str] | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> list[RunConfig]:
+        """The runs of `grid.plan` without a record on that corpus, in its order."""
+        return [run for run in plan(preset, seeds, only) if self.get(run, corpus) is None]
+
+    def entries(self, preset: str) -> Iterator[Entry]:
+        """Every record folder of a preset, by experiment and seed; of a corrupt one a warning is given.
+
+        preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd". Raises ValueError for an
+        unknown one.
+        """
+        base, apart, _ = preset.partition("@")
+        find_preset(base)
+        folders = [path for path in (self.folder / preset).glob("*/*") if path.is_dir() and path.name.isdigit()]
+        for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
+            try:
+                record = read_record(folder)
+            except CorruptRecord as error:
+                warnings.warn(str(error), stacklevel=2)
+                yield Entry(folder, "corrupt", str(error), None)
+                continue
+            try:
+                run = config(folder.parent.name, base, int(folder.name))
+            except ValueError as error:
+                yield Entry(folder, "stale", str(error), record)
+                continue
+            current = run.experiment == folder.parent.name
+            current = current and is_of(record, run, record.config.get("corpus") if apart else None)
+            status, reason = (record.status, record.metrics["reason"]) if current else ("stale", CHANGED)
+            yield Entry(folder, status, reason, record)
+
+
+def is_of(record: Record, run: RunConfig, corpus: dict[str, str] | None = None) -> bool:
+    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name.
+
+    A field that came after the record counts with its default: what a new field adds, older runs did not have.
+    """
+    expected = config_dict(run)
+    made_on = record.config.get("corpus") or {}
+    wanted = {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
+    return _with_defaults(record.config, config_dict(type(run)(run.experiment, run.preset))) == wanted
+
+
+def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """`values` with what they lack of `defaults`, at every depth."""
+    inner = {
+        name: _with_defaults(value, defaults[name])
+        for name, value in values.items()
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+    }
+    return {**{name: value for name, value in defaults.items() if name != "recipe"}, **values, **inner}
+
+
+def _read(folder: Path, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
+    if not folder.exists():
+        return None
+    try:
+        record = read_record(folder)
+    except CorruptRecord as error:
+        warnings.warn(f"{error}; it counts as missing", stacklevel=3)
+        return None
+    return record if is_of(record, run, corpus) else None

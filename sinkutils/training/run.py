@@ -1,0 +1,228 @@
+"""The state of one pre-training run between two optimiser steps: its model, its text, its step, its evaluation.
+
+Three generators never touch each other: the weights (seed), the order of the chunks (seed and step), and the
+evaluation (fixed), so that two runs with one seed differ in nothing but what their configs say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sinkutils.data.corpus import Corpus, load_corpus, public_name
+from sinkutils.data.packing import Batches, Chunks, fix_position
+from sinkutils.data.probes import probe
+from sinkutils.measuring.destinations import destinations, line_breaks
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.record import Record
+from sinkutils.training.group import ALONE, Group
+from sinkutils.training.optimizers import make_optimizer
+
+EVALUATION_SEED = 0
+EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
+SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits (N, V) and targets (N,) in nats; keeps the logits, in their precision, and lse.
+
+    The gradient, (softmax - onehot) / N, is one pass over the logits: compiled on a CPU, that makes a step of a
+    small model a fifth faster than F.cross_entropy or a gradient made in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        lse = torch.logsumexp(logits.float(), dim=-1)
+        ctx.save_for_backward(logits, targets, lse)
+        return (lse - logits.gather(-1, targets[:, None])[:, 0].float()).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits, targets, lse = ctx.saved_tensors
+        softmax = (logits.float() - lse[:, None]).exp()
+        onehot = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+        return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
+
+
+def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
+    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6).
+
+    given: the 1-based position, beyond the prefix, of a fixed token (Section 5), whose prediction carries none either.
+    """
+    logits, targets = model(chunks[:, :-1])[:, prefix - 1 :], chunks[:, prefix:]
+    if given is not None and given > prefix:
+        before = given - prefix - 1
+        logits, targets = (torch.cat([x[:, :before], x[:, before + 1 :]], dim=1) for x in (logits, targets))
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    return CrossEntropy.apply(logits, targets)
+
+
+class Run:
+    """The state of one run between two optimiser steps; `train` drives it."""
+
+    loss = staticmethod(next_token_loss)
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        device: torch.device,
+        group: Group = ALONE,
+        start: Record | None = None,  # of a fine-tuning
+    ) -> None:
+        self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
+        self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.model = self.first_model().to(device)
+        train = config.train
+        self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
+        self.optimizer = make_optimizer(self.model, train, group)
+        self.chunks, valid = self.batches()
+        self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
+        self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
+        self.step = 0
+        self.curve: list[dict[str, Any]] = []
+        self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
+        self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
+        self.seconds = 0.0
+
+    def first_model(self) -> TransformerLM:
+        """The model before the first step."""
+        return TransformerLM(self.config.model, self.config.seed)
+
+    def batches(self) -> tuple[Batches, Batches]:
+        """What the run trains on, and what it is validated on."""
+        config, length = self.config, self.config.model.context_length
+        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
+        kept = dataclasses.replace(config.data, random_positions=())
+        return (
+            Chunks(self.corpus, "train", length, config.data, seed=config.seed),
+            Chunks(self.group.in_turn(self.validation_corpus), "valid", length, kept),
+        )
+
+    def validation_corpus(self) -> Corpus:
+        """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
+        data = self.config.data
+        if data.validation is None or self.corpus.name != public_name(data.corpus):
+            return self.corpus
+        vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
+        return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
+
+    def provenance(self) -> dict[str, Any]:
+        """What the record says of the run's text beside its name and hash."""
+        return {
+            "corpus_train_tokens": len(self.chunks.tokens),
+        }
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """bf16 where the config asks for it."""
+        if self.config.train.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def advance(self, forward: Any) -> None:
+        """One optimiser step; `passed` gets the batch's loss, of a group that of the process's share, and the norm."""
+        config = self.config.train
+        batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
+        parts = batch.split(config.micro_batch or config.batch_size)
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts, start=1):
+            with self.group.backward_of(self.trained, last=number == len(parts)):
+                with self.autocast():
+                    loss = forward(self.trained, part, *self.unscored) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.passed.append((total, norm))
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[dict[str, float], Report | None]:
+        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite.
+
+        In a group every process evaluates, because the weights may be cut over all of them.
+        """
+        with self.autocast():
+            valid_loss = self.valid_loss()
+        # Rank 0's, so that all take it for finite or none.
+        point = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
+        if not math.isfinite(point["valid_loss"]):
+            return point, None
+        report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
+        point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
+        if report.star is not None:
+            point |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
+        return point, report
+
+    def steps(self, losses: list[float]) -> dict[str, Any]:
+        """What a point of the curve says of each step since the last; losses: means over the group."""
+        return {}
+
+    def keep(self, point: dict[str, float], report: Report) -> None:
+        """Add a point to the curve, and to `alphas` the mean alpha of its report."""
+        self.curve.append(point)
+        star = [] if report.star is None else [report.star.mean(dim=0)[None]]
+        self.alphas.append(torch.cat([report.alpha.mean(dim=0), *star]).half())
+
+    def valid_loss(self) -> float:
+        """The mean loss of the validation chunks."""
+        losses = [float(self.loss(self.model, part, *self.unscored)) * len(part) for part in self.valid.split(32)]
+        return sum(losses) / len(self.valid)
+
+    @property
+    def unscored(self) -> tuple[int, int | None]:
+        """The prefix and the position of a fixed token, whose predictions carry no loss (`next_token_loss`)."""
+        return self.config.model.attention.prefix, self.config.data.fixed_position
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.model.context_length
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
+
+
+def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor:
+    """The sequences of the sink metric: 100 natural ones outside the training text, T = 64 (Section 4).
+
+    A fixed token is also fixed here, as the authors' evaluation does.
+    """
+    train = config.train
+    ids = probe("natural", tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED,
+                bos=config.data.bos, corpus=corpus)  # fmt: skip
+    return fix_position(ids, config.data.fixed_position, corpus.fix_id)
+
+
+def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, where the attention goes."""
+    final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
+    if report is not None and reason is None:
+        final["report"] = report.to_dict()
+        final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
+    return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
+
+
+def arrays(run: Run, report: Report | None) -> dict[str, Tensor]:
+    """What alpha.safetensors holds, float16: `curve` (evaluations, targets, L, H), means over the texts; at the end
+    `final` (texts, targets 1..3, L, H) and `star` (texts, L, H) if there is one, so that any eps can be asked later.
+    """
+    kept = {"curve": torch.stack(run.alphas)} if run.alphas else {}
+    if report is not None:
+        kept["final"] = report.alpha[:, :3].half()
+        if report.star is not None:
+            kept["star"] = report.star.half()
+    return kept
