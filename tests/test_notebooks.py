@@ -18,7 +18,6 @@ from sinkutils.showing import figures, notebook, properties
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
-from sinkutils.training.finetune import finetune_config
 from sinkutils.training.trainer import train
 
 PATHS = find_notebooks()
@@ -73,7 +72,7 @@ def some(tmp_path_factory, corpus):
     point = {"step": 0, "valid_loss": 3.0, "sink_1": 1.0}
     last = {"step": 2, "valid_loss": 2.9, "sink_1": 2.0, "losses": [3.0, 2.9], "gradient_norms": [1.0, 0.9]}
     metrics = {"status": "done", "reason": None, "curve": [point, last], "final": {**last, "train_loss": 2.9}}
-    write_record(record_folder("smoke", "sft_softmax", 0, folder), finetune_config("sft_softmax", "smoke"), metrics, {})
+    write_record(record_folder("smoke", "sft_softmax", 0, folder), config("sft_softmax", "smoke"), metrics, {})
     return folder
 
 
