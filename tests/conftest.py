@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ presets.PRESETS["smoke"] = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of records, in the place of the project's own."""
+    for name in ("study.record", "measuring.load", "ledger.results", "showing.tables"):
+        monkeypatch.setattr(import_module(f"sinkutils.{name}"), "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,9 @@
 """What notebook 05 shows: the block diagram, norms at x*, the records of a table, figures with holes in them."""
 
-from importlib import import_module
-
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -102,15 +101,6 @@ def test_norms_at_the_sink_token_need_one():
         sink_token_ratios(tiny(), torch.zeros(1, 4, dtype=torch.int64))
 
 
-@pytest.fixture
-def runs(tmp_path, monkeypatch):
-    """An empty folder of records, in the place of the project's own."""
-    monkeypatch.setattr(
-        import_module("sinkutils.study.record"), "RUNS", tmp_path
-    )  # the package has a function so named
-    return tmp_path
-
-
 def record(runs, name, status="done", **final):
     metrics = {"status": status, "reason": None, "curve": [], "final": final}
     write_record(record_folder("smoke", name, 0, runs), config(name, "smoke"), metrics, {"wall_seconds": 1.0})
@@ -123,8 +113,11 @@ def test_the_records_of_a_table_come_by_row_and_what_is_missing_is_named_once_wi
     # The base of the preset has two heads: its record stands beside the paper's H = 2, and not beside its base.
     assert found["H = 2"].metrics["final"]["sink_1"] == 20.0
     assert capsys.readouterr().out == (
-        "not run: heads_8, heads_4, heads_1, heads_add (python -m sinkutils train NAME --preset smoke --seed 0)\n"
+        "not recorded yet: heads_8, heads_4, heads_1, heads_add "
+        "(python -m sinkutils train NAME --preset smoke --seed 0)\n"
     )
+    both = notebook.records_of(("Table 3", "Appendix A"), "smoke", recompute="never")
+    assert list(both)[-1] == "T5's learned relative PE"
     assert notebook.records_of("Figure 8 right", "smoke", recompute="never") == {}  # 1B is not of this preset
     with pytest.raises(ValueError, match="item must be one of"):
         notebook.records_of("Table 99", "smoke", recompute="never")
@@ -153,9 +146,14 @@ def test_a_curve_without_the_quantity_has_no_line_in_its_panel():
     assert drawn == [[[5.0] * 3], [[0.0] * 3, [20.0] * 3]]
 
 
-def test_norm_ratios_say_what_was_not_run_and_number_blocks_only_where_there_are_some():
-    (some,) = figures.norm_ratios({"a": [2.0, 3.0], "b": "not run"}).axes
-    (none,) = figures.norm_ratios({"a": "failed", "b": "not run"}).axes
-    said = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in (some, none)]
-    assert said == [["a", "b: not run"], ["a: failed", "b: not run"]]
-    assert len(some.get_xticks()) and not len(none.get_xticks())
+def test_a_figure_of_nothing_is_not_drawn_and_saves_nothing(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
+    nothing = pd.DataFrame(index=["a"], columns=[1, 2], dtype=float)
+    empty = [figures.norm_ratios({"a": "failed", "b": "not run"}), figures.curves({}, ["sink_1"], ["sink"]),
+             figures.paper_and_ours(paper_beside_ours("Table 5", "smoke", runs)), figures.alpha_heatmaps({}),
+             figures.final_values({"a": None, "b": None}, "x"), figures.sink_by_position(nothing),
+             figures.sink_by_position(pd.DataFrame()), figures.qk_maps({})]  # fmt: skip
+    for figure in empty:
+        assert figure is None
+        figures.save(figure, "nothing")
+    assert not plt.get_fignums() and not (tmp_path / "rendered").exists()

@@ -754,6 +754,11 @@ def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch,
     assert "12 seeds left out one at a time" in said
 
 
+def test_the_bases_weights_have_no_first_key_of_a_window():
+    own = Subject("base", TransformerLM(LMConfig(vocab_size=50, context_length=8, num_layers=1)), None)
+    assert math.isnan(trials._window_first(own))
+
+
 def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(monkeypatch):
     from sinkutils.showing import readme
 

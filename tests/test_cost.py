@@ -87,6 +87,7 @@ def test_the_command_prints_the_table_and_refuses_impossible_values(capsys):
     shown = capsys.readouterr().out
     assert "136.5M, 59.0M without embeddings" in shown and "on 4" in shown
     assert all(gpu.name in shown for gpu in GPUS)
-    assert main(["cost", "--mfu", "1.5"]) == 1
-    assert "mfu must be in (0, 1], got 1.5" in capsys.readouterr().err
-    assert main(["cost", "--gpus", "0"]) == 1
+    for arguments in (["--mfu", "1.5"], ["--gpus", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["cost", *arguments])
+        assert stopped.value.code == 2 and arguments[1] in capsys.readouterr().err

@@ -29,10 +29,13 @@ OPERATIONS = [
     {"normalizer": "p_norm", "p": 2.0},
     {"normalizer": "p_norm", "p": 0.25},
     # Every similarity that cannot be negative, so that a new one is tested by being there.
-    *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")),
+    *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
+      if (f, z) != ("softpick", "none")),
     {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
     {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},
+    {"similarity": "relu", "normalizer": "length"},
+    {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
     {"similarity": "linear", "normalizer": "none"},
     {"similarity": "linear", "normalizer": "max_abs_sum"},
     {"similarity": "linear", "kernel": "elu"},
@@ -239,7 +242,7 @@ def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tens
     positions = torch.arange(q.shape[2])
     if "distance_bias" in extras:
         logits = logits + extras["distance_bias"][:, (positions[:, None] - positions).clamp(min=0)]
-    f = SIMILARITIES[spec.similarity].value
+    f = torch.expm1 if spec.similarity == "softpick" else spec.f.value
     mass = f(logits).abs().masked_fill(~visible(positions, positions, spec), 0).sum(-1)
     if "key_bias" in extras:
         star = features(extras["key_bias"], spec, extras.get("mlp"))

@@ -423,7 +423,7 @@ def test_every_preset_has_a_scale():
 
 def test_a_notebook_says_how_to_make_a_fine_tuning_that_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(notebook, "record_folder", lambda *name: record_folder(*name, tmp_path))
-    assert notebook.finetuned_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
+    assert notebook.record_or_train("sft_sigmoid", "smoke", 3, recompute="never") is None
     assert "python -m sinkutils finetune sft_sigmoid --preset smoke --seed 3" in capsys.readouterr().out
     with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
-        notebook.finetuned_or_train("sft_sigmoid", "smoke", recompute="always")
+        notebook.record_or_train("sft_sigmoid", "smoke", recompute="always")

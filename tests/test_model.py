@@ -10,6 +10,7 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.model.fast import attend as attend_fast
 from sinkutils.model.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
+from sinkutils.study.grid import EXPERIMENTS, config, unavailable
 
 VARIANTS = {
     "default": {},
@@ -255,3 +256,26 @@ def test_configs_are_values():
     assert LMConfig() == LMConfig() and hash(LMConfig()) == hash(LMConfig())
     with pytest.raises(dataclasses.FrozenInstanceError):
         LMConfig().num_heads = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
+def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
+    if name in unavailable("smoke"):
+        pytest.skip(unavailable("smoke")[name])
+    base, variant = (dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters()) for n in ("base", name))
+    shared = [key for key in base if key in variant and base[key].shape == variant[key].shape]
+    assert shared
+    for key in shared:
+        if key.endswith("ffn.down.weight"):  # Table 11: its scale depends on the kind of FFN
+            torch.testing.assert_close(variant[key] / variant[key].std(), base[key] / base[key].std())
+        else:
+            assert torch.equal(variant[key], base[key]), key
+
+
+def test_starts_differ_between_seeds_names_and_shapes():
+    first, again, other = (dict(TransformerLM(LMConfig(), seed=seed).named_parameters()) for seed in (0, 0, 1))
+    for key, value in first.items():
+        assert torch.equal(value, again[key])
+        assert value.ndim == 1 or not torch.equal(value, other[key])
+    blocks = [first[f"blocks.{layer}.attention.qkv.weight"] for layer in range(2)]
+    assert not torch.equal(*blocks)

@@ -3,19 +3,26 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
+import matplotlib
+import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
 import transformers as tf
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.showing import figures, notebook
+from sinkutils.ledger.conclusions import CLAIMS
+from sinkutils.showing import figures, notebook, properties
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
+from sinkutils.study.grid import config
+from sinkutils.training.trainer import train
 
 PATHS = find_notebooks()
+matplotlib.use("agg")
 
 
 def code_cells(path):
@@ -50,6 +57,39 @@ def test_pictures_are_small(path):
     for cell in code_cells(path):
         for output in cell.outputs:
             assert len(output.get("data", {}).get("image/png", "")) * 3 / 4 < 150_000
+
+
+def test_every_claim_has_its_verdict_in_a_notebook():
+    source = "\n".join(cell.source for path in PATHS for cell in code_cells(path))
+    assert [claim.id for claim in CLAIMS if not re.search(rf"\b{claim.id}\b", source)] == []
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory, corpus):
+    """A few records of the smoke preset, with their weights, where most are missing."""
+    folder = tmp_path_factory.mktemp("some")
+    for name in ("fixed_1", "sink_token"):
+        train(config(name, "smoke"), folder, corpus=corpus, keep_weights=True, progress=False)
+    return folder
+
+
+@pytest.mark.parametrize("recorded", ["nothing", "some"])
+@pytest.mark.parametrize("path", find_notebooks(["02", "03", "04", "05", "06", "07"]), ids=lambda path: path.stem)
+def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys):
+    if recorded == "some":
+        shutil.copytree(some, runs)
+    monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
+    monkeypatch.setattr(figures, "RENDERED", tmp_path)
+    monkeypatch.setattr(notebook, "display", lambda data, raw: None)
+    space = {}
+    for cell in code_cells(path):
+        exec(compile(cell.source, f"{path.stem}, cell {cell.id}", "exec"), space)
+        if "parameters" in cell.metadata.get("tags", []):
+            space |= {"preset": "smoke"}
+    plt.close("all")
+    drawn = {file.stem for file in tmp_path.glob("figures/*_smoke.png")}
+    assert bool(drawn) == (recorded == "some" and not path.stem.startswith("07"))
+    assert "not recorded yet: " in capsys.readouterr().out
 
 
 def git_status():
@@ -127,7 +167,7 @@ def test_a_failing_notebook_is_named_and_does_not_stop_the_others(tmp_path):
 
 
 def test_what_is_missing_is_shown_as_missing_when_nothing_may_be_trained():
-    assert record_or_train("lr_quarter_steps_x4", "smoke", recompute="never") is None
+    assert record_or_train("lr_quarter_steps_x4", "smoke", seed=99, recompute="never") is None
     with pytest.raises(ValueError, match="recompute must be"):
         record_or_train("base", "smoke", recompute="always")
 

@@ -18,12 +18,11 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import DataConfig
 from sinkutils.measuring import saved
 from sinkutils.measuring import scores as downstream
-from sinkutils.measuring.load import ModelUnavailable
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import explorer, figures, properties
+from sinkutils.showing import explorer, figures, notebook, properties
 from sinkutils.study.config import RunConfig, TrainConfig
 from sinkutils.study.record import write_record
 
@@ -91,10 +90,17 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
         assert (one.name, one.fixed_position, one.context, one.length) == ("tiny", position, 32, 32)
 
 
-def test_without_weights_the_models_are_missing_in_one_clear_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(properties, "record_folder", lambda *parts: tmp_path / "none")
-    with pytest.raises(ModelUnavailable, match="python -m sinkutils train fixed_1 --preset laptop --keep-weights"):
-        properties.subjects("gpu")
+def test_without_weights_a_line_names_the_models_and_an_untrained_one_stands_in(
+    tmp_path: Path, monkeypatch, capsys, corpus: Corpus
+) -> None:
+    monkeypatch.setattr(notebook, "record_folder", lambda *parts: tmp_path / "none")
+    monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
+    (one,) = properties.subjects("gpu")
+    assert capsys.readouterr().out == (
+        "not recorded yet: fixed_1, learnable, k_bias, sigmoid "
+        "(python -m sinkutils train NAME --preset laptop --seed 0 --keep-weights)\n"
+    )
+    assert (one.name, one.firsts[0], one.length) == ("untrained fixed_1", X_FIX, 64)
     with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
         properties.subjects("laptop", recompute="always")
 
@@ -308,7 +314,7 @@ def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tm
         return Subject(name.split("/")[1], tiny_wide(), None)
 
     record = SimpleNamespace(weights=tmp_path)
-    monkeypatch.setattr(properties, "find_record", lambda folder, run: record)
+    monkeypatch.setattr(notebook, "find_record", lambda folder, run: record)
     monkeypatch.setattr(properties, "subject", stand_in)
     assert all(one.name.endswith(" of laptop") for one in properties.subjects("smoke"))
     assert not any(" of " in one.name for one in properties.subjects("laptop"))

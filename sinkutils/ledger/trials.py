@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -202,9 +203,14 @@ def _repeat(own: Subject) -> float:
 
 
 def _window_first(own: Subject) -> float:
-    """Fig. 6 middle: mean excess of the first key that each query t > w sees, t - w + 1, at T = C; uniform is 1 / w."""
+    """Fig. 6 middle: mean excess of the first key that each query t > w sees, t - w + 1, at T = C; uniform is 1 / w.
+
+    NaN, which counts as not held, for a model without a window, such as the base.
+    """
     shape: Any = own.model.config
     window = shape.attention.window
+    if window is None:
+        return math.nan
     heads = [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)]
     ids = own.inputs("random", SEQUENCES, own.context)
     report = own.measure(ids, norms=False, heads=heads, keep=("map",))
@@ -247,7 +253,7 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
 
 @lru_cache(maxsize=512)
 def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
-    """The largest norm ratio at these positions of a model before its first step, on 8 texts of random tokens.
+    """The largest norm ratio at these positions of a model before its first step, on 2 texts of random tokens.
 
     model: the LMConfig of a record, as JSON. x_1 sees only itself, so that its state is not a mean of others': with
     softmax its norm is about three times theirs without any training.
@@ -256,7 +262,7 @@ def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ..
 
     untrained = TransformerLM(from_dict(LMConfig, json.loads(model))).eval()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(untrained.config.vocab_size, (8, length), generator=generator)
+    ids = torch.randint(untrained.config.vocab_size, (2, length), generator=generator)
     report = measure(untrained, ids, targets=(1,))
     return max(max(report.norm_ratio(name, k)) for k in positions)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkutils.measuring.report import Kept, Report
 from sinkutils.model import fast
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, features, visible
+from sinkutils.model.attention import AttentionSpec, features, halves, visible
 from sinkutils.model.decoder import TransformerLM
 
 COLUMNS = 128  # keys at a time where all are looked at
@@ -188,12 +188,21 @@ def chosen_shares(
     distance_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
     mlp: Callable[[Tensor], Tensor] | None = None,
+    sink_logit: Tensor | None = None,
+    mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A_ik (proxy scores where weights do not sum to one) of the keys at `columns` (K,), 0-based.
 
     q, k: (B, H, T, D), after rotary; mass: (B, H, T, 1), of `fast.log_mass`. Returns shares (B, H, T, K), zero
-    where key k is hidden from query i, and the share of k*, (B, H, T), or None without a key bias.
+    where key k is hidden from query i, and the share of k* or the sink logit, (B, H, T), or None without one.
+    Of differential attention |A_1 - lambda A_2| over its row sum.
     """
+    if mix is not None:
+        parts, plain = halves(q, spec)
+        masses = (fast.log_mass(part, k, plain, distance_bias=distance_bias).float()[..., None] for part in parts)
+        first, second = (chosen_shares(part, k, columns, plain, mass, distance_bias=distance_bias)[0]
+                         for part, mass in zip(parts, masses, strict=True))  # fmt: skip
+        return (first - mix * second).abs() * torch.exp(-mass), None
     # phi in the model's own precision, everything after it in float32.
     phi_q, phi_k = features(q, spec, mlp).float(), features(k[:, :, columns], spec, mlp).float()
     star = features(key_bias, spec, mlp).float() if key_bias is not None and spec.has_key_bias else None
@@ -203,6 +212,9 @@ def chosen_shares(
         if distance_bias is not None:
             logits = logits + distance_bias[:, (rows[:, None] - columns).clamp(min=0)].float()
         shares = share(logits, mass, spec).masked_fill(~visible(rows, columns, spec), 0)
+        if spec.sink_logit != "none":
+            sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
+            return shares, torch.exp(sink[:, None].float() - mass[..., 0])
         if star is None:
             return shares, None
         return shares, share(phi_q @ star[:, :, None] * q.shape[-1] ** -0.5, mass, spec)[..., 0]
@@ -210,7 +222,7 @@ def chosen_shares(
 
 def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
     """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
-    return torch.exp(SIMILARITIES[spec.similarity].log(logits) - mass.masked_fill(mass == -torch.inf, 0))
+    return torch.exp(spec.f.log(logits) - mass.masked_fill(mass == -torch.inf, 0))
 
 
 def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:

@@ -6,14 +6,15 @@ One head computes, for query i over the keys j it may see (Section 7.4, Eqs. 29 
     A_ij = alpha * f(s_ij) / Z_i                            similarity f, scale alpha, normaliser Z
     out_i = sum_j A_ij v_j
 
-and a bias (Table 4) is one more key and value that every query sees, or a vector added to the output.
-A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested against.
+and a bias (Table 4) is one more key and value that every query sees, or a vector added to the output. What came after
+the paper (data/paper/after_paper.csv) fits in: a sink logit is one more key without value, differential attention the
+difference of two maps. A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,24 @@ from sinkutils.checks import choice, flag, is_count, real, require
 
 
 class Similarity(NamedTuple):
-    """f of Section 7.4, elementwise, and log |f| without overflow, which the fast forms and the sink metric read."""
+    """f of Section 7.4, elementwise, and log |f| without overflow, which the fast forms and the sink metric read.
+
+    mass: log of what a key adds to the sum Z, where that is not |f| itself (softpick).
+    """
 
     value: Callable[[Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
+    mass: Callable[[Tensor], Tensor] | None = None
+
+
+def _log_positive(log: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """log where s > 0, else -inf, with no nan in the gradient."""
+    return lambda s: log(s.masked_fill(s <= 0, 1)).masked_fill(s <= 0, -torch.inf)
+
+
+def _log_abs_expm1(s: Tensor) -> Tensor:
+    """log |e^s - 1| without overflow."""
+    return s.clamp(min=0) + torch.log(-torch.expm1(-s.abs()))
 
 
 SIMILARITIES = {
@@ -35,11 +50,15 @@ SIMILARITIES = {
     "sigmoid": Similarity(torch.sigmoid, lambda s: -F.softplus(-s)),
     "elu": Similarity(lambda s: F.elu(s) + 1, lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0)))),
     "linear": Similarity(lambda s: s, lambda s: s.abs().log()),  # the one that can be negative
+    "relu": Similarity(torch.relu, _log_positive(torch.log)),
+    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|
+    "softpick": Similarity(lambda s: torch.expm1(s).relu(), _log_positive(_log_abs_expm1), _log_abs_expm1),
 }
 KERNELS = ("identity", "elu", "mlp")
-NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm")
+NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm", "length")
 BIASES = ("none", "kv", "k", "v")
 FIXED_VALUES = ("zero", "first", "uniform")
+SINK_LOGITS = ("none", "zero", "learned")
 
 
 @dataclass(frozen=True)
@@ -49,9 +68,9 @@ class AttentionSpec:
     Raises `ValueError`, naming the allowed values, for a combination that has no meaning.
     """
 
-    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear
+    similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
     kernel: str = "identity"  # phi on q and k: identity, elu (plus one), mlp (shared by q, k and heads)
-    normalizer: str = "sum"  # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p)
+    normalizer: str = "sum"  # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
     p: float = 1.0  # the p of p_norm (Eq. 43)
     scale: float = 1.0  # alpha (Eq. 29): the weights sum to it
     bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
@@ -61,6 +80,9 @@ class AttentionSpec:
     fixed_value_norm: float = 1.0  # m
     window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
     prefix: int = 1  # p: every query also sees the first p keys (Section 6)
+    logit_bias: float = 0.0  # b of f(s + b) for sigmoid: -log C (Ramapuram et al. 2024)
+    sink_logit: str = "none"  # one more logit without key and value: zero (softmax plus one), learned (a head's own)
+    differential: bool = False  # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
 
     def __post_init__(self) -> None:
         choice("similarity", self.similarity, tuple(SIMILARITIES))
@@ -87,6 +109,18 @@ class AttentionSpec:
             )
         if self.similarity == "linear":
             require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
+        real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
+        choice("sink_logit", self.sink_logit, SINK_LOGITS)
+        flag("differential", self.differential)
+        require(self.logit_bias == 0 or self.similarity == "sigmoid",
+                "logit_bias moves a sigmoid: similarity must be 'sigmoid'")  # fmt: skip
+        require(self.similarity != "softpick" or self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
+        softmax = self.similarity == "exp" and self.normalizer == "sum"
+        require(self.sink_logit == "none" or (softmax and not self.has_key_bias),
+                "sink_logit joins a softmax: similarity 'exp', normalizer 'sum', and no key bias")  # fmt: skip
+        require(not self.differential or (softmax and self.bias == "none" and self.sink_logit == "none"),
+                "differential attention is of two softmax maps: similarity 'exp', normalizer 'sum', no bias "
+                "and no sink_logit")  # fmt: skip
         require(not self.bias_shared or self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
         require(self.bias_dims is None or self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
@@ -97,6 +131,24 @@ class AttentionSpec:
     def has_key_bias(self) -> bool:
         """Whether a key k* stands before the sequence's own keys (its weight is reported as Sink_*)."""
         return self.bias in ("k", "kv")
+
+    @property
+    def has_star(self) -> bool:
+        """Whether column 0 of the weights is not a key of the sequence: k*, or what the sink logit takes."""
+        return self.has_key_bias or self.sink_logit != "none"
+
+    @property
+    def f(self) -> Similarity:
+        """The similarity with its logit bias."""
+        chosen = SIMILARITIES[self.similarity]
+        if self.logit_bias == 0:
+            return chosen
+        return Similarity(lambda s: chosen.value(s + self.logit_bias), lambda s: chosen.log(s + self.logit_bias))
+
+    @property
+    def hidden_is_zero(self) -> bool:
+        """Whether a hidden key gets the logit 0, where f is 0, in place of -inf."""
+        return self.similarity in ("linear", "relu", "softpick")
 
     @property
     def signed(self) -> bool:
@@ -140,18 +192,25 @@ def attend(
     key_bias: Tensor | None = None,
     value_bias: Tensor | None = None,
     mlp: Callable[[Tensor], Tensor] | None = None,
+    sink_logit: Tensor | None = None,
+    mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. distance_bias: (1 or H, >= T), g of Appendix A by distance i - j.
     key_bias, value_bias: k* and v*, (H, D); `spec.bias` says which of them are needed.
-    mlp: the kernel of kernel='mlp'.
+    mlp: the kernel of kernel='mlp'. sink_logit: (H,), of sink_logit='learned'. mix: lambda of differential, a scalar.
 
-    Returns out (B, H, T, D) and weights (B, H, T, S). S = T, or 1 + T with a key bias: column 0 is k*.
+    Returns out (B, H, T, D) and weights (B, H, T, S). S = T, or 1 + T with a key bias or sink logit: column 0 is k*,
+    or what the sink logit takes.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
     spec = spec or AttentionSpec()
-    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
+    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias, sink_logit, mix)
+    if mix is not None:
+        parts, plain = halves(q, spec)
+        (one, first), (two, second) = (attend(part, k, v, plain, distance_bias=distance_bias) for part in parts)
+        return one - mix.to(one.dtype) * two, first - mix * second
     length, head_dim = q.shape[-2:]
     positions = torch.arange(length, device=q.device)
     seen = visible(positions, positions, spec)  # (T, T)
@@ -165,11 +224,32 @@ def attend(
         seen = F.pad(seen, (1, 0), value=True)
         star_value = torch.zeros_like(key_bias) if value_bias is None else value_bias
         v = torch.cat([star_value[None, :, None].expand(len(v), -1, -1, -1).to(v.dtype), v], dim=-2)
+    if spec.sink_logit != "none":
+        sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
+        logits = torch.cat([sink[None, :, None, None].expand(len(q), -1, length, 1).to(logits.dtype), logits], dim=-1)
+        seen = F.pad(seen, (1, 0), value=True)
+        v = F.pad(v, (0, 0, 1, 0))
     weights = normalise(logits, seen, spec)
     out = weights.to(v.dtype) @ v  # a position term may be wider than v
     if value_bias is not None and spec.bias == "v":
         out = out + value_bias[:, None]
     return out, weights
+
+
+def halves(q: Tensor, spec: AttentionSpec) -> tuple[tuple[Tensor, Tensor], AttentionSpec]:
+    """The queries of the two maps of differential attention, and the operation of each.
+
+    A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their number in 1/sqrt(D).
+    """
+    odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
+    wider = q * 2**0.5
+    return (wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)), replace(spec, differential=False)
+
+
+def keys_seen(positions: Tensor, length: int, spec: AttentionSpec) -> Tensor:
+    """How many of `length` keys the queries at 0-based positions (R,) see, k* among them: (R, 1)."""
+    count = (positions + 1).clamp(max=spec.window, min=min(spec.prefix, length))
+    return count[:, None] + spec.has_star
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
@@ -181,9 +261,14 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         peak = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
+    if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
+        peak = logits.masked_fill(~seen, 0).amax(-1, keepdim=True).clamp(min=0).detach()
+        sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
+        return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
     # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
-    sim = SIMILARITIES[spec.similarity].value(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
-    return spec.scale * divide(sim, normalizer(sim, spec))
+    sim = spec.f.value(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
+    total = seen.sum(-1, keepdim=True).to(sim.dtype) if spec.normalizer == "length" else normalizer(sim, spec)
+    return spec.scale * divide(sim, total)
 
 
 def normalizer(sim: Tensor, spec: AttentionSpec) -> Tensor | None:
@@ -212,9 +297,9 @@ def proxy_scores(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
     Same shapes as `normalise`. For softmax attention these are the weights themselves.
     """
-    if spec.similarity == "exp":
-        return normalise(logits, seen, AttentionSpec())
-    sim = SIMILARITIES[spec.similarity].value(logits).masked_fill(~seen, 0).abs()
+    if spec.similarity in ("exp", "softpick"):
+        return normalise(logits, seen, AttentionSpec(similarity=spec.similarity))
+    sim = spec.f.value(logits).masked_fill(~seen, 0).abs()
     return divide(sim, sim.sum(-1, keepdim=True))
 
 
@@ -226,6 +311,8 @@ def check_inputs(
     distance_bias: Tensor | None,
     key_bias: Tensor | None,
     value_bias: Tensor | None,
+    sink_logit: Tensor | None = None,
+    mix: Tensor | None = None,
 ) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
@@ -242,6 +329,12 @@ def check_inputs(
         require(bias is None or bias.shape == (heads, head_dim),
                  f"{name} must have shape (H, D) = {(heads, head_dim)}, "
                  f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
+    require((sink_logit is not None) == (spec.sink_logit == "learned"),
+            f"sink_logit={spec.sink_logit!r} {'needs' if sink_logit is None else 'has no place for'} a tensor sink_logit")  # fmt: skip
+    require(sink_logit is None or sink_logit.shape == (heads,), f"sink_logit must have shape (H,) = ({heads},)")
+    require((mix is not None) == spec.differential,
+            f"differential={spec.differential} {'needs' if mix is None else 'has no place for'} the argument mix")  # fmt: skip
+    require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
     if distance_bias is not None:
         require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),
                  f"distance_bias must have shape (1 or {heads}, T), got {tuple(distance_bias.shape)}")  # fmt: skip

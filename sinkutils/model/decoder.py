@@ -31,7 +31,9 @@ from sinkutils.model.positions import (
     rotate,
 )
 
-NORMS = ("pre", "post")
+NORMS = ("pre", "post", "sandwich")
+NORMALIZATIONS = ("rms", "dyt")
+GATES = ("none", "head", "element")
 # Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
 FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "relu": (F.relu, False),
@@ -42,6 +44,7 @@ FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (F.silu, True),
 }
 HEAD_MERGES = ("concat", "add")
+DYT_START = 0.5  # alpha of tanh(alpha h)
 BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 
 
@@ -56,11 +59,16 @@ class LMConfig:
     hidden_size: int = 64  # d
     intermediate_size: int = 128  # width of the FFN
     position: str = "rotary"  # rotary, nope, absolute, learnable, relative, relative_learned, alibi
-    norm: str = "pre"  # pre (Eq. 2) or post (Eq. 3)
+    norm: str = "pre"  # pre (Eq. 2), post (Eq. 3), or sandwich: pre, and each sublayer's output is normed too
     ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
     head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
     sink_token: bool = False  # a learnable x* before every sequence (Table 4)
     attention: AttentionSpec = field(default_factory=AttentionSpec)
+    # After the paper (data/paper/after_paper.csv)
+    gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
+    value_scale: bool = False  # v_j times 2 sigmoid(w x_j), a factor a head and token
+    normalization: str = "rms"  # rms, or dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale
 
     def __post_init__(self) -> None:
         sizes = (
@@ -74,13 +82,16 @@ class LMConfig:
         for name in sizes:
             value = getattr(self, name)
             require(is_count(value), f"{name} must be a positive integer, got {value!r}")
-        flag("sink_token", self.sink_token)
+        for name in ("sink_token", "qk_norm", "value_scale"):
+            flag(name, getattr(self, name))
         instance("attention", self.attention, AttentionSpec)
         for name, allowed in (
             ("position", POSITIONS),
             ("norm", NORMS),
             ("ffn", tuple(FFNS)),
             ("head_merge", HEAD_MERGES),
+            ("gate", GATES),
+            ("normalization", NORMALIZATIONS),
         ):
             choice(name, getattr(self, name), allowed)
         if self.hidden_size % self.num_heads:
@@ -91,6 +102,9 @@ class LMConfig:
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"position='rotary' needs an even head dimension, got {self.head_dim}")
         spec = self.attention
+        if spec.differential and self.head_dim % (4 if self.position == "rotary" else 2):
+            raise ValueError("differential attention halves each head: its dimension must be a multiple of 2, with "
+                             f"rotary positions of 4; got {self.head_dim}")  # fmt: skip
         if spec.prefix > self.context_length:
             raise ValueError(f"prefix must be at most context_length={self.context_length}, got {spec.prefix}")
         if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
@@ -138,10 +152,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), eps=1e-5)
 
 
+class DyT(nn.Module):
+    """tanh(alpha h) * g in place of a norm (Zhu et al. 2025)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.alpha.to(x.dtype) * x) * self.weight.to(x.dtype)
+
+
+def norm_layer(config: LMConfig) -> nn.Module:
+    """LN of Section 3.1, or what stands in its place."""
+    return (DyT if config.normalization == "dyt" else RMSNorm)(config.hidden_size)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention (Eq. 4) with the biases of Table 4 and the kernels of Section 7.4."""
 
-    def __init__(self, config: LMConfig) -> None:
+    def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
         self.config = config
         spec, width, head_dim = config.attention, config.hidden_size, config.head_dim
@@ -160,6 +191,18 @@ class Attention(nn.Module):
             )
         if config.position == "relative_learned":
             self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, NUM_BUCKETS))
+        if spec.sink_logit == "learned":
+            self.sink_logit = nn.Parameter(torch.empty(config.num_heads, 1))
+        if spec.differential:
+            self.first_mix = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_init of Ye et al., layers from 0
+            self.mix = nn.Parameter(torch.empty(4, head_dim // 2))  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
+            self.head_norm = RMSNorm(head_dim)
+        if config.gate != "none":
+            self.gate = nn.Linear(width, config.num_heads if config.gate == "head" else width, bias=False)
+        if config.value_scale:
+            self.value_scale = nn.Linear(width, config.num_heads, bias=False)
+        if config.qk_norm:
+            self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
     def forward(
         self,
@@ -174,6 +217,10 @@ class Attention(nn.Module):
             part.view(batch, length, self.config.num_heads, self.config.head_dim).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )  # (B, H, T, D) each
+        if self.config.value_scale:
+            v = v * 2 * self.by_head(self.value_scale(x)).sigmoid()
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
             q, k = (rotate(x, tables["cos"], tables["sin"]).to(v.dtype) for x in (q, k))
@@ -182,9 +229,17 @@ class Attention(nn.Module):
             show(q, k, v, extras)
         spec = self.config.attention
         out = attend(q, k, v, spec, **extras)[0] if dense else fast.attend(q, k, v, spec, **extras)
+        if spec.differential:
+            out = self.head_norm(out) * (1 - self.first_mix)
+        if self.config.gate != "none":
+            out = out * self.by_head(self.gate(x)).sigmoid()
         if self.config.head_merge == "add":
             return self.out(out.sum(dim=1))
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(B, T, H) or (B, T, d) as (B, H, T, 1) or (B, H, T, D)."""
+        return x.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
 
     def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
@@ -199,6 +254,11 @@ class Attention(nn.Module):
             extras["value_bias"] = fixed_value(spec, shape[1]).expand(shape).to(self.qkv.weight.device, dtype)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
+        if spec.sink_logit == "learned":
+            extras["sink_logit"] = self.sink_logit[:, 0]
+        if spec.differential:
+            first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
+            extras["mix"] = first - second + self.first_mix
         # Distances keep their precision: beyond 256 bfloat16 has no odd ones.
         wide = torch.promote_types(dtype, torch.float32)
         if "distance_bias" in tables:
@@ -233,15 +293,16 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, pre-norm (Eq. 2) or post-norm (Eq. 3)."""
+    """One transformer block: pre-norm (Eq. 2), post-norm (Eq. 3) or sandwich norm."""
 
-    def __init__(self, config: LMConfig) -> None:
+    def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
         self.post_norm = config.norm == "post"
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.ffn = FeedForward(config)
-        self.norm_1 = RMSNorm(config.hidden_size)
-        self.norm_2 = RMSNorm(config.hidden_size)
+        self.norm_1, self.norm_2 = norm_layer(config), norm_layer(config)
+        inside = config.norm == "sandwich"
+        self.after_1, self.after_2 = (norm_layer(config) if inside else nn.Identity() for _ in range(2))
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
@@ -249,8 +310,8 @@ class Block(nn.Module):
             middle = self.norm_1(self.attention(h, *args) + h)
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
-        middle = self.attention(self.norm_1(h), *args) + h
-        h = self.ffn(self.norm_2(middle)) + middle
+        middle = self.after_1(self.attention(self.norm_1(h), *args)) + h
+        h = self.after_2(self.ffn(self.norm_2(middle))) + middle
         return h, h
 
 
@@ -261,11 +322,13 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = norm_layer(config)
         self.unembed = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.sink_token:
             self.sink = nn.Parameter(torch.empty(config.hidden_size))
+        if config.normalization == "dyt":
+            self.embedding_scale = nn.Parameter(torch.empty(1))
         length = config.context_length + config.sink_token
         if config.position == "learnable":
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
@@ -278,25 +341,26 @@ class TransformerLM(nn.Module):
         """Initialise as the authors' code is written (the paper says nothing of it).
 
         Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
+        After the paper: alpha of DyT 0.5 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2).
         The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
 
         What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants of a seed start
         from the same values wherever they share a parameter (its scale may differ, as said above).
         """
         for name, parameter in self.named_parameters():
+            kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                parameter.fill_(1.0)
+                starts = {"alpha": DYT_START, "embedding_scale": self.config.hidden_size**0.5}
+                parameter.fill_(starts.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
             std = math.sqrt(2 / 5 / fan_in)
             if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
-            elif name == "sink" or name.rsplit(".", 1)[-1] in (
-                "key_bias",
-                "value_bias",
-                "bucket_bias",
-            ):
+            elif kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
                 std = BIAS_INIT_STD
+            elif kind == "mix":
+                std = 0.1
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
@@ -311,6 +375,8 @@ class TransformerLM(nn.Module):
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
         check_ids(ids, self.config.vocab_size, self.config.context_length)
         h = self.embed(ids)
+        if self.config.normalization == "dyt":
+            h = h * self.embedding_scale
         if self.config.sink_token:
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
@@ -350,7 +416,10 @@ def _show_layer(
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
     """The constant tables that a position embedding needs for `length` positions, by name."""
     if config.position == "rotary":
-        cos, sin = rotary_tables(length, config.head_dim)
+        if config.attention.differential:  # even dimensions, and odd ones, are rotated as a head of half the size is
+            cos, sin = (table.repeat_interleave(2, -1) for table in rotary_tables(length, config.head_dim // 2))
+        else:
+            cos, sin = rotary_tables(length, config.head_dim)
         return {"cos": cos, "sin": sin}
     if config.position == "absolute":
         return {"absolute": absolute_embedding(length, config.hidden_size)}

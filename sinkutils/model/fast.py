@@ -8,6 +8,7 @@ Which form serves which operation, and the memory it takes beside its inputs, fo
   again, O(T d_h). exp(lse) overflows where the row sum itself does.
 - everything else elsewhere: blocks of queries, computed again in the backward pass, O(T) for each of the
   `BLOCK` queries at work. So on a CPU: sigmoid, elu, exp without a sum, p-norms, windows, position terms.
+- a sink logit is a key in one more dimension; differential attention is two passes.
 - up to `DENSE_LENGTH` tokens all but the fused kernel are one dense block: O(T^2), and the fastest there.
 
 Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
@@ -16,6 +17,7 @@ Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sinkutils.model import flash
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, check_inputs, divide, features, normalizer, visible
+from sinkutils.model.attention import (
+    AttentionSpec,
+    check_inputs,
+    divide,
+    features,
+    halves,
+    keys_seen,
+    normalise,
+    normalizer,
+    visible,
+)
 
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
@@ -44,6 +56,7 @@ class Problem(NamedTuple):
     key_bias: Tensor | None
     value_bias: Tensor | None
     mlp: Callable[[Tensor], Tensor] | None
+    sink_logit: Tensor | None
 
 
 def choose_form(
@@ -55,7 +68,7 @@ def choose_form(
     """
     plain = not position_term and (spec.window is None or spec.window >= length)
     softmax, linear = plain and _is_softmax(spec), plain and _is_linear(spec)
-    can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": spec.similarity != "linear"}
+    can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": flash.flexible(spec)}
     if FORM is not None and can[FORM]:
         return FORM
     short = length <= DENSE_LENGTH.get(device, BLOCK)
@@ -78,19 +91,29 @@ def attend(
     key_bias: Tensor | None = None,
     value_bias: Tensor | None = None,
     mlp: Callable[[Tensor], Tensor] | None = None,
+    sink_logit: Tensor | None = None,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
-    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias)
-    problem, length = Problem(q, k, v, spec, distance_bias, key_bias, value_bias, mlp), q.shape[2]
+    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias, sink_logit, mix)
+    if mix is not None:
+        parts, plain = halves(q, spec)
+        first, second = (attend(part, k, v, plain, distance_bias=distance_bias) for part in parts)
+        return first - mix.to(second.dtype) * second
+    if spec.sink_logit == "zero":
+        sink_logit = q.new_zeros(q.shape[1])
+    problem, length = Problem(q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit), q.shape[2]
     form = choose_form(spec, q.device.type, q.dtype, length, q.shape[-1], distance_bias is not None)
     if form == "flex" and FORM != "flex":
         form = "flex" if flash.trusted("flex", flash.flex_kind(spec), q.device, q.dtype, q.shape[-1]) else "blocks"
     long = q.device.type == "cpu" and length > DENSE_LENGTH.get("cpu", BLOCK)
-    whole = form == "flex" or (form == "fused" and key_bias is None and spec.prefix == 1)
+    whole = form == "flex" or (form == "fused" and not spec.has_star and spec.prefix == 1)
     out = _by_head(problem, form) if long and not whole else _compute(problem, form)
+    if spec.normalizer == "length":
+        out = out / keys_seen(torch.arange(length, device=q.device), length, spec).to(out.dtype)
     if spec.scale != 1:
         out = out * spec.scale
     if value_bias is not None and spec.bias == "v":
@@ -112,14 +135,14 @@ def _by_head(problem: Problem, form: str) -> Tensor:
 
     What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
     """
-    q, k, v, spec, distance_bias, key_bias, value_bias, mlp = problem
+    q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit = problem
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
-    again = torch.is_grad_enabled() and (key_bias is not None or _is_linear(spec) or _is_softmax(spec))
+    again = torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or _is_softmax(spec))
     outs = []
     for head, parts in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
-        rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias)]
+        rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias, sink_logit)]
         line = distance_bias if distance_bias is None or len(distance_bias) == 1 else distance_bias[head : head + 1]
-        one = Problem(parts[0], parts[1], parts[2], spec, line, rows[0], rows[1], mlp)
+        one = Problem(parts[0], parts[1], parts[2], spec, line, rows[0], rows[1], mlp, rows[2])
         if again:
             outs.append(checkpoint(_compute, one, form, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -129,8 +152,13 @@ def _by_head(problem: Problem, form: str) -> Tensor:
 
 def _compute(problem: Problem, form: str) -> Tensor:
     """`attend` without alpha and value bias, by a form that can serve it."""
-    q, k, v, spec, distance_bias, key_bias, value_bias, mlp = problem
+    q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit = problem
     length, star = q.shape[2], 0
+    if sink_logit is not None:
+        q, k = _with_sink(q, k)
+        out = _compute(Problem(q, k, F.pad(v, (0, 1)), replace(spec, sink_logit="none", bias="k"), distance_bias,
+                               _sink_key(sink_logit, q), None, None, None), form)  # fmt: skip
+        return out[..., :-1]
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
         k = _prepend(key_bias, k)
@@ -156,14 +184,25 @@ def log_mass(
     distance_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
     mlp: Callable[[Tensor], Tensor] | None = None,
+    sink_logit: Tensor | None = None,
+    mix: Tensor | None = None,
 ) -> Tensor:
     """log of sum_j |f(s_ij)| over the keys that query i sees, k* among them: (B, H, T), float32 or float64.
 
     What the sink metric needs (Section 3.2): A_ik, or its proxy of Section 7.4, is |f(s_ik)| exp(-log_mass_i).
     -inf where a row has no mass. O(T) memory for each of `BLOCK` queries; for softmax the fused kernel's own
     log-sum-exp where it has passed a comparison with a dense row. Takes no part in autograd.
+    The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
     """
-    check_inputs(q, k, k, AttentionSpec(bias="k" if spec.has_key_bias else "none"), distance_bias, key_bias, None)
+    checked = AttentionSpec(bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit,
+                            differential=spec.differential)  # fmt: skip
+    check_inputs(q, k, k, checked, distance_bias, key_bias, None, sink_logit, mix)
+    if mix is not None:
+        return _differential_mass(q, k, spec, distance_bias, mix)
+    if spec.sink_logit != "none":
+        plain = replace(spec, sink_logit="none")
+        mass = log_mass(q, k, plain, distance_bias=distance_bias)
+        return torch.logaddexp(mass, (mass.new_zeros(q.shape[1]) if sink_logit is None else sink_logit)[:, None])
     length, star = q.shape[2], 0
     if key_bias is not None:
         star, k = 1, _prepend(key_bias, k)
@@ -184,8 +223,24 @@ def log_mass(
         for start in range(0, length, BLOCK):
             rows = q[:, :, start : start + BLOCK]
             logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
-            blocks.append(SIMILARITIES[spec.similarity].log(logits).logsumexp(dim=-1))
+            blocks.append((spec.f.mass or spec.f.log)(logits).logsumexp(dim=-1))
         return torch.cat(blocks, dim=-1)
+
+
+def _differential_mass(
+    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, mix: Tensor
+) -> Tensor:
+    """log of the row sums of |A_1 - lambda A_2|, a block of queries at a time: (B, H, T)."""
+    parts, plain = halves(q, spec)
+    length, blocks = q.shape[2], []
+    with torch.autocast(q.device.type, enabled=False):
+        k, *parts = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
+        for start in range(0, length, BLOCK):
+            rows = [part[:, :, start : start + BLOCK] for part in parts]
+            seen = _seen_keys(k, rows[0], plain, start, length)
+            first, second = (_logits(x, seen, plain, distance_bias, start, length).softmax(dim=-1) for x in rows)
+            blocks.append((first - mix * second).abs().sum(dim=-1).log())
+    return torch.cat(blocks, dim=-1)
 
 
 def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -206,6 +261,18 @@ def _is_linear(spec: AttentionSpec) -> bool:
 def _slow_kernel(device: str, dtype: torch.dtype) -> bool:
     """In half precision a CPU's fused kernel takes four times as long as the dense form at T = 64, twice at 512."""
     return device == "cpu" and dtype in (torch.bfloat16, torch.float16)
+
+
+def _sink_key(sink_logit: Tensor, q: Tensor) -> Tensor:
+    """The key (H, D + 1) whose logit is sink_logit (H,) for every query of `_with_sink`."""
+    return F.pad((sink_logit * q.shape[-1] ** 0.5)[:, None], (q.shape[-1] - 1, 0)).to(q.dtype)
+
+
+def _with_sink(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with one more dimension, 1 in q and 0 in k, and logits as before."""
+    head_dim = q.shape[-1]
+    q = q * ((head_dim + 1) / head_dim) ** 0.5
+    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1))
 
 
 def _prepend(bias: Tensor, x: Tensor) -> Tensor:
@@ -289,8 +356,11 @@ def _block(
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
-    sim = SIMILARITIES[spec.similarity].value(logits)
-    return divide(sim @ v, normalizer(sim, spec))
+    if spec.similarity == "softpick":
+        shown = ~_bias(q, k, spec, None, start, length)[1]
+        return normalise(logits, shown, replace(spec, scale=1.0)).to(v.dtype) @ v
+    sim = spec.f.value(logits)
+    return divide(sim @ v, None if spec.normalizer == "length" else normalizer(sim, spec))
 
 
 def _bounds(rows: int, spec: AttentionSpec, start: int, length: int) -> tuple[int, int]:
@@ -315,13 +385,13 @@ def _logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | N
     bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
     logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
     logits = logits.unflatten(0, (batch, heads))
-    return logits.masked_fill(hidden, 0) if spec.similarity == "linear" else logits
+    return logits.masked_fill(hidden, 0) if spec.hidden_is_zero else logits
 
 
 def _bias(
     q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """What is added to a block's logits, (1 or H, R, S): g, and -inf (f linear: 0) at the keys `hidden` (R, S)."""
+    """What is added to a block's logits, (1 or H, R, S): g, and -inf (0 where f(0) = 0) at the keys `hidden` (R, S)."""
     size = q.shape[2]
     low, high = _bounds(size, spec, start, length)
     star = k.shape[2] - (high - low)
@@ -332,4 +402,4 @@ def _bias(
         # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
         line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
         bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
-    return bias if spec.similarity == "linear" else bias.masked_fill(hidden, -torch.inf), hidden
+    return bias if spec.hidden_is_zero else bias.masked_fill(hidden, -torch.inf), hidden

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, visible
+from sinkutils.model.attention import AttentionSpec, attend, visible
 
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
 FLEX_COMPILE: dict[str, Any] = {
@@ -201,9 +201,14 @@ def flex_kind(spec: AttentionSpec) -> str:
     return "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
 
 
+def flexible(spec: AttentionSpec) -> bool:
+    """Whether an operation is a softmax over log f(s) of queries and keys as they are."""
+    return not spec.hidden_is_zero and spec.sink_logit == "none"
+
+
 def flex_fits(device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> bool:
     """Whether FlexAttention's compiled kernel takes such queries; that it is right here is `trusted`'s to say."""
-    return device == "cuda" and HAS_TRITON and spec.similarity != "linear" and dtype != torch.float64 and head_dim >= 16
+    return device == "cuda" and HAS_TRITON and flexible(spec) and dtype != torch.float64 and head_dim >= 16
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, star: int) -> Tensor:
@@ -221,7 +226,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Te
                 head = torch.zeros_like(h) if len(distance_bias) == 1 else h
                 g = distance_bias[head, (i - j + star).clamp(0, q.shape[2] - 1)]  # hidden keys are read as well
                 s = s + torch.where(j >= star, g, 0)
-            return power * SIMILARITIES[spec.similarity].log(s)
+            return power * spec.f.log(s)
 
         mask = block_mask(q.shape[2], star, spec, q.device)
         out, aux = _flex_kernel(flex_attention, spec, q.device)(
@@ -234,6 +239,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Te
         return out
     log_z = {
         "none": lambda: torch.zeros_like(lse),
+        "length": lambda: torch.zeros_like(lse),  # divided by in `fast.attend`
         "max_abs_sum": lambda: lse.clamp(min=0),
         "p_norm": lambda: (run(spec.p)[1] / spec.p).masked_fill(lse == -torch.inf, 0),
     }[spec.normalizer]()

@@ -1,4 +1,7 @@
-"""The figures: seaborn, one theme, colour-blind safe, with the paper's symbols on the axes."""
+"""The figures: seaborn, one theme, colour-blind safe, with the paper's symbols on the axes.
+
+A figure of records is None where nothing of ours is recorded yet: there is nothing to draw, and `save` saves nothing.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,14 @@ def theme() -> None:
     )
 
 
-def save(figure: Figure, name: str) -> None:
-    """Save a figure as PNG and SVG, the same bytes for the same picture.
+def save(figure: Figure | None, name: str) -> None:
+    """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none.
 
     They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
     ignores: a lesson leaves the checkout as it was.
     """
+    if figure is None:
+        return
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
@@ -79,7 +84,12 @@ def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = 
     return figure
 
 
-def curves(runs: Mapping[str, Sequence[Mapping[str, float]]], keys: Sequence[str], labels: Sequence[str]) -> Figure:
+def curves(
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+    keys: Sequence[str],
+    labels: Sequence[str],
+    xlabel: str = "optimisation step",
+) -> Figure | None:
     """Several runs' curves, a panel for each of `keys` (Fig. 4 right); runs are told apart by colour and dashes.
 
     A run without a key, such as sink_star without a key bias, has no line in its panel.
@@ -88,13 +98,17 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]], keys: Sequence[str
         pd.DataFrame(curve).reindex(columns=["step", *keys]).astype(float).assign(run=name)
         for name, curve in runs.items()
     ]
+    if not frames:
+        return None
     frame = pd.concat(frames, ignore_index=True)
     figure, axes = plt.subplots(1, len(keys), figsize=(4.6 * len(keys), 3.6), squeeze=False)
     for index, (axis, key, label) in enumerate(zip(axes[0], keys, labels, strict=True)):
         last = index == len(keys) - 1
         sns.lineplot(frame, x="step", y=key, hue="run", style="run", ax=axis, legend=last, palette="colorblind",
                      errorbar=None)  # fmt: skip
-        axis.set(xlabel="optimisation step", ylabel=label)
+        axis.set(xlabel=xlabel, ylabel=label)
+        if "loss" not in key:
+            axis.set_ylim(-0.02 * axis.get_ylim()[1], None)  # from zero, and a line at zero is seen
         if last:
             sns.move_legend(axis, "center left", bbox_to_anchor=(1.0, 0.5), title=None)
     return figure
@@ -102,12 +116,14 @@ def curves(runs: Mapping[str, Sequence[Mapping[str, float]]], keys: Sequence[str
 
 def paper_and_ours(
     table: pd.DataFrame, value: str | Sequence[str] = "sink_1", ylabel: str = SINK_LABEL, title: str = ""
-) -> Figure:
+) -> Figure | None:
     """Two panels, one scale each: what the paper reports and what our records say, row by row.
 
     `table` is `tables.paper_beside_ours`; bars of ours carry the range over seeds where there are several. value: one
     column, or several as bars side by side, such as ("sink_star", "sink_1").
     """
+    if (table["ours"] == "not run").all():
+        return None
     values = (value,) if isinstance(value, str) else tuple(value)
     width, colors = 0.6 if len(values) == 1 else 0.8 / len(values), sns.color_palette("colorblind")
     figure, axes = plt.subplots(1, 2, figsize=(9.0 if len(values) == 1 else 10.2, 3.4), sharex=True)
@@ -203,11 +219,13 @@ def norms(reports: Mapping[str, Any], title: str = "") -> Figure:
     return figure
 
 
-def norm_ratios(ratios: Mapping[str, Sequence[float] | str], title: str = "") -> Figure:
+def norm_ratios(ratios: Mapping[str, Sequence[float] | str], title: str = "") -> Figure | None:
     """The norm of h of the first token over the mean of the others, by block (Figs. 7, 8, 29): massive activations.
 
     A text in place of values, such as "failed" or "not run", stands in the legend.
     """
+    if all(isinstance(values, str) for values in ratios.values()):
+        return None
     figure, axis = plt.subplots()
     for index, (name, values) in enumerate(ratios.items()):
         color = sns.color_palette("colorblind")[index % 10]
@@ -220,8 +238,6 @@ def norm_ratios(ratios: Mapping[str, Sequence[float] | str], title: str = "") ->
         xlabel="block $l$", ylabel=r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$", title=title, ylim=(0, None)
     )
     axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    if all(isinstance(values, str) for values in ratios.values()):
-        axis.set_xticks([])
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -233,11 +249,13 @@ QK_PANELS = {
 }
 
 
-def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tuple(QK_PANELS)) -> Figure:
+def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tuple(QK_PANELS)) -> Figure | None:
     """A_ij, cos(q_i, k_j) and their norm product, a head a column, mean over the sequences (Figs. 2 bottom, 15 to 18).
 
     kept: `sinks.Kept` of each head by its label. panels: which of QK_PANELS are shown, a row each.
     """
+    if not kept:
+        return None
     size = (2.3 * len(kept) + 0.9, 2.1 * len(panels) + 0.6)
     figure, axes = plt.subplots(len(panels), len(kept), figsize=size, squeeze=False, sharex=True, sharey=True)
     for row, name in zip(axes, panels, strict=True):
@@ -261,11 +279,13 @@ def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tu
     return figure
 
 
-def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "") -> Figure:
+def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "") -> Figure | None:
     """`alpha_heatmap` of several models side by side, one colour scale; alpha: (layers, heads)."""
+    if not alphas:
+        return None
     arrays = {name: np.asarray(alpha, dtype=float) for name, alpha in alphas.items()}
     widths = [max(2.4, 0.12 * values.shape[1]) for values in arrays.values()]
-    height = max(2.6, *(0.12 * len(values) for values in arrays.values()), 0)
+    height = max(2.6, *(0.12 * len(values) for values in arrays.values()))
     figure, axes = plt.subplots(1, len(arrays), figsize=(sum(widths) + 1.2, height), squeeze=False, width_ratios=widths)
     for axis, (name, values) in zip(axes[0], arrays.items(), strict=True):
         image = axis.imshow(values, cmap="rocket", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
@@ -409,11 +429,13 @@ def step_differences(runs: Mapping[str, Mapping[str, Sequence[float]]], title: s
     return figure
 
 
-def final_values(runs: Mapping[str, Any], xlabel: str, title: str = "") -> Figure:
+def final_values(runs: Mapping[str, Any], xlabel: str, title: str = "") -> Figure | None:
     """Losses and Sink_1 at the end of several runs in their order (Figs. 5 right, 6 right); runs: `Record` or None.
 
     What is not run leaves a gap, which its label says.
     """
+    if not any(runs.values()):
+        return None
     finals = [run.metrics["final"] if run is not None and run.status == "done" else {} for run in runs.values()]
     rows, colors = np.arange(len(runs)), sns.color_palette("colorblind")
     figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.4))
@@ -435,8 +457,10 @@ def final_values(runs: Mapping[str, Any], xlabel: str, title: str = "") -> Figur
     return figure
 
 
-def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> Figure:
+def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> Figure | None:
     """Sink_k by position k, a row a run or a text (Table 10 right, Fig. 5 middle); rows without values stay white."""
+    if table.isna().all(axis=None):  # also of a table without columns
+        return None
     size = (0.55 * table.shape[1] + 3.0, (0.42 if len(table) < 15 else 0.2) * len(table) + 1.3)
     figure, axis = plt.subplots(figsize=size)
     few = len(table) < 15

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pandas as pd
 from IPython.display import display
 from tqdm.auto import tqdm
 
-from sinkutils.paths import NOTEBOOKS
+from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.tables import plain
-from sinkutils.study.grid import config, keeps_weights, paper_rows, resolve, unavailable
+from sinkutils.study.config import RunConfig
+from sinkutils.study.grid import config, keeps_weights, paper_rows, unavailable
 from sinkutils.study.record import Record, find_record, record_folder
-from sinkutils.training.finetune import finetune, finetune_config
+from sinkutils.training.finetune import FinetuneConfig, finetune, planned
 from sinkutils.training.trainer import train
 
 CELL_SECONDS = 1200
@@ -76,12 +78,13 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs and
     figures.
 
-    What differs on every run is left out: progress bars, warnings, widgets, times. Raises nbclient's CellExecutionError
-    for a cell that fails.
+    What differs on every run is left out: progress bars, warnings, widgets, times. Of all notebooks, figures/ then
+    holds what they saved and nothing older. Raises nbclient's CellExecutionError for a cell that fails.
     """
     import nbformat
     from nbclient import NotebookClient
 
+    started = time.time()
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
         client = NotebookClient(
@@ -94,6 +97,9 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
             if cell.cell_type == "code":
                 cell.outputs = [output for output in cell.outputs if not _differs_always(output)]
         nbformat.write(book, path)
+    for figure in FIGURES.glob("*.*") if only is None else ():
+        if figure.stat().st_mtime < started:
+            figure.unlink()
 
 
 def _differs_always(output: Any) -> bool:
@@ -104,7 +110,8 @@ def _differs_always(output: Any) -> bool:
 def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 1500) -> Record:
     """Train the quickstart's model, the laptop's with any first token and a bias of Table 4, in about a minute.
 
-    It is trained anew each time, in a temporary folder: it is a demonstration, not a record of the study.
+    It is trained anew each time, in a temporary folder: it is a demonstration, not a record of the study, with small
+    batches for many steps in that time, and not compiled, which would take as long as it saves.
     """
     base = config("default", "laptop", seed)
     spec = dataclasses.replace(base.model.attention, bias=bias)
@@ -112,56 +119,65 @@ def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps
         base,
         experiment=f"quickstart_{bias}_bias",
         model=dataclasses.replace(base.model, attention=spec),
-        train=dataclasses.replace(base.train, steps=steps, eval_every=steps // 15),
+        train=dataclasses.replace(base.train, steps=steps, batch_size=8, learning_rate=4e-3, eval_every=steps // 15),
     )
-    return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True)
+    return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True, compile=False)
 
 
 def record_or_train(
-    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None, weights: bool = False
 ) -> Record | None:
-    """The record of an experiment; if it is missing, train it, or return None where recompute is "never"."""
-    if recompute not in ("never", "missing"):
-        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
-    run = config(name, preset, seed)
-    found = find_record(record_folder(preset, run.experiment, seed), run)
-    if found is not None or recompute == "never":
-        return found
-    return train(run, device=device, keep_weights=keeps_weights(run))
+    """The record of an experiment or a fine-tuning, or what `recorded` makes of one that is missing."""
+    return recorded({name: name}, preset, seed, recompute, device, weights)[name]
 
 
 def records_of(
-    item: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+    items: str | Sequence[str], preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
 ) -> dict[str, Record | None]:
-    """`record_or_train` for the rows of an item of the paper, by row; prints what is not run, and the command for it.
+    """`recorded` for the rows of an item of the paper, or of several, without those that the preset cannot hold.
 
-    Rows that the preset cannot hold are left out. Raises ValueError for an unknown item, preset or `recompute`.
+    Raises ValueError for an unknown item, preset or `recompute`.
     """
-    held = [row for row in paper_rows(item) if row.experiment not in unavailable(preset)]
-    found = {row.row: record_or_train(row.experiment, preset, seed, recompute, device) for row in held}
-    missing = dict.fromkeys(resolve(row.experiment, preset) for row in held if found[row.row] is None)
-    if missing:
-        print(f"not run: {', '.join(missing)} (python -m sinkutils train NAME --preset {preset} --seed {seed})")
-    return found
+    named, refused = (items,) if isinstance(items, str) else items, unavailable(preset)
+    rows = {row.row: row.experiment for item in named for row in paper_rows(item) if row.experiment not in refused}
+    return recorded(rows, preset, seed, recompute, device)
 
 
-def finetuned_or_train(
-    name: str, preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
-) -> Record | None:
-    """`record_or_train` for a fine-tuning: what it starts from is trained first where no record has its weights.
+def recorded(
+    names: Mapping[str, str],
+    preset: str,
+    seed: int = 0,
+    recompute: str = "missing",
+    device: str | None = None,
+    weights: bool = False,
+) -> dict[str, Record | None]:
+    """The records of experiments and fine-tunings by label; those that are missing are trained.
 
-    Prints the command where nothing may be trained.
+    Where recompute is "never" one line names them, with the command, and their values are None. weights: a record
+    without its weights is missing too. Raises ValueError for an unknown name, preset or `recompute`.
     """
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
-    run = finetune_config(name, preset, seed)
-    found = find_record(record_folder(preset, name, seed), run)
-    if found is None and recompute == "never":
-        print(f"not run: {name} (python -m sinkutils finetune {name} --preset {preset} --seed {seed})")
-        return None
-    if found is not None:
-        return found
-    train(config(run.start, preset, seed), device=device, keep_weights=True)
+    found: dict[str, Record | None] = {}
+    missing: dict[str, str] = {}
+    for label, name in names.items():
+        run = planned(name, preset, seed)
+        record = find_record(record_folder(preset, run.experiment, seed), run)
+        if record is None or (weights and record.weights is None):
+            missing[run.experiment] = "finetune" if isinstance(run, FinetuneConfig) else "train"
+            record = _train(run, device, weights) if recompute == "missing" else None
+        found[label] = record
+    if missing and recompute == "never":
+        one, verb = next(iter(missing.items()))
+        command = f"python -m sinkutils {verb} {one if len(missing) == 1 else 'NAME'} --preset {preset} --seed {seed}"
+        print(f"not recorded yet: {', '.join(missing)} ({command}{' --keep-weights' if weights else ''})")
+    return found
+
+
+def _train(run: RunConfig, device: str | None, weights: bool) -> Record:
+    if not isinstance(run, FinetuneConfig):
+        return train(run, device=device, keep_weights=weights or keeps_weights(run))
+    train(config(run.start, run.preset, run.seed), device=device, keep_weights=True)
     return finetune(run, device=device)
 
 
@@ -171,7 +187,13 @@ def show(table: pd.DataFrame) -> None:
 
 
 def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
-    """Show all of a table, "-" where there is no value; rows that are only numbered are shown without their numbers."""
+    """Show all of a table, "-" where there is no value; rows that are only numbered are shown without their numbers.
+
+    Of an empty table one line says that nothing is recorded.
+    """
+    if frame.empty:
+        print("nothing recorded yet")
+        return
     frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
     _display(frame.to_string(index=index, na_rep="-"), frame.to_html(index=index, na_rep="-"))
 

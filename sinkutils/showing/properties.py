@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.embedded import DOMAINS, domain
 from sinkutils.data.probes import KINDS, head
-from sinkutils.measuring.load import MODELS, ModelUnavailable, position_table, replace_position, swap_positions
+from sinkutils.measuring.load import MODELS, position_table, replace_position, swap_positions
 from sinkutils.measuring.own import BOS, Subject, subject
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
 from sinkutils.measuring.scores import METRICS
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.showing.notebook import recorded
+from sinkutils.study.config import RunConfig
 from sinkutils.study.grid import PAPER, config, resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import find_record, record_folder
-from sinkutils.training.trainer import train
 
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
 FALLBACK = "laptop"  # whose records stand in at presets that keep no weights
@@ -37,28 +39,27 @@ def subjects(
     """The model of that name; without one, our recorded models whose weights were kept, the base first.
 
     At a preset that keeps no weights those of the laptop preset stand in, and their names say so. recompute "missing"
-    trains what is not there. Raises ValueError for another `recompute`, ModelUnavailable where there is no model.
+    trains what is not there; otherwise a line names it, and an untrained model stands in for the base. Raises
+    ValueError for another `recompute`, ModelUnavailable for a `model` that cannot be had.
     """
-    if recompute not in ("never", "missing"):
-        raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
     if model is not None:
         return [subject(model, device)]
     scale = preset if find_preset(preset).keeps_weights else FALLBACK
-    found = []
-    for name in dict.fromkeys(resolve(name, scale) for name in EXPERIMENTS):
-        run = config(name, scale)
-        if recompute == "missing":
-            train(run, device=device, keep_weights=True)
-        record = find_record(record_folder(scale, name, run.seed), run)
-        if record is not None and record.weights is not None:
-            one = subject(f"{scale}/{name}/{run.seed}", device)
-            found.append(one if scale == preset else dataclasses.replace(one, name=f"{name} of {scale}"))
-    if not found:
-        raise ModelUnavailable(
-            f"no record of preset {scale!r} has weights: python -m sinkutils train {resolve('base', scale)} "
-            f"--preset {scale} --keep-weights, or give a model"
-        )
-    return found
+    names = {name: name for name in dict.fromkeys(resolve(name, scale) for name in EXPERIMENTS)}
+    records = recorded(names, scale, recompute=recompute, device=device, weights=True)
+    found = [subject(f"{scale}/{name}/0", device) for name, record in records.items() if record is not None]
+    if scale != preset:
+        found = [dataclasses.replace(one, name=f"{one.name} of {scale}") for one in found]
+    base = config("base", scale)
+    return [untrained(base, device), *found] if records[base.experiment] is None else found
+
+
+def untrained(run: RunConfig, device: str | None = None) -> Subject:
+    """The model of a run as its training would start, with that run's inputs."""
+    model = TransformerLM(run.model, run.seed).to(find_device(device)).eval()
+    corpus = load_corpus(run.data.corpus, run.model.vocab_size)
+    return Subject(f"untrained {run.experiment}", model, corpus.tokenizer, run.data.fixed_position, corpus,
+                   run.train.eval_length)  # fmt: skip
 
 
 # --- Section 3 ---------------------------------------------------------------------------------------------------

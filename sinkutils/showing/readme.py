@@ -11,6 +11,10 @@ from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger.claims import claims
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing.tables import records
+from sinkutils.study.grid import missing
+from sinkutils.study.record import RECIPE
+
+RESULTS = ("done", "failed")  # the statuses of a record that counts
 
 
 def claims_part() -> str:
@@ -30,21 +34,32 @@ def ledger_page() -> str:
     ]  # fmt: skip
     entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
     since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
-    parts = ("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, table), "## The rules",
-             rules.__doc__ or "", "## The statistics", effects.__doc__ or "", "## Since when they stand",
-             (frozen.__doc__ or "").strip(), "\n".join(since))  # fmt: skip
-    return "<!-- written by python -m sinkutils readme -->\n" + "\n\n".join(part.strip() for part in parts) + "\n"
+    return page("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, table),
+                "## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or "",
+                "## Since when they stand", frozen.__doc__ or "", "\n".join(since))  # fmt: skip
 
 
-def records_part() -> str:
-    """The headline records at the laptop preset: mean and range over seeds."""
+def state_part() -> str:
+    """Which experiments are recorded at the laptop preset, and what is missing."""
+    table = records("laptop")
+    seeds = table.loc[table["status"].isin(RESULTS), "experiment"].value_counts(sort=False)
+    lacking, where = missing("laptop"), "Each with its numbers: [docs/records.md](docs/records.md)."
+    if not lacking:
+        return f"All {len(seeds)} experiments of `laptop` are recorded under recipe {RECIPE}. {where}"
+    listed = ", ".join(f"{name} ({count})" for name, count in seeds.items()) or "none"
+    return (f"Recorded at `laptop` under recipe {RECIPE}, with the number of seeds: {listed}. The sweep is under way, "
+            f"{len(lacking)} runs are missing; what has fewer than three seeds has no verdict. {where}")  # fmt: skip
+
+
+def records_page() -> str:
+    """docs/records.md: the records at the laptop preset, their mean and range over seeds."""
     frame = records("laptop")
-    done = frame[frame["status"].isin(["done", "failed"])]
     rows = []
-    for name, group in done.groupby("experiment", sort=False):
+    for name, group in frame[frame["status"].isin(RESULTS)].groupby("experiment", sort=False):
         sinks = [_range(group[column]) for column in ("sink_1", "sink_star", "valid_loss")]
         rows.append([str(name), str(group["item"].iloc[0]), str(len(group)), *sinks])
-    return markdown(["experiment", "paper's item", "seeds", "Sink_1 %", "Sink_* %", "valid loss"], rows)
+    columns = ["experiment", "paper's item", "seeds", "Sink_1 %", "Sink_* %", "valid loss"]
+    return page("# The records at `laptop`", state_part().partition(" Each")[0], markdown(columns, rows))
 
 
 def training_part() -> str:
@@ -133,9 +148,10 @@ def reliability_part() -> str:
     return markdown(["what", "times", "outcome"], rows)
 
 
+PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
 PARTS: dict[str, Callable[[], str]] = {
     "claims": claims_part,
-    "records": records_part,
+    "state": state_part,
     "training": training_part,
     "measure": measure_part,
     "attention": attention_part,
@@ -154,6 +170,11 @@ def render(text: str) -> str:
     return text
 
 
+def page(*parts: str) -> str:
+    """A page of docs/, its parts a line apart."""
+    return "\n\n".join(["<!-- written by python -m sinkutils readme -->", *(part.strip() for part in parts)]) + "\n"
+
+
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     cells = [columns, ["---"] * len(columns), *rows]
@@ -169,8 +190,9 @@ def _range(column) -> str:
 
 
 def write() -> None:
-    """Write README.md's generated parts and docs/ledger.md anew. Raises OSError outside a checkout."""
+    """Write README.md's generated parts and the generated pages of docs/ anew. Raises OSError outside a checkout."""
     readme = ROOT / "README.md"
     text = render(readme.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")
-    (ROOT / "docs" / "ledger.md").write_text(ledger_page(), encoding="utf-8")
+    for name, make in PAGES.items():
+        (ROOT / "docs" / f"{name}.md").write_text(make(), encoding="utf-8")

@@ -12,6 +12,7 @@ from sinkutils.data.packing import DataConfig
 from sinkutils.model.decoder import LMConfig
 
 PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 LARGEST_SEED = 2**63 - 1  # what every generator takes
 
 
@@ -35,12 +36,14 @@ class TrainConfig:
     eval_length: int = 64  # T of the sink metric
     valid_chunks: int = 128
     micro_batch: int | None = None  # sequences a forward pass; None: all at once
+    optimizer: str = "adamw"  # sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_sequences", "eval_length", "valid_chunks"):
             integer(name, getattr(self, name), least=1)
         integer("warmup_steps", self.warmup_steps, least=0)
         choice("precision", self.precision, PRECISIONS)
+        choice("optimizer", self.optimizer, OPTIMIZERS)
         for name in ("learning_rate", "clip_norm"):
             real(name, getattr(self, name), "positive and finite")
         for name in ("weight_decay", "adam_eps"):

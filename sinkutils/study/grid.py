@@ -19,6 +19,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,7 +31,8 @@ from sinkutils.study.config import RunConfig
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import find_record, run_folder
 
-SECTIONS = ("4", "5", "6", "7", "C")
+AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
+SECTIONS = ("4", "5", "6", "7", "C", AFTER_PAPER)
 SEEDS = (0, 1, 2)
 HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
 
@@ -86,6 +88,14 @@ class OfFourEpochs(Scaled):
 
 
 @dataclass(frozen=True)
+class MinusLogContext(Scaled):
+    """-log C."""
+
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> float:
+        return -math.log(run.model.context_length)
+
+
+@dataclass(frozen=True)
 class PaperRow:
     """One row of a table or figure of the paper. Cells lost in its text are absent from `values`."""
 
@@ -101,7 +111,7 @@ class Experiment:
     """One run of the study as the difference from its base."""
 
     name: str
-    section: str  # 4 to 7, or C for what stands in Appendix C alone
+    section: str  # 4 to 7, C for what stands in Appendix C alone, 8 for what came after the paper
     title: str
     overrides: dict[str, Any] = field(hash=False)  # dotted path into RunConfig -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
@@ -237,6 +247,31 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),
     *(Experiment(f"sigmoid_p{p}", "C", f"p-normalised sigmoid, p = {p}",
                  _attention(similarity="sigmoid", normalizer="p_norm", p=float(p))) for p in (2, 3, 4)),
+    # After the paper: data/paper/after_paper.csv says where each comes from
+    *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "laptop", "gpu"))
+      for name, title, overrides in (
+        ("gate_head", "an output gate a head", {"model.gate": "head"}),
+        ("gate_element", "an output gate an element", {"model.gate": "element"}),
+        ("sink_logit", "a learned sink logit a head", _attention(sink_logit="learned")),
+        ("softmax_plus_one", "softmax plus one", _attention(sink_logit="zero")),
+        ("softpick", "softpick", _attention(similarity="softpick")),
+        ("sigmoid_log_bias", "sigmoid with bias -log C, no normalisation",
+         _SIGMOID | _attention(logit_bias=MinusLogContext())),
+        ("relu_length", "ReLU over the number of keys", _attention(similarity="relu", normalizer="length")),
+        ("qk_norm", "queries and keys normed", {"model.qk_norm": True}),
+        ("v_scale", "values scaled by token", {"model.value_scale": True}),
+        ("dyt", "dynamic tanh instead of RMSNorm", {"model.normalization": "dyt"}),
+        ("sandwich_norm", "sandwich norm", {"model.norm": "sandwich"}),
+        ("differential", "differential attention, half the heads",
+         _attention(differential=True) | {"model.num_heads": Times(1 / 2)}),
+        ("sgd", "SGD with momentum, rate x 100, no weight decay",
+         {"train.optimizer": "sgd", _RATE: Times(100), _DECAY: 0.0}),
+        ("muon", "Muon for the blocks' matrices", {"train.optimizer": "muon"}),
+        *((f"depth_{layers}", f"{layers} layer{'s' * (layers > 1)}", {"model.num_layers": layers})
+          for layers in (1, 2, 3, 6)))),
+    *(Experiment(f"context_{length}", AFTER_PAPER, f"context {length}, as many tokens a step",
+                 {"model.context_length": length, "train.batch_size": Times(64 / length),
+                  "train.eval_length": min(length, 64)}, presets=("smoke", "laptop")) for length in (32, 128)),
 )  # fmt: skip
 
 
@@ -267,7 +302,7 @@ def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
 
 
 def experiments(section: str | None = None) -> list[Experiment]:
-    """Every experiment, or those of a section: 4, 5, 6, 7 or C."""
+    """Every experiment, or those of a section: 4, 5, 6, 7, C or 8."""
     if section is not None and str(section) not in SECTIONS:
         raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
     return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
@@ -318,18 +353,22 @@ def missing(
     """The (experiment, seed) pairs of a preset without a valid record, on that corpus, most informative first.
 
     seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
-    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline.
+    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline,
+    then what came after the paper.
     Otherwise every experiment at each of `seeds`.
     """
     base = resolve("base", preset)
     names = list(dict.fromkeys(resolve(name, preset) for name in _all(preset)[0]))
-    names.sort(key=lambda name: not experiment(name).headline)
+    names.sort(key=lambda name: (experiment(name).section == AFTER_PAPER, not experiment(name).headline))
     if seeds is None:
+        after = [name for name in names if experiment(name).section == AFTER_PAPER]
+        names = names[: len(names) - len(after)]
         first = sorted(names, key=lambda name: (name != base, not experiment(name).headline))
         plan = [(name, seed) for name in first for seed in SEEDS]
         plan += [
             (name, seed) for name in first if experiment(name).headline for seed in HEADLINE_SEEDS if seed not in SEEDS
         ]
+        plan += [(name, seed) for name in after for seed in SEEDS]
     else:
         plan = [(name, seed) for seed in seeds for name in names]
     planned = [config(name, preset, seed) for name, seed in plan]

@@ -63,10 +63,10 @@ PRESETS = {
             ),
             DataConfig("docstrings"),
             TrainConfig(
-                steps=10_000, batch_size=32, learning_rate=8e-3, warmup_steps=100, precision="bf16", eval_every=250
+                steps=12_000, batch_size=32, learning_rate=6e-3, warmup_steps=100, precision="bf16", eval_every=300
             ),
             base="fixed_1",
-            four_epochs=0.395,  # a quarter of the 20.5M tokens that the run sees, of 13.0M
+            four_epochs=0.474,  # a quarter of the 24.6M tokens that the run sees, of 13.0M
             seconds=400,
             compile=True,
             keeps_weights=True,

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.model.fast import check_kernels
-from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.config import RunConfig, TrainConfig, learning_rate
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import (
     CHECKPOINT_SECONDS,
@@ -85,6 +85,65 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, giv
     return CrossEntropy.apply(logits, targets)
 
 
+class MuonAndAdamW:
+    """Muon for the matrices of the blocks, AdamW for all else, under the interface of one optimiser."""
+
+    def __init__(self, matrices: list[Tensor], others: list[Tensor], train: TrainConfig) -> None:
+        rate, decay = train.learning_rate, train.weight_decay
+        # An update has the size of AdamW's, so that one rate and one decay serve both.
+        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self.parts = (muon, adamw(others, train))
+        self.sizes = (len(matrices), len(others))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both by index: Muon's parameters come first."""
+        muon, other = (part.state_dict()["state"] for part in self.parts)
+        return {"state": muon | {index + self.sizes[0]: state for index, state in other.items()}}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            own = {i - start: state for i, state in values["state"].items() if start <= i < start + size}
+            part.load_state_dict({**part.state_dict(), "state": own})
+            start += size
+
+
+def adamw(parameters: Iterable[Tensor], train: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, betas=(train.beta1, train.beta2), eps=train.adam_eps,
+                             weight_decay=train.weight_decay, fused=True)  # fmt: skip
+
+
+def make_optimizer(model: torch.nn.Module, train: TrainConfig, group: Group = ALONE) -> Any:
+    """The optimiser that a config names, over all parameters of a model.
+
+    Raises ValueError for muon in a group of processes.
+    """
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=train.learning_rate, momentum=train.beta1,
+                               weight_decay=train.weight_decay)  # fmt: skip
+    if train.optimizer == "muon":
+        if group.size > 1:
+            raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")
+        # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
+        chosen = {name for name, p in model.named_parameters()
+                  if name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2}  # fmt: skip
+        parts = ([p for name, p in model.named_parameters() if (name in chosen) == wanted] for wanted in (True, False))
+        return MuonAndAdamW(*parts, train)
+    return adamw(model.parameters(), train)
+
+
 class Run:
     """The state of one run between two optimiser steps; `train` drives it."""
 
@@ -96,14 +155,7 @@ class Run:
         self.model = self.first_model().to(device)
         train = config.train
         self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=train.learning_rate,
-            betas=(train.beta1, train.beta2),
-            eps=train.adam_eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
