@@ -153,7 +153,8 @@ def test_a_name_without_its_seed_gets_the_seeds_there_are(capsys, measured_runs)
 def ledger(preset, runs):
     words = "The sink is found wherever it was looked for, " * 4
     rows = [{"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28",
-             "verdict": verdict, "reason": "a reason"} for verdict in ("not reproduced", "partly", "partly")]  # fmt: skip
+             "verdict": verdict, "reason": "a reason"}
+            for verdict in ("not reproduced", "partly", "partly")]  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -34,7 +34,7 @@ HEADLINE = {
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 # The rows that coincide at a scale: name -> the run they share.
 SAME = {
-    "smoke": {"heads_2": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
+    "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
     "laptop": {"heads_4": "fixed_1", **{f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}},
     "gpu": {
         **DEFAULT,
@@ -74,7 +74,8 @@ def test_names_are_unique_and_read_as_file_names():
 
 @pytest.mark.parametrize("scale", SMALL)
 def test_every_experiment_is_available_at_every_preset(scale):
-    assert set(unavailable(scale)) == {"softmax_1b", "sigmoid_1b"}
+    after = {e.name for e in experiments("8")} if scale == "paper" else set()
+    assert set(unavailable(scale)) == {"softmax_1b", "sigmoid_1b"} | after
     for one in experiments():
         if scale in one.presets:
             run = config(one.name, scale, seed=3)
@@ -211,12 +212,12 @@ def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_ca
 
 
 def test_sections_partition_the_experiments():
-    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C")}
+    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C", "8")}
     assert sorted(e.name for part in by_section.values() for e in part) == sorted(e.name for e in experiments())
     assert all(isinstance(e, Experiment) and e.title for e in experiments())
     assert all(e.section == section for section, part in by_section.items() for e in part)
-    with pytest.raises(ValueError, match="4, 5, 6, 7, C"):
-        experiments("8")
+    with pytest.raises(ValueError, match="4, 5, 6, 7, C, 8"):
+        experiments("9")
 
 
 def test_unknown_names_are_refused_with_what_there_is():
@@ -239,7 +240,7 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setitem(PRESETS, "narrow", narrow)
     table = tuple(dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS)
     monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", table)
-    assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2"}
+    assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2", "differential"}
     assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads"):
@@ -250,9 +251,10 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
 def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
     plan = missing("laptop", runs=tmp_path)
     assert len(set(plan)) == len(plan)
-    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"])
+    after = {e.name for e in EXPERIMENTS if e.section == "8"}
+    names = {e.name for e in EXPERIMENTS if "laptop" in e.presets} - set(SAME["laptop"]) - after
     parts = []  # in the order of the plan
-    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE)):
+    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), 3 * len(after)):
         parts.append(plan[:size])
         plan = plan[size:]
     assert not plan
@@ -261,7 +263,8 @@ def test_a_sweep_starts_with_the_headline_and_trains_nothing_twice(tmp_path):
         assert set(part) == {(name, seed) for name in held for seed in (0, 1, 2)}
         assert [seed for _, seed in part] == [0, 1, 2] * len(held), "all three of an experiment together"
     assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
-    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names}
+    assert set(parts[4]) == {(name, seed) for name in after for seed in (0, 1, 2)}
+    assert set(missing("laptop", (5,), tmp_path)) == {(name, 5) for name in names | after}
 
 
 def test_a_base_that_is_not_of_the_headline_has_three_seeds(tmp_path):

@@ -29,8 +29,13 @@ OPERATIONS = [
     {"normalizer": "p_norm", "p": 2.0},
     {"normalizer": "p_norm", "p": 0.25},
     # Every similarity that cannot be negative, so that a new one is tested by being there.
-    *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
-      if (f, z) != ("softpick", "none")),
+    *(
+        {"similarity": f, "normalizer": z}
+        for f in SIMILARITIES
+        if f not in ("exp", "linear")
+        for z in ("sum", "none")
+        if (f, z) != ("softpick", "none")
+    ),
     {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
     {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},

@@ -393,7 +393,7 @@ def test_a_diverging_fine_tuning_is_recorded_as_failed(started, chats, corpus, t
 
 
 def test_without_weights_to_start_from_it_says_how_to_make_them(tiny, tmp_path, capsys):
-    assert main(["finetune", "sft_sigmoid", "--preset", "smoke", "--runs", str(tmp_path)]) == 1
+    assert main(["finetune", "sft_sigmoid", "--preset", "smoke", "--runs", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "which is not recorded" in error and "train sigmoid --preset smoke --seed 0 --keep-weights" in error
     run = config("sigmoid", "smoke")

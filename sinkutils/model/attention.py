@@ -8,7 +8,8 @@ One head computes, for query i over the keys j it may see (Section 7.4, Eqs. 29 
 
 and a bias (Table 4) is one more key and value that every query sees, or a vector added to the output. What came after
 the paper (data/paper/after_paper.csv) fits in: a sink logit is one more key without value, differential attention the
-difference of two maps. A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested against.
+difference of two maps. A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested
+against.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ class AttentionSpec:
         flag("differential", self.differential)
         require(self.logit_bias == 0 or self.similarity == "sigmoid",
                 "logit_bias moves a sigmoid: similarity must be 'sigmoid'")  # fmt: skip
-        require(self.similarity != "softpick" or self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
+        require(
+            self.similarity != "softpick" or self.normalizer == "sum",
+            "softpick has its own Z: normalizer must be 'sum'",
+        )
         softmax = self.similarity == "exp" and self.normalizer == "sum"
         require(self.sink_logit == "none" or (softmax and not self.has_key_bias),
                 "sink_logit joins a softmax: similarity 'exp', normalizer 'sum', and no key bias")  # fmt: skip
@@ -262,7 +266,8 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         peak = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
-        peak = logits.masked_fill(~seen, 0).amax(-1, keepdim=True).clamp(min=0).detach()
+        logits = logits.masked_fill(~seen, 0)
+        peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
         sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
         return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
     # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
@@ -329,11 +334,13 @@ def check_inputs(
         require(bias is None or bias.shape == (heads, head_dim),
                  f"{name} must have shape (H, D) = {(heads, head_dim)}, "
                  f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
-    require((sink_logit is not None) == (spec.sink_logit == "learned"),
-            f"sink_logit={spec.sink_logit!r} {'needs' if sink_logit is None else 'has no place for'} a tensor sink_logit")  # fmt: skip
+    for name, given, wanted in (
+        ("sink_logit", sink_logit, spec.sink_logit == "learned"),
+        ("mix", mix, spec.differential),
+    ):
+        require(given is not None or not wanted, f"the operation needs the argument {name}")
+        require(given is None or wanted, f"the operation has no place for the argument {name}: leave it out")
     require(sink_logit is None or sink_logit.shape == (heads,), f"sink_logit must have shape (H,) = ({heads},)")
-    require((mix is not None) == spec.differential,
-            f"differential={spec.differential} {'needs' if mix is None else 'has no place for'} the argument mix")  # fmt: skip
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
     if distance_bias is not None:
         require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),

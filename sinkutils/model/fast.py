@@ -227,16 +227,14 @@ def log_mass(
         return torch.cat(blocks, dim=-1)
 
 
-def _differential_mass(
-    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, mix: Tensor
-) -> Tensor:
+def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, mix: Tensor) -> Tensor:
     """log of the row sums of |A_1 - lambda A_2|, a block of queries at a time: (B, H, T)."""
     parts, plain = halves(q, spec)
     length, blocks = q.shape[2], []
     with torch.autocast(q.device.type, enabled=False):
-        k, *parts = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
+        k, one, two = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
         for start in range(0, length, BLOCK):
-            rows = [part[:, :, start : start + BLOCK] for part in parts]
+            rows = [part[:, :, start : start + BLOCK] for part in (one, two)]
             seen = _seen_keys(k, rows[0], plain, start, length)
             first, second = (_logits(x, seen, plain, distance_bias, start, length).softmax(dim=-1) for x in rows)
             blocks.append((first - mix * second).abs().sum(dim=-1).log())

@@ -88,6 +88,16 @@ class OfFourEpochs(Scaled):
 
 
 @dataclass(frozen=True)
+class SameTokens(Scaled):
+    """The batch size that makes a step as many tokens as the base's, at another context length."""
+
+    context_length: int
+
+    def apply(self, old: Any, run: RunConfig, scale: Preset) -> int:
+        return _whole(old * run.model.context_length / self.context_length)
+
+
+@dataclass(frozen=True)
 class MinusLogContext(Scaled):
     """-log C."""
 
@@ -268,10 +278,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
          {"train.optimizer": "sgd", _RATE: Times(100), _DECAY: 0.0}),
         ("muon", "Muon for the blocks' matrices", {"train.optimizer": "muon"}),
         *((f"depth_{layers}", f"{layers} layer{'s' * (layers > 1)}", {"model.num_layers": layers})
-          for layers in (1, 2, 3, 6)))),
-    *(Experiment(f"context_{length}", AFTER_PAPER, f"context {length}, as many tokens a step",
-                 {"model.context_length": length, "train.batch_size": Times(64 / length),
-                  "train.eval_length": min(length, 64)}, presets=("smoke", "laptop")) for length in (32, 128)),
+          for layers in (1, 2, 3, 6)),
+        *((f"context_{length}", f"context {length}, as many tokens a step",
+           {"model.context_length": length, "train.batch_size": SameTokens(length),
+            "train.eval_length": min(length, 64)})
+          for length in (32, 128)))),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, giv
 class MuonAndAdamW:
     """Muon for the matrices of the blocks, AdamW for all else, under the interface of one optimiser."""
 
-    def __init__(self, matrices: list[Tensor], others: list[Tensor], train: TrainConfig) -> None:
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], train: TrainConfig) -> None:
         rate, decay = train.learning_rate, train.weight_decay
         # An update has the size of AdamW's, so that one rate and one decay serve both.
         muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
@@ -139,8 +139,8 @@ def make_optimizer(model: torch.nn.Module, train: TrainConfig, group: Group = AL
         # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
         chosen = {name for name, p in model.named_parameters()
                   if name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2}  # fmt: skip
-        parts = ([p for name, p in model.named_parameters() if (name in chosen) == wanted] for wanted in (True, False))
-        return MuonAndAdamW(*parts, train)
+        matrices = [p for name, p in model.named_parameters() if name in chosen]
+        return MuonAndAdamW(matrices, [p for name, p in model.named_parameters() if name not in chosen], train)
     return adamw(model.parameters(), train)
 
 
