@@ -12,11 +12,14 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
+import transformers as tf
 
+from sinkutils.data.corpus import load_corpus
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.showing import figures, notebook, properties
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 from sinkutils.study.grid import config
+from sinkutils.study.record import record_folder, write_record
 from sinkutils.training.trainer import train
 
 PATHS = find_notebooks()
@@ -68,6 +71,10 @@ def some(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("some")
     for name in ("fixed_1", "sink_token"):
         train(config(name, "smoke"), folder, corpus=corpus, keep_weights=True, progress=False)
+    point = {"step": 0, "valid_loss": 3.0, "sink_1": 1.0}
+    last = {"step": 2, "valid_loss": 2.9, "sink_1": 2.0, "losses": [3.0, 2.9], "gradient_norms": [1.0, 0.9]}
+    metrics = {"status": "done", "reason": None, "curve": [point, last], "final": {**last, "train_loss": 2.9}}
+    write_record(record_folder("smoke", "sft_softmax", 0, folder), config("sft_softmax", "smoke"), metrics, {})
     return folder
 
 
@@ -86,7 +93,7 @@ def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_pa
             space |= {"preset": "smoke"}
     plt.close("all")
     drawn = {file.stem for file in tmp_path.glob("figures/*_smoke.png")}
-    assert bool(drawn) == (recorded == "some" and not path.stem.startswith("07"))
+    assert bool(drawn) == (recorded == "some")
     assert "not recorded yet: " in capsys.readouterr().out
 
 
@@ -103,6 +110,23 @@ def test_papermill_runs_a_notebook_at_another_preset_and_without_records(tmp_pat
     (path,) = tmp_path.glob("02_*.ipynb")
     injected = [cell for cell in code_cells(path) if "injected-parameters" in cell.metadata.get("tags", [])]
     assert 'preset = "smoke"' in injected[0].source
+
+
+@pytest.mark.parametrize("context", [None, 64])
+def test_surgery_runs_on_a_random_model_and_says_what_is_missing_without_one(tmp_path, context):
+    folder = tmp_path / "model"
+    if context:  # learned positions, as many as a text and a transplant take
+        tokenizer = load_corpus("docstrings").tokenizer
+        shape = {"vocab_size": tokenizer.get_vocab_size(), "n_embd": 16, "n_layer": 2, "n_head": 2}
+        tf.GPT2LMHeadModel(tf.GPT2Config(**shape, n_positions=context)).save_pretrained(folder)
+        tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    parameters = {"preset": "smoke", "seed": 0, "recompute": "never", "model": str(folder)}
+    assert run_notebooks(parameters, tmp_path, ["08"]) == []
+    cells = code_cells(tmp_path / "08_what_it_is_for.ipynb")
+    shown = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert ("This part needs the model, which is not here; recorded: nothing yet" in shown) == (context is None)
+    pictures = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    assert pictures == (6 if context else 0)
 
 
 def test_a_parameter_that_no_notebook_has_is_refused_before_anything_runs(tmp_path):

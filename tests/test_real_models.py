@@ -192,7 +192,7 @@ def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name: str) -> None:
-    assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 300_000
+    assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 400_000
     sections, known = open_lms.recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
     assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)

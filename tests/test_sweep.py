@@ -96,6 +96,12 @@ def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, t
 
 def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+
+    def here(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):  # with the tests' shorter smoke
+        train(config(experiment, preset, seed), runs, corpus=text, progress=False)
+        return 0
+
+    monkeypatch.setattr(sweep_module, "run_one", here)
     with pytest.raises(FileNotFoundError, match="no such folder or file"):
         sweep("smoke", seeds=(0,), runs=tmp_path / "runs", corpus=f"path:{tmp_path}/nowhere", progress=False)
     text = f"path:{text_folder}"

@@ -112,7 +112,7 @@ def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
 
     if (key, "pooled") in ours.cache:
         return ours.cache[key, "pooled"]
-    changed = {ours.label(one.name) for one in EXPERIMENTS if one.base} - {ours.label("base")}
+    changed = {ours.label(one.name) for one in EXPERIMENTS if one.base and one.section != "8"} - {ours.label("base")}
     by_name = {name: _differences(ours, name, "base", key) for name in sorted(changed)}
     several = {name: values for name, values in by_name.items() if len(values) > 1}
     pooled = None

@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from IPython.display import Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -55,6 +56,13 @@ def save(figure: Figure | None, name: str) -> None:
     with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
         figure.savefig(folder / f"{name}.png", metadata={"Software": None})
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def show(figure: Figure, caption: str, alt: str) -> None:
+    """Show a figure in a notebook with its caption (Markdown) below it and a text for those who cannot see it."""
+    display(figure, metadata={"image/png": {"alt": alt}})
+    plt.close(figure)
+    display(Markdown(caption))
 
 
 def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = "sink_1") -> Figure:
