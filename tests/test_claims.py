@@ -232,7 +232,7 @@ def test_p_values_are_those_of_one_sided_t_tests_and_tost_takes_the_worse(ledger
 def test_intervals_cover_as_often_as_they_say_though_all_effects_share_the_bases_seeds():
     """Seeds drawn anew 400 times; half of the experiments have hardly any noise, as those without a sink do."""
     draw, missed = np.random.default_rng(0), 0
-    names = sorted(e.name for e in EXPERIMENTS if e.base)[:30]
+    names = sorted(e.name for e in EXPERIMENTS if e.base and e.section != "8")[:30]
     for _ in range(400):
         ours = Results("laptop", {})
         ours.cache[resolve("base", "laptop"), "excess_1"] = pd.Series(draw.normal(size=6))
