@@ -77,7 +77,7 @@ def names_of(*kinds: type) -> list[str]:
 
 
 SPEC = {
-    "similarity": st.sampled_from(list(SIMILARITIES)),
+    "similarity": st.sampled_from([f for f in SIMILARITIES if f not in ("relu", "softpick")]),  # test_after_paper.py
     "kernel": st.sampled_from(KERNELS),
     "normalizer": st.sampled_from(NORMALIZERS),
     "p": st.sampled_from([0.25, 0.5, 2.0, 4.0]),

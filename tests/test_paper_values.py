@@ -39,7 +39,7 @@ def test_every_pretraining_item_is_covered_and_no_other_is_there():
 
 def test_every_row_names_an_experiment_and_every_experiment_has_a_row():
     named = {row.experiment for row in paper_rows()} - {"base"}
-    assert named == {e.name for e in EXPERIMENTS}
+    assert named == {e.name for e in EXPERIMENTS if e.section != "8"}  # of later papers: after_paper.csv
 
 
 def test_no_item_has_a_row_twice():
@@ -120,7 +120,7 @@ def test_every_experiment_names_the_tables_and_figures_it_stands_in():
     assert {"Table 4", "Table 5", "Table 12 right", "Figure 7 middle"} <= set(experiment("k_bias").items)
     assert experiment("k_bias").paper == {"sink_1": 0.0, "sink_star": 73.34, "valid_loss": 3.72}
     assert experiment("window_1_8").paper == {}
-    assert all(e.item for e in experiments())
+    assert all(e.item for e in experiments() if e.section != "8")
 
 
 def test_open_models_have_the_numbers_of_table_1_and_the_32_ids_of_table_8():
