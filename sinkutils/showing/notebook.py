@@ -107,7 +107,7 @@ def _differs_always(output: Any) -> bool:
     return widget or output.get("name") == "stderr"
 
 
-def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 1500) -> Record:
+def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 2500) -> Record:
     """Train the quickstart's model, the laptop's with any first token and a bias of Table 4, in about a minute.
 
     It is trained anew each time, in a temporary folder: it is a demonstration, not a record of the study, with small
