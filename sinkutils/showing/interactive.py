@@ -20,7 +20,7 @@ NOTHING, MATCHING = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0), 5.0  # logits of k* and
 def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 7) -> Interactive | None:
     """Emergence played back: every head's mean attention to token k along training, a row of pictures a run.
 
-    runs: by the name to show; those that are None, failed, or have no k* are named in the caption instead. k: 1 to 4, or
+    runs: by the name to show; those that are None, failed, or have no k* are named in the caption. k: 1 to 4, or
     "*" for k*, x* or a sink logit. None where nothing can be shown. The runs' steps must be the same: raises ValueError
     if not.
     """
