@@ -10,7 +10,7 @@ from typing import Any
 _HOMES = {
     "AttentionSpec": "model.attention",
     "attend": "model.attention",
-    "LMConfig": "model.decoder",
+    "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "probe": "data.probes",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, proxy_scores, visible
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, visible
 
 BATCH, HEADS, LENGTH, DIM = 2, 2, 5, 3
 
@@ -211,19 +211,6 @@ def test_minus_infinity_in_the_position_term_hides_a_distance():
     assert (weights == 0).all() and (out == 0).all()
 
 
-def test_proxy_scores_are_shares_of_the_absolute_similarities():
-    q, k, v = draw()
-    logits = q @ k.mT / math.sqrt(DIM)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    spec = AttentionSpec(similarity="linear", normalizer="max_abs_sum")
-    proxy = proxy_scores(logits, seen, spec)
-    for i in range(LENGTH):
-        row = [abs(float(logits[0, 0, i, j])) for j in range(i + 1)]
-        same(proxy[0, 0, i, : i + 1], torch.tensor(row, dtype=torch.float64) / sum(row))
-    assert (proxy >= 0).all()
-    same(proxy_scores(logits, seen, AttentionSpec(normalizer="none")), attend(q, k, v)[1])
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -294,8 +281,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         "bias='k' needs the argument value_bias": lambda: attend(
             q, k, v, AttentionSpec(bias="k", fixed_value="first"), key_bias=key
         ),
-        "no place for key_bias": lambda: attend(q, k, v, key_bias=key),
-        "no place for value_bias": lambda: attend(q, k, v, value_bias=value),
+        "no place for the argument key_bias": lambda: attend(q, k, v, key_bias=key),
+        "no place for the argument value_bias": lambda: attend(q, k, v, value_bias=value),
         "key_bias must have shape": lambda: attend(q, k, v, AttentionSpec(bias="k"), key_bias=key[:1]),
         "distance_bias must have shape": lambda: attend(q, k, v, distance_bias=torch.zeros(3, LENGTH)),
         "distance_bias covers 2 distances": lambda: attend(q, k, v, distance_bias=torch.zeros(1, 2)),
