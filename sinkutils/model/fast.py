@@ -58,7 +58,7 @@ class Problem(NamedTuple):
     def by_head(self) -> Iterator[Problem]:
         """The same, a head at a time."""
         for head, (q, k, v) in enumerate(zip(*(x.split(1, dim=1) for x in self[:3]), strict=True)):
-            own = {name: x[head : head + 1] for name, x in self.given._asdict().items()
+            own: dict[str, Any] = {name: x[head : head + 1] for name, x in self.given._asdict().items()
                    if isinstance(x, Tensor) and len(x) > 1}  # fmt: skip
             yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
