@@ -17,7 +17,7 @@ _HOMES = {
     "load_lm": "measuring.load",
     "load_corpus": "data.corpus",
     "config": "study.grid",
-    "experiments": "study.grid",
+    "experiments": "study.experiments",
     "train": "training.trainer",
     "records": "showing.tables",
     "paper_beside_ours": "showing.tables",

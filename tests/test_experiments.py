@@ -9,17 +9,8 @@ import torch
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import Experiment
-from sinkutils.study.grid import (
-    EXPERIMENTS,
-    config,
-    experiment,
-    experiments,
-    largest_alpha,
-    plan,
-    resolve,
-    unavailable,
-)
+from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.grid import config, largest_alpha, plan, resolve, unavailable
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict, record_folder, write_record
 from sinkutils.study.store import Runs

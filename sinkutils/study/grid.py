@@ -18,13 +18,11 @@ from functools import lru_cache
 from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig
-from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment, experiments
-from sinkutils.study.paper import paper_rows
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
+from sinkutils.study.paper import paper_rows as paper_rows  # notebook 06 takes it from here
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
-__all__ = ["EXPERIMENTS", "config", "experiment", "experiments", "keeps_weights", "largest_alpha", "paper_rows", "plan", "resolve",
-           "unavailable"]  # fmt: skip
 SEEDS = (0, 1, 2)
 HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
 TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
