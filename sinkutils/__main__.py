@@ -228,7 +228,7 @@ def claims_command(options: argparse.Namespace) -> int:
     if options.csv:
         print(ledger.to_csv(index=False), end="")
         return 0
-    rows = ledger.fillna("").astype(str).to_dict("records")
+    rows = ledger.astype(object).where(ledger.notna(), "").astype(str).to_dict("records")
     verdicts = max(len(row["verdict"]) for row in rows) + 2
     names = max(len(row["id"]) for row in rows) + 2
     width = max(60, shutil.get_terminal_size((100, 24)).columns)

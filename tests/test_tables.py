@@ -22,7 +22,7 @@ def runs(tmp_path):
 
     record("fixed_1", 0, {"sink_1": 20.0, "valid_loss": 3.0, "train_loss": 2.9})
     record("fixed_1", 1, {"sink_1": 30.0, "valid_loss": 3.2, "train_loss": 3.1})
-    record("k_bias", 0, {"sink_1": 0.0, "sink_star": 50.0, "valid_loss": 3.1, "train_loss": 3.0})
+    record("k_bias", 0, {"sink_1": 0.0, "sink_star": 50.0, "excess_1": -0.01, "valid_loss": 3.1, "train_loss": 3.0})
     record("sigmoid", 0, {"sink_1": 0.125, "valid_loss": 3.1, "train_loss": 3.0})
     record("elu_normalised", 0, {"valid_loss": None}, "failed", "the loss was not finite by step 20")
     record("kv_bias", 0, {"sink_1": 99.0, "valid_loss": 9.0}, preset="laptop")
@@ -49,7 +49,13 @@ def test_every_record_is_a_row_and_says_whether_it_counts(runs):
         ("v_bias", 0): "corrupt",
     }
     assert table.loc[("elu_normalised", 0), "reason"] == "the loss was not finite by step 20"
-    assert table.loc[("k_bias", 0), ["sink_star", "steps", "item", "section"]].tolist() == [50.0, 60, "Table 4", "7"]
+    assert table.loc[("k_bias", 0), ["sink_star", "excess_1", "steps", "item", "section"]].tolist() == [
+        50.0,
+        -0.01,
+        60,
+        "Table 4",
+        "7",
+    ]
 
 
 def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):

@@ -22,7 +22,7 @@ from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_r
 from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.run import CrossEntropy, Run, next_token_loss
-from sinkutils.training.trainer import train
+from sinkutils.training.trainer import deterministic_kernels, train
 
 CPU = torch.device("cpu")
 
@@ -314,3 +314,11 @@ def test_bf16_trains_to_about_the_same_loss(tiny, corpus, tmp_path):
         for precision in ("fp32", "bf16")
     ]
     assert losses[0]["valid_loss"] == pytest.approx(losses[1]["valid_loss"], rel=0.02)
+
+
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for device, inside in (("cpu", False), ("cuda", True)):
+        with deterministic_kernels(torch.device(device)):
+            assert torch.are_deterministic_algorithms_enabled() is inside
+        assert not torch.are_deterministic_algorithms_enabled()

@@ -52,8 +52,8 @@ def installed() -> dict[str, Distribution | None]:
     """The distributions whose text is used, by name; None for those that are not installed with a list of files."""
     found: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = one if (one := distribution(name)).files is not None else None
+        with contextlib.suppress(PackageNotFoundError):  # .files would parse every line, at each opening of the text
+            found[name] = one if (one := distribution(name)).read_text("RECORD") is not None else None
     return found
 
 

@@ -17,7 +17,8 @@ from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 VALUES = (*SINKS, "valid_loss")
-NUMERIC = ("steps", *VALUES, "train_loss", "wall_seconds")
+EXCESS = ("excess_1", "excess_star")  # means of (alpha - u) / (1 - u), u that of uniform attention
+NUMERIC = ("steps", *SINKS, *EXCESS, "valid_loss", "train_loss", "wall_seconds")
 COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
 EPSILON = 0.3
 HEADINGS = {
@@ -78,7 +79,7 @@ def _row(entry: Entry) -> dict[str, Any]:
     if entry.record is None:
         return row
     config, final = entry.record.config, entry.record.metrics["final"]
-    row |= {key: final.get(key) for key in (*VALUES, "train_loss")} | {"steps": final.get("step")}
+    row |= {key: final.get(key) for key in (*SINKS, *EXCESS, "valid_loss", "train_loss")} | {"steps": final.get("step")}
     row |= {"wall_seconds": entry.record.provenance.get("wall_seconds"), "recipe": config["recipe"]}
     corpus = config.get("corpus")
     row["corpus"] = corpus and f"{corpus['name']} {corpus['sha256'][:8]}"

@@ -273,7 +273,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        _write_synced(temporary, data + hashlib.sha256(data).digest())
+        _write_synced(temporary, data, hashlib.sha256(data).digest())  # not joined: it may be large
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -323,9 +323,9 @@ def versions() -> dict[str, Any]:
     }
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, *parts: bytes) -> None:
     with open(path, "wb") as file:
-        file.write(data)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -105,6 +106,7 @@ def train(
                              f"run failed to train ({start.metrics['reason']})")  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
+        stack.enter_context(deterministic_kernels(target))
         group.once(stack.enter_context, run_lock(folder))
         done = group.once(store.get, config, wanted, keep_weights)  # also by whoever held the lock before
         if done is not None:
@@ -213,6 +215,21 @@ def one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def deterministic_kernels(device: torch.device) -> Iterator[None]:
+    """PyTorch's deterministic CUDA kernels inside, with a warning by name where it has none; as before outside."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def instruction_set() -> list[str]:
