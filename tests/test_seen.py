@@ -11,7 +11,8 @@ from sinkutils.ledger import claims as ledger
 from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.showing import cards, figures, names, notebook, seen
-from sinkutils.study.grid import config, experiments
+from sinkutils.study.experiments import experiments
+from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import record_folder, write_record
 

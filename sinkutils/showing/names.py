@@ -15,7 +15,8 @@ from pathlib import Path
 from sinkutils.ledger.results import Run, results
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig
-from sinkutils.study.grid import EXPERIMENTS, config, experiment, resolve
+from sinkutils.study.experiments import EXPERIMENTS, experiment
+from sinkutils.study.grid import config, resolve
 from sinkutils.study.paper import PaperRow, paper_rows
 
 SUBSCRIPTS = str.maketrans("0123456789ktij", "₀₁₂₃₄₅₆₇₈₉ₖₜᵢⱼ")

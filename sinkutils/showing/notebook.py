@@ -148,7 +148,7 @@ def records_of(
 
 
 def recorded(
-    names: Mapping[str, str],
+    experiments: Mapping[str, str],
     preset: str,
     seed: int = 0,
     recompute: str = "missing",
@@ -164,7 +164,7 @@ def recorded(
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
     found: dict[str, Record | None] = {}
     missing: list[str] = []
-    for label, name in names.items():
+    for label, name in experiments.items():
         run = config(name, preset, seed)
         found[label] = Runs().get(run, weights=weights)
         if found[label] is None and recompute == "missing":

@@ -8,12 +8,13 @@ import html
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from IPython.display import display
 
-from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.effects import level, paired
 from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
 from sinkutils.showing.names import Row, human, of, rows
 
@@ -26,7 +27,7 @@ WORDS = {
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
 }
-SHARES = {"excess_1": (1, "sink_1", "Sink₁"), "excess_star": ("star", "sink_star", "Sink*")}
+SHARES: dict[str, tuple[int | str | None, str]] = {"excess_1": (1, "Sink₁"), "excess_star": ("star", "Sink*")}
 PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
 
@@ -112,7 +113,7 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     start = name[0].upper() + name[1:]
     if not runs:
         return [f"{start} is not recorded yet, so that nothing can be compared with it."]
-    k, _, symbol = SHARES.get(key, (None, "", ""))
+    k, symbol = SHARES.get(key, (None, ""))
     if k == "star":
         return []
     values = [value for run in runs if (value := sink(run, k)) is not None] if k else list(ours.values(other, key))
@@ -220,7 +221,7 @@ def _listed(table: pd.DataFrame) -> str:
     return "; ".join(f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples())
 
 
-def _effect(found: Effect | tuple, digits: int, sign: str = "") -> str:
+def _effect(found: Any, digits: int, sign: str = "") -> str:
     mean, low, high = (f"{value:{sign}.{digits}f}".replace("-", "\N{MINUS SIGN}") for value in
                        (found.mean, found.low, found.high))  # fmt: skip
     return f"{mean} ({low} to {high})"
