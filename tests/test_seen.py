@@ -10,7 +10,7 @@ import pytest
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.report import uniform_alpha
-from sinkutils.showing import cards, figures, names, notebook, seen
+from sinkutils.showing import cards, comparisons, figures, items, names, notebook, seen
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
@@ -153,7 +153,7 @@ def test_every_card_is_short_lines_without_identifiers(some):
 
 def test_the_comparison_draws_each_head_and_the_papers_value(some):
     rows = names.rows("Table 2", runs=some)
-    heads, shares = figures.comparison(rows).axes
+    heads, shares = comparisons.comparison(rows).axes
     at = [row.label for row in rows].index("decay 0.5")
     drawn = [line for line in heads.lines if round(np.mean(line.get_ydata())) == at and len(line.get_xdata()) == 16]
     assert sorted(float(line.get_xdata()[0]) for line in drawn) == [0.70, 0.72, 0.75]
@@ -161,13 +161,13 @@ def test_the_comparison_draws_each_head_and_the_papers_value(some):
     assert [float(line.get_xdata()[0]) for line in diamonds] == [row.paper.values["sink_1"] for row in rows]
     assert [text.get_text() for text in heads.texts].count("not run yet") == 2
     assert "training failed" in [text.get_text() for text in heads.texts]
-    assert figures.comparison(names.rows("Table 3", runs=some / "none")) is None
+    assert comparisons.comparison(names.rows("Table 3", runs=some / "none")) is None
 
 
 def test_a_figure_brings_its_caption_and_its_alt_text(some, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(figures, "display", lambda data, raw: shown.append(data))
-    figures.show(figures.comparison(names.rows("Table 2", runs=some)), "**Bold.** a < b", 'say "what"')
+    figures.show(comparisons.comparison(names.rows("Table 2", runs=some)), "**Bold.** a < b", 'say "what"')
     assert '<img alt="say &quot;what&quot;"' in shown[0]["text/html"]
     assert "<figcaption" in shown[0]["text/html"] and "<b>Bold.</b> a &lt; b" in shown[0]["text/html"]
     assert shown[0]["text/plain"] == '[figure: say "what"]\nBold. a < b'
@@ -191,7 +191,7 @@ def test_an_item_is_a_picture_a_table_and_sentences(some, monkeypatch):
     for module in (figures, notebook, seen):
         monkeypatch.setattr(module, "display", lambda data, raw: shown.append(data))
     monkeypatch.setattr(figures, "save", lambda figure, name: shown.append(name))
-    notebook.compare("Table 2", "laptop", runs=some)
+    items.compare("Table 2", "laptop", runs=some)
     name, picture, table, sentences = shown
     assert name == "table_2_laptop" and "decay 0.5 100.0 (41.08)" in picture["text/html"]
     assert "<details><summary>The numbers: Table 2" in table["text/html"] and "decay 0.5" in table["text/plain"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from sinkutils.ledger.results import EPSILON, Run, sink
 from sinkutils.measuring.report import Report
-from sinkutils.showing.names import human, label
+from sinkutils.showing.names import Row, human, label
 from sinkutils.study.grid import config, experiment, largest_alpha, resolve
 from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import Record
 from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -21,7 +22,6 @@ VALUES = (*SINKS, "valid_loss")
 EXCESS = ("excess_1", "excess_star")  # means of (alpha - u) / (1 - u), u that of uniform attention
 NUMERIC = ("steps", *SINKS, *EXCESS, "valid_loss", "train_loss", "wall_seconds")
 COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
-EPSILON = 0.3
 HEADINGS = {
     **{f"sink_{k}": f"Sink{'₁₂₃₄'[k - 1]} %" for k in (1, 2, 3, 4)},
     "sink_star": "Sink* %",
@@ -142,13 +142,52 @@ def _ours(row: pd.Series, value: str, digits: int) -> str:
     return f"{mean} ({row[f'{value}_low']:.{digits}f} to {row[f'{value}_high']:.{digits}f})"
 
 
-def sinks_by_position(runs: Mapping[str, Record | None], eps: float = EPSILON) -> pd.DataFrame:
-    """Sink_k^eps in percent for every recorded position k, a row a run; NaN for what is not run or failed."""
-    rows = {}
-    for name, run in runs.items():
-        report = run.metrics["final"].get("report", {}) if run is not None else {}
-        rows[name] = {int(k): by_eps[str(eps)] for k, by_eps in report.get("sink", {}).items()}
-    return pd.DataFrame.from_dict(rows, orient="index").sort_index(axis=1)
+def sinks_by_position(rows: Sequence[Row], eps: float = EPSILON) -> pd.DataFrame:
+    """Sink_k^eps in percent for every recorded position k, a row a setting, mean over its seeds; NaN without any."""
+    found = {}
+    for row in rows:
+        each = [pd.Series({int(k): by_eps[str(eps)] for k, by_eps in run.report.get("sink", {}).items()})
+                for run in row.trained.values()]  # fmt: skip
+        found[row.label] = pd.concat(each, axis=1).mean(axis=1) if each else pd.Series(dtype=float)
+    return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1)
+
+
+def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, list[float] | str]:
+    """||h_1^l|| over the mean of the others' norms by block but the last (Figs. 7, 8, 29), mean over a row's seeds, or
+    why there is none.
+
+    key: the norms in the report, such as "before_norm_norms" of a post-norm model.
+    """
+    ratios: dict[str, list[float] | str] = {}
+    for row in rows:
+        each = [Report.from_dict(run.report).norm_ratio(key) for run in row.trained.values() if key in run.report]
+        ratios[row.label] = np.mean(each, axis=0).tolist() if each else row.state or "not measured"
+    return ratios
+
+
+def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
+    """Mean alpha_1 and Sink_1 of each row that trained, over its seeds (Section 3.2: what a threshold keeps of a mean).
+
+    Columns label, alpha, sink, base, hidden: Sink_1 under 1 % though alpha_1 is over twice that of even attention.
+    """
+    found = []
+    for row in rows:
+        runs = [run for run in row.trained.values() if "alpha" in run.report]
+        if runs:
+            alpha, share = np.mean([run.report["alpha"][0] for run in runs]), np.mean([sink(run) for run in runs])
+            found.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * runs[0].report["floor"]))
+    table = pd.DataFrame(found, columns=["label", "alpha", "sink", "base", "hidden"])
+    return table.astype({"base": bool, "hidden": bool})
+
+
+def destinations(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, float]]:
+    """Where attention goes in runs, by label and seed: its shares by kind of key, mean over layers, heads and seeds."""
+    shares = {}
+    for name, seeds in runs.items():
+        each = [run.final["destinations"] for run in seeds.values() if run.final.get("destinations")]
+        if each:
+            shares[name] = {kind: float(np.mean([one[kind] for one in each])) for kind in each[0]}
+    return shares
 
 
 def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:
