@@ -14,15 +14,18 @@ import pandas as pd
 import pytest
 import transformers as tf
 
+import sinkutils
 from sinkutils.data.corpus import load_corpus
 from sinkutils.ledger.conclusions import CLAIMS
-from sinkutils.showing import figures, notebook, properties
+from sinkutils.showing import cards, figures, notebook, seen
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
+from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 from sinkutils.training.trainer import train
 
 PATHS = find_notebooks()
+STUDY = find_notebooks(["02", "03", "04", "05", "06", "07"])
 matplotlib.use("agg")
 
 
@@ -57,7 +60,9 @@ def test_cells_are_short_have_ids_and_name_no_paths_or_dates(path):
 def test_pictures_are_small(path):
     for cell in code_cells(path):
         for output in cell.outputs:
-            assert len(output.get("data", {}).get("image/png", "")) * 3 / 4 < 150_000
+            pictures = re.findall(r"data:image/png;base64,([^\"]+)", output.get("data", {}).get("text/html", ""))
+            for picture in (output.get("data", {}).get("image/png", ""), *pictures):
+                assert len(picture) * 3 / 4 < 150_000
 
 
 def test_every_claim_has_its_verdict_in_a_notebook():
@@ -79,14 +84,17 @@ def some(tmp_path_factory, corpus):
 
 
 @pytest.mark.parametrize("recorded", ["nothing", "some"])
-@pytest.mark.parametrize("path", find_notebooks(["02", "03", "04", "05", "06", "07"]), ids=lambda path: path.stem)
-def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_it_runs_whatever_is_recorded_and_its_solutions_answer(
+    path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys
+):
     if recorded == "some":
         shutil.copytree(some, runs)
-    monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
+    monkeypatch.setattr(sinkutils, "load_corpus", lambda *arguments, **named: corpus)
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
-    monkeypatch.setattr(notebook, "display", lambda data, raw: None)
-    space = {}
+    for module in (cards, figures, notebook, seen):
+        monkeypatch.setattr(module, "display", lambda data, raw: None)
+    space = {"display": lambda shown: None}
     for cell in code_cells(path):
         exec(compile(cell.source, f"{path.stem}, cell {cell.id}", "exec"), space)
         if "parameters" in cell.metadata.get("tags", []):
@@ -95,6 +103,54 @@ def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_pa
     drawn = {file.stem for file in tmp_path.glob("figures/*_smoke.png")}
     assert bool(drawn) == (recorded == "some")
     assert "Not recorded yet: " in capsys.readouterr().out
+    if recorded == "some":
+        answers = solutions(path)
+        assert len(answers) >= 3
+        for number, answer in enumerate(answers, start=1):
+            exec(compile(answer, f"{path.stem}, solution {number}", "exec"), space)
+            assert capsys.readouterr().out.strip(), f"solution {number} answers nothing"
+
+
+def solutions(path):
+    """The code of a page's folded solutions."""
+    pages = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    folded = re.findall(r"<details><summary>Solution.*?</details>", "\n".join(pages), re.DOTALL)
+    return [code for page in folded for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+
+
+IDENTIFIERS = re.compile(
+    rf"(?<![\w./-])({'|'.join(re.escape(e.name) for e in experiments() if re.search('[_0-9]', e.name))}"
+    r"|sink_[1-4]|sink_star|valid_loss|train_loss|excess_1)(?![\w./])"
+)
+
+
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_pages_speak_of_experiments_by_their_names_in_short_lines(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        texts = [cell.source] if cell.cell_type == "markdown" else []
+        for output in cell.get("outputs", ()):
+            text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+            assert max(map(len, text.split("\n"))) <= 100, (cell.id, text)
+            texts += [text, re.sub(r'src="data:[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
+                      if (page := output.get("data", {}).get("text/html", "")) else ""]  # fmt: skip
+        for text in texts:
+            spoken = re.sub(r"```.*?```|`[^`]*`|<code>.*?</code>|^ {4}(python|torchrun).*$", "", text,
+                            flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+            found = IDENTIFIERS.search(spoken)
+            assert not found, (cell.id, found[0])
+
+
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_every_figure_has_a_caption_and_an_alt_text(path):
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            page = output.get("data", {}).get("text/html", "")
+            assert "image/png" not in output.get("data", {}), cell.id
+            assert page.count("<img ") <= page.count("<img alt=") + page.count(" alt=") and 'alt=""' not in page, (
+                cell.id
+            )
+            if "<img alt=" in page:
+                assert "<figcaption" in page
 
 
 def git_status():
@@ -150,7 +206,7 @@ from sinkutils.showing import figures
 figures.FIGURES, figures.RENDERED = Path(sys.argv[1], "figures"), Path(sys.argv[1], "rendered")
 figures.theme()
 curve = [{"step": s, "train_loss": 1 / s, "valid_loss": 2 / s, "sink_1": s} for s in range(1, 9)]
-figures.save(figures.dynamics(curve, "a title"), "curve")
+figures.save(figures.along_training({"a run": [curve]}, {"train_loss": "loss", "sink_1": "sink"}), "curve")
 figures.save(figures.sink_by_position(pd.DataFrame(np.eye(3), columns=[1, 2, 3])), "map")
 """
 

@@ -54,6 +54,17 @@ def show_verdicts(*ids: str, preset: str = "laptop", runs: Path | str | None = N
     display({"text/plain": "\n\n".join(text), "text/html": "\n".join(page)}, raw=True)
 
 
+def show_summary(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
+    """The verdicts of several claims in a line each, for the end of a page."""
+    table = ledger.claims(preset, runs).set_index("id")
+    claims = [(table.loc[id, "verdict"], names.human(table.loc[id, "claim"])) for id in ids]
+    text = [textwrap.fill(f"[{verdict.upper()}] {claim}", WIDTH, subsequent_indent="  ") for verdict, claim in claims]
+    page = "".join(
+        f"<div style='margin:0.25em 0'>{chip(verdict)} {html.escape(claim)}</div>" for verdict, claim in claims
+    )
+    display({"text/plain": "\n".join(text), "text/html": page}, raw=True)
+
+
 def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, str]:
     """A claim's card as text and as HTML; row: of `su.claims`, checks: of `ledger.claims.checks`."""
     verdict = row["verdict"]

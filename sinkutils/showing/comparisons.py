@@ -48,7 +48,7 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
             if values:
                 shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
             if column in row.paper.values:
-                shares.plot(row.paper.values[column], middle, "D", color=PAPER_COLOR, markerfacecolor="white")
+                shares.plot(row.paper.values[column], middle, "D", color=color, markerfacecolor="white")
         if row.state:
             heads.text(0.5, y, row.state, ha="center", va="center", fontsize="small", color=PAPER_COLOR)
     heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)

@@ -119,7 +119,8 @@ def along_training(
     if not shown:
         return None
     colors = colors_of(list(shown), base, ordered)
-    figure, axes = plt.subplots(1, len(keys), figsize=(4.4 * len(keys) + 1.6, 3.4), squeeze=False)
+    size = (max(6.0, 4.0 * len(keys)), 3.0 + 0.12 * len(shown))
+    figure, axes = plt.subplots(1, len(keys), figsize=size, squeeze=False)
     for axis, (key, label) in zip(axes[0], keys.items(), strict=True):
         for index, (name, frames) in enumerate(shown.items()):
             lines = [frame.set_index("step")[key].astype(float) for frame in frames if key in frame]
@@ -135,7 +136,7 @@ def along_training(
     handles = [Line2D([], [], color=colors[name], linestyle="-" if name == base else ("-", "--", "-.", ":")[index % 4],
                       label=f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}")
                for index, (name, frames) in enumerate(shown.items())]  # fmt: skip
-    figure.legend(handles=handles, loc="outside right center", fontsize="small")
+    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=1 if len(handles) < 3 else 2)
     return figure
 
 
@@ -363,4 +364,7 @@ def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> 
                 cbar_kws={"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}, yticklabels=few)  # fmt: skip
     axis.set(xlabel="position $k$", ylabel=ylabel, title=title)
     axis.tick_params(axis="y", rotation=0)
+    axis.grid(False)
+    for row in np.flatnonzero(table.isna().all(axis=1)):
+        axis.text(table.shape[1] / 2, row + 0.5, "not run yet", ha="center", va="center", color=PAPER_COLOR)
     return figure

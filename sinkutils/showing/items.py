@@ -35,8 +35,8 @@ def compare(
               for key in what for row in rows if row.trained]  # fmt: skip
     caption = (
         f"**{item}: {names.axis(item)}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; "
-        "seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts "
-        "above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models."
+        "seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and "
+        "texts above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models."
     )
     alt = f"{item}, {names.axis(item)}: heads above epsilon in percent, ours and in brackets the paper's: "
     figures.show(figure, caption, alt + "; ".join(shares), f"{slug(item)}_{preset}")

@@ -20,6 +20,7 @@ from sinkutils.showing import names
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.seen import WIDTH
 from sinkutils.showing.tables import plain
+from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config, keeps_weights, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
@@ -134,16 +135,17 @@ def record_or_train(
     return recorded({name: name}, preset, seed, recompute, device, weights)[name]
 
 
-def records_of(
-    items: str | Sequence[str], preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
-) -> dict[str, Record | None]:
-    """`recorded` for the rows of an item of the paper, or of several, without those that the preset cannot hold.
+def ensure(
+    items: Sequence[str], preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> None:
+    """Train what is not recorded of these items of the paper, or name it in a line where recompute is "never".
 
-    Raises ValueError for an unknown item, preset or `recompute`.
+    What the preset cannot hold is left out. Raises ValueError for an unknown item, preset or `recompute`.
     """
-    named, refused = (items,) if isinstance(items, str) else items, unavailable(preset)
-    rows = {row.row: row.experiment for item in named for row in paper_rows(item) if row.experiment not in refused}
-    return recorded(rows, preset, seed, recompute, device)
+    refused = unavailable(preset)
+    found = dict.fromkeys(row.experiment for item in items for row in paper_rows(item) if row.experiment not in refused)
+    recorded({name: name for name in found if name == "base" or not experiment(name).download}, preset, seed, recompute,
+             device)  # fmt: skip
 
 
 def recorded(
@@ -171,9 +173,10 @@ def recorded(
         elif found[label] is None and run.experiment not in missing:
             missing.append(run.experiment)
     if missing:
-        what = "the weights of " * weights + "; ".join(dict.fromkeys(names.of(name, preset) for name in missing))
-        lines = textwrap.fill(f"Not recorded yet: {what}. To make what is missing:", WIDTH)
-        print(f"{lines}\n    python -m sinkutils sweep --preset {preset}")
+        found_names = [names.of(name, preset) for name in missing]
+        what = "; ".join(found_names) if len(missing) < 12 else f"{len(missing)} of {len(found)} runs"
+        lines = f"Not recorded yet: {'the weights of ' * weights}{what}, seed {seed}. To make what is missing:"
+        print(f"{textwrap.fill(lines, WIDTH)}\n    python -m sinkutils sweep --preset {preset}")
     return found
 
 

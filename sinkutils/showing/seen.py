@@ -24,6 +24,7 @@ WIDTH = 98  # of a line of text
 WORDS = {
     "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
     "excess_star": ("More of a sink on the bias", "Less of a sink on the bias"),
+    "visible_1": ("More of a sink for the queries that see x₁", "Less of a sink for the queries that see x₁"),
     "valid_loss": ("A higher validation loss", "A lower validation loss"),
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
