@@ -157,6 +157,8 @@ def destinations(shares: Mapping[str, Mapping[str, float]]) -> Figure | None:
     left = np.zeros(len(shares))
     for kind, (words, color) in DESTINATIONS.items():
         width = np.array([row.get(kind, 0.0) for row in shares.values()])
+        if not width.any():
+            continue
         axis.barh(range(len(shares)), width, left=left, color=color, edgecolor="white", label=words)
         left += width
     axis.set_yticks(range(len(shares)), list(shares))
@@ -171,7 +173,7 @@ def operation_weights(rows: Mapping[str, tuple[Any, Any]], labels: tuple[str, st
 
     rows: by operation, the weights (T,) before and after a change. labels: what the legend calls the two.
     """
-    figure, axes = plt.subplots(1, len(rows), figsize=(3.0 * len(rows) + 1.2, 2.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(rows), figsize=(2.6 * len(rows) + 1.4, 2.6), sharey=True, squeeze=False)
     for axis, (name, pair) in zip(axes[0], rows.items(), strict=True):
         for shift, values, color, label in zip((-0.2, 0.2), pair, (PAPER_COLOR, FIRST_COLOR), labels, strict=True):
             axis.bar(np.arange(1, len(values) + 1) + shift, np.asarray(values), 0.4, color=color, label=label)
