@@ -12,13 +12,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sinkutils.arguments import WRONG, parser
 from sinkutils.checks import device as find_device
 from sinkutils.study.presets import PRESETS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LOCKED, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # exit statuses
 
@@ -69,7 +72,8 @@ def duration(seconds: float) -> str:
 def list_command(options: argparse.Namespace) -> int:
     """Print the table of experiments."""
     from sinkutils.showing.tables import records
-    from sinkutils.study.grid import experiments, resolve, unavailable
+    from sinkutils.study.experiments import experiments
+    from sinkutils.study.grid import resolve, unavailable
 
     note_no_records(options.runs)
     frame = records(options.preset, options.runs)

@@ -18,7 +18,8 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import TrainConfig
-from sinkutils.study.grid import config, experiments
+from sinkutils.study.experiments import experiments
+from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
@@ -233,7 +234,9 @@ def test_v_scale_shrinks_small_values_and_their_gradients_and_changes_no_attenti
         block.double().value_scale[0] = 0.7
     v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
     seen: list[Tensor] = []
-    block(x, {}, show=lambda q, k, v, extras: seen.append(v))
+    watcher = Maps()
+    watcher.attention = lambda layer, q, k, v, spec, extras: seen.append(v)
+    block(x, {}, observer=watcher)
     r, c = v.square().sum(-1, keepdim=True), 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
     torch.testing.assert_close(seen[0], v * r / (r + c))
     # the formula's Jacobian: r / (r + c) across v, (r^2 + 3 c r) / (r + c)^2 along it

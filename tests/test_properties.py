@@ -1,8 +1,6 @@
 """What notebook 01 shows: conditions of the inputs, the tables, the explorer, kept measurements and scores."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import explorer, figures, properties
+from sinkutils.showing import figures, properties
 from sinkutils.study.config import RunConfig, TrainConfig
 from sinkutils.study.record import write_record
 from sinkutils.study.store import Runs
@@ -250,7 +248,7 @@ def test_save_refuses_our_own_records(tmp_path: Path, corpus: Corpus, capsys, no
     assert not no_measurements.exists()
 
 
-# --- figures and the explorer ------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 def test_every_figure_of_the_notebook_draws(plain: Subject, fixed: Subject) -> None:
@@ -271,44 +269,6 @@ def test_every_figure_of_the_notebook_draws(plain: Subject, fixed: Subject) -> N
                           "source": ["measured", "measured", "paper"], "acc": [25.0, 30.0, np.nan]})  # fmt: skip
     figure = figures.by_size(sizes, {"sink_1": "sink", "acc": "acc"})
     assert figure.axes[1].lines[1].get_ydata().tolist() == [25, 30]
-
-
-def test_the_explorer_redraws_when_a_selection_changes(plain: Subject) -> None:
-    widgets = pytest.importorskip("ipywidgets")
-    ids = plain.inputs("random", 3, 16)
-    box = explorer.explore(plain.model, ids, "plain", widgets=True)
-    *sliders, picture = box.children
-    assert isinstance(picture, widgets.Image) and bytes(picture.value[:4]) == b"\x89PNG"
-    seen = {bytes(picture.value)}
-    for slider, value in zip(sliders, (2, 3, 2), strict=True):
-        slider.value = value if slider.value != value else 1
-        seen.add(bytes(picture.value))
-    assert len(seen) == 4
-    assert not plt.get_fignums()
-
-
-def test_without_a_front_end_the_explorer_is_the_picture_of_the_strongest_head(plain: Subject, monkeypatch) -> None:
-    for variable in explorer.FRONT_ENDS:
-        monkeypatch.delenv(variable, raising=False)
-    ids = plain.inputs("random", 2, 16)
-    figure = explorer.explore(plain.model, ids, "plain")
-    alpha = measure(plain.model, ids[:1]).alpha[0, 0]
-    layer, head = divmod(int(alpha.argmax()), alpha.shape[1])
-    assert figure.axes[0].get_title().startswith(f"block {layer + 1}, head {head + 1}:")
-    monkeypatch.setenv("JPY_SESSION_NAME", "01_properties.ipynb")
-    assert type(explorer.explore(plain.model, ids)).__name__ == "VBox"
-
-
-FRESH = """
-import torch, transformers, sinkutils as su
-model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
-figure = su.explore(model.eval(), torch.randint(0, 64, (2, 16)), widgets=False)
-assert [line.get_label() for line in figure.axes[2].lines][0] == r"$\\|h_1\\|$"
-"""
-
-
-def test_the_explorer_works_first_thing_in_an_interpreter_and_without_key_norms() -> None:
-    subprocess.run([sys.executable, "-c", FRESH], check=True)
 
 
 def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pandas as pd
 from sinkutils.ledger import trials
 from sinkutils.ledger.frozen import ledgers
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
-from sinkutils.study.grid import AFTER_PAPER, experiment, resolve
+from sinkutils.study.experiments import AFTER_PAPER, experiment
+from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS, Record, history
 from sinkutils.study.store import Runs

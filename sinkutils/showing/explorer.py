@@ -1,112 +1,123 @@
-"""Pick a text, a block and a head and see its attention map, every head's alpha_1, and the norms behind them."""
+"""An interactive picture of a model: choose a head by its alpha_1, see its map with tokens, follow a query."""
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Callable
-from importlib.util import find_spec
+import base64
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-import seaborn as sns
-from matplotlib import colors, ticker
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report
+from sinkutils.showing import svg
+from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Interactive
 
-# Set for kernels that JupyterLab and VS Code start, and by neither papermill nor nbconvert.
-FRONT_ENDS = ("JPY_SESSION_NAME", "VSCODE_PID")
+MOST = 80_000  # weights that a picture carries, a byte each before they are packed
+SIDE = 350  # of the map
 
 
-def explore(model: nn.Module, ids: Tensor, name: str = "", widgets: bool | None = None) -> Any:
-    """A view of a model on the sequences ids (samples, T); starts at the head with the largest alpha_1.
+def explore(
+    model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: Any = None, length: int = 32
+) -> Interactive:
+    """An explorer of a model's attention: choose a head by its alpha_1, see its map with tokens, follow a query.
 
-    widgets: True gives an ipywidgets box, False a static figure of the first view; None the box where a notebook
-    server has started this kernel and ipywidgets is installed, the figure elsewhere.
+    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
+    output can carry. tokenizer: names the tokens, else their ids do.
     """
-    if widgets is None:
-        widgets = any(variable in os.environ for variable in FRONT_ENDS) and find_spec("ipywidgets") is not None
-    first = look(model, ids, 0)
-    block, head = divmod(int(first.alpha[0, 0].argmax()), first.alpha.shape[-1])
-    if not widgets:
-        figure = draw(first, block, head, f"{name}: sequence 1")
-        plt.close(figure)  # or a notebook would show it twice
-        return figure
-    return _box(lambda sample: look(model, ids, sample), len(ids), block, head, first.alpha.shape[-2:], name)
+    probe = measure(model, ids[:1], norms=False)
+    pairs = [(layer, head) for layer in probe.layers for head in range(probe.alpha.shape[-1])]
+    shown = min(length, ids.shape[1])
+    while shown > 8 and len(pairs) * shown * (shown + 1) / 2 > MOST:
+        shown -= 1
+    ids = ids[: max(1, int(MOST / (len(pairs) * shown * (shown + 1) / 2))), :shown]
+    report = measure(model, ids, heads=pairs, keep=("map",), norms=False)
+    weights = np.stack([np.asarray(report.kept[pair].map) for pair in pairs], axis=1)
+    tokens = [[label(token, tokenizer) for token in row] for row in ids.tolist()]
+    return maps(weights, pairs, tokens, name, report.alpha.shape[-1])
 
 
-def look(model: nn.Module, ids: Tensor, sample: int) -> Report:
-    """One sequence measured, with the maps of all heads."""
-    layers = measure(model, ids[:1], norms=False)
-    heads = [(layer, head) for layer in layers.layers for head in range(layers.alpha.shape[-1])]
-    return measure(model, ids[sample : sample + 1], heads=heads, keep=("map",))
+def maps(
+    weights: np.ndarray, heads: Sequence[tuple[int, int]], tokens: Sequence[Sequence[str]], name: str, columns: int
+) -> Interactive:
+    """The picture of `explore` from maps that are there already; starts at the head with the largest alpha_1.
+
+    weights: (texts, heads, T, T); heads: block and head of each, from 0; tokens: their names, text by text; columns:
+    heads in a row of the grid.
+    """
+    length, alpha = weights.shape[-1], weights[..., 0].mean(axis=-1)  # (texts, heads)
+    best, levels, below = int(alpha[0].argmax()), svg.shade(np.sqrt(weights)), np.tril_indices(weights.shape[-1])
+    packed = zlib.compress(levels[..., below[0], below[1]].astype(np.uint8).tobytes(), 9)
+    blocks = [heads[i][0] + 1 for i in range(0, len(heads), columns)]
+    top, size, cell = 96, SIDE / length, min(150 / columns, SIDE / len(blocks), 26)
+    left, right, root = 34, WIDTH - SIDE - 4, svg.canvas(490)
+    title = f"block {heads[best][0] + 1}, head {heads[best][1] + 1}: α₁ = {alpha[0, best]:.2f}"
+    svg.text(root, title, left, 20, part="title", font_weight="bold")
+    svg.text(root, "α₁ by head", left, top - 8)
+    svg.grid(root, svg.shade(alpha[0]).reshape(-1, columns), left, top, cell, part="heads")
+    frame = svg.add(root, "g", transform=f"translate({left} {top}) scale({cell:.3f})")
+    svg.add(
+        frame,
+        "rect",
+        x=best % columns,
+        y=best // columns,
+        width=1,
+        height=1,
+        fill="none",
+        stroke=BASE,
+        stroke_width=3 / cell,
+        data_part="chosen",
+    )
+    for row in range(len(blocks)) if cell > 20 else sorted({0, len(blocks) // 2, len(blocks) - 1}):
+        svg.text(root, f"{blocks[row]}", left - 6, top + cell * (row + 0.5) + 4, text_anchor="end", fill=GREY)
+    svg.grid(root, np.where(np.tri(length, dtype=bool), levels[0, best], -1), right, top, size, part="map")
+    frame = svg.add(root, "g", transform=f"translate({right} {top}) scale({size:.3f})")
+    svg.add(
+        frame,
+        "rect",
+        x=0,
+        y=length - 1,
+        width=length,
+        height=1,
+        fill="none",
+        stroke=GREEN,
+        stroke_width=1.5 / size,
+        data_part="query",
+    )
+    small = {"font_size": min(12.0, 0.95 * size), "font_family": "monospace"}
+    for i, token in enumerate(tokens[0]):
+        x = right + size * (i + 0.75)
+        svg.text(root, token, right - 5, top + size * (i + 0.78), part=f"query{i}", text_anchor="end", **small)
+        svg.text(root, token, x, top - 5, part=f"key{i}", transform=f"rotate(-90 {x:.1f} {top - 5})", **small)
+    shares = (levels[0, best, -1] / (len(PALETTE) - 1)) ** 2
+    most = np.argsort(-shares, kind="stable")[:3]
+    looks = ", ".join(f"{j + 1} “{tokens[0][j]}” {shares[j]:.2f}" for j in most)
+    svg.text(root, f"query {length} “{tokens[0][-1]}” looks at about {looks}", left, 480, part="said")
+    data = {
+        "packed": base64.b64encode(packed).decode(),
+        "palette": PALETTE,
+        "tokens": [list(row) for row in tokens],
+        "alpha": alpha.round(3).tolist(),
+        "names": [[layer + 1, head + 1] for layer, head in heads],
+        "columns": columns,
+        "T": length,
+        "head": best,
+        "size": size,
+        "cell": cell,
+    }
+    caption = (
+        f"Where {name} looks. Left, heads (a row a block), darker the more attention they give the first token; "
+        "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white. "
+        f"Shown is the head with the largest α₁, {alpha[0, best]:.2f}; the mean of the {len(heads)} heads is "
+        f"{alpha[0].mean():.2f}. Click a head, point at a row."
+    )
+    alt = f"Attention map of {title}, with tokens on both axes, beside the attention of heads to the first token"
+    return Interactive("explorer", root, alt, caption, data)
 
 
-def draw(report: Report, block: int, head: int, title: str = "") -> Figure:
-    """The picture of one view. block: 0-based among the attention layers; head: 0-based. Labels count from 1."""
-    figure, (of_head, of_model, of_norms) = plt.subplots(1, 3, figsize=(11.5, 3.5))
-    layer = report.layers[block]
-    edges = (0.5, report.length + 0.5, report.length + 0.5, 0.5)
-    weights = np.asarray(report.kept[layer, head].map)[0]
-    rocket = sns.color_palette("rocket", as_cmap=True)
-    image = of_head.imshow(weights, cmap=rocket, interpolation="nearest",
-                           norm=colors.PowerNorm(0.5, vmin=0, vmax=1), extent=edges)  # fmt: skip
-    figure.colorbar(image, ax=of_head, label=r"$A_{i,k}$", shrink=0.9)
-    alpha = report.alpha[0, 0].numpy()
-    of_head.set(xlabel="key $k$", ylabel="query $i$",
-                title=rf"block {layer + 1}, head {head + 1}: $\alpha_1 = {alpha[block, head]:.2f}$")  # fmt: skip
-    of_head.grid(False)
-    image = of_model.imshow(alpha, cmap=rocket, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-                            extent=(0.5, alpha.shape[1] + 0.5, len(alpha) + 0.5, 0.5))  # fmt: skip
-    figure.colorbar(image, ax=of_model, label=r"$\alpha_1^{l,h}$", shrink=0.9)
-    of_model.add_patch(plt.Rectangle((head + 0.5, block + 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
-    of_model.set(xlabel="head $h$", ylabel="attention layer", title="every head")
-    of_model.grid(False)
-    for name, symbol in (("hidden_norms", "h"), ("key_norms", "k"), ("value_norms", "v")):
-        if getattr(report, name) is None:  # of keys and values, where attention was not captured
-            continue
-        ratios = report.norm_ratio(name)
-        where = np.arange(1, len(ratios) + 1) if name == "hidden_norms" else np.asarray(report.layers) + 1
-        of_norms.plot(where, ratios, marker="o", label=rf"$\|{symbol}_1\|$")
-    of_norms.axhline(1, color="grey", linewidth=1, linestyle=":")
-    of_norms.set(xlabel="block $l$", title="first token over mean of the others", ylim=(0, None))
-    for axis in (of_model.xaxis, of_model.yaxis, of_norms.xaxis):
-        axis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
-    of_norms.legend(title="norm ratio", fontsize="small")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def _box(look_at: Callable[[int], Report], samples: int, block: int, head: int, shape: Any, name: str) -> Any:
-    """Three sliders over a picture that is drawn anew when one moves; a sequence is measured when it is chosen."""
-    import ipywidgets
-
-    def slider(label: str, count: int, value: int) -> ipywidgets.IntSlider:
-        return ipywidgets.IntSlider(value=value + 1, min=1, max=count, description=label, continuous_update=False)
-
-    chosen = {"text": slider("sequence", samples, 0), "block": slider("layer", shape[0], block),
-              "head": slider("head", shape[1], head)}  # fmt: skip
-    picture = ipywidgets.Image(format="png")
-    seen: dict[int, Report] = {}
-
-    def redraw(_: Any = None) -> None:
-        sample = chosen["text"].value - 1
-        if sample not in seen:
-            seen.clear()  # the maps of one sequence are kept
-            seen[sample] = look_at(sample)
-        title = f"{name}: sequence {sample + 1}"
-        figure = draw(seen[sample], chosen["block"].value - 1, chosen["head"].value - 1, title)
-        png = io.BytesIO()
-        figure.savefig(png, format="png")
-        picture.value = png.getvalue()
-        plt.close(figure)
-
-    for control in chosen.values():
-        control.observe(redraw, names="value")
-    redraw()
-    return ipywidgets.VBox([*chosen.values(), picture])
+def label(token: int, tokenizer: Any) -> str:
+    """A token as it is written, its blanks made visible, at most eight letters; its id without a tokenizer."""
+    text = str(token) if tokenizer is None else tokenizer.decode([token])
+    text = "".join({"\n": "↵", "\t": "→"}.get(c, c) for c in text if c in "\n\t" or c.isprintable()).strip() or "␣"
+    return text if len(text) <= 8 else text[:7] + "…"

@@ -1,0 +1,109 @@
+"""Drawings as SVG, and how one goes onto a page: as an image that `interactive.js`, where it may run, brings to life.
+
+In JupyterLab and in the book alike, with no kernel and no network. An untrusted notebook keeps the still picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import textwrap
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import seaborn as sns
+
+SCRIPT = Path(__file__).with_name("interactive.js")
+WIDTH = 640  # of every drawing, in its own units
+COLORS = sns.color_palette("colorblind").as_hex()
+BASE, SINK, GREEN = COLORS[:3]
+PALETTE = sns.color_palette("rocket_r", 33).as_hex()  # of shares from 0 to 1
+GREY, INK = "#888888", "#222222"
+
+
+@dataclass(frozen=True)
+class Interactive:
+    """One picture: its SVG, a text for those who cannot see it, a caption, and what the script needs."""
+
+    kind: str  # of `kinds` in interactive.js
+    drawing: ET.Element
+    alt: str
+    caption: str
+    data: Mapping[str, Any]
+
+    def _repr_html_(self) -> str:
+        image = base64.b64encode(ET.tostring(self.drawing)).decode()
+        data = json.dumps(self.data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+        script = SCRIPT.read_text(encoding="utf-8")
+        return (
+            '<figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">'
+            '<div style="overflow-x:auto">'
+            f'<img src="data:image/svg+xml;base64,{image}" alt="{html.escape(self.alt)}" '
+            'style="width:100%;min-width:440px;display:block"></div>'
+            f"<figcaption>{html.escape(self.caption)}</figcaption>"
+            f"<script>(\n{script})(document.currentScript.parentElement,{json.dumps(self.kind)},{data})</script></figure>"
+        )
+
+    def __repr__(self) -> str:
+        return "\n".join(textwrap.wrap(f"[{self.alt}] {self.caption}", 96))
+
+
+def shade(shares: np.ndarray) -> np.ndarray:
+    """Shares in [0, 1] as indices of PALETTE."""
+    return np.rint(np.clip(shares, 0, 1) * (len(PALETTE) - 1)).astype(int)
+
+
+def canvas(height: int) -> ET.Element:
+    return ET.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "viewBox": f"0 0 {WIDTH} {height}",
+            "fill": INK,
+            "font-family": "sans-serif",
+            "font-size": "13",
+        },
+    )
+
+
+def add(parent: ET.Element, tag: str, **attributes: Any) -> ET.Element:
+    written = {
+        key: f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float | np.floating) else str(value)
+        for key, value in attributes.items()
+    }
+    return ET.SubElement(parent, tag, {key.replace("_", "-"): value for key, value in written.items()})
+
+
+def text(parent: ET.Element, words: str, x: float, y: float, part: str = "", **attributes: Any) -> None:
+    named = {"data_part": part} if part else {}
+    add(parent, "text", x=x, y=y, **named, **attributes).text = words
+
+
+def line(parent: ET.Element, x1: float, y1: float, x2: float, y2: float, part: str = "", **attributes: Any) -> None:
+    named = {"data_part": part} if part else {}
+    add(parent, "line", x1=x1, y1=y1, x2=x2, y2=y2, **named, **attributes)
+
+
+def grid(
+    parent: ET.Element,
+    levels: np.ndarray,
+    x: float,
+    y: float,
+    size: float,
+    palette: Sequence[str] = PALETTE,
+    part: str = "",
+) -> None:
+    """A grid of cells of `size`, a path a colour; levels (rows, columns) index the palette, below 0: no cell."""
+    named = {"data_part": part} if part else {}
+    group = add(parent, "g", transform=f"translate({x:.1f} {y:.1f}) scale({size:.3f})", **named)
+    for level in range(len(palette)):
+        cells = np.argwhere(levels == level)
+        if len(cells):
+            add(
+                group, "path", fill=palette[level], d="".join(f"M{column} {row}h.94v.94h-.94z" for row, column in cells)
+            )
