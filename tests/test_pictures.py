@@ -11,8 +11,14 @@ from sinkutils.data.packing import DataConfig
 from sinkutils.measuring.measure import measure
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import diagrams, figures, operations
-from sinkutils.showing.tables import sinks_by_position, sinks_by_text
+from sinkutils.showing import comparisons, diagrams, figures, names, operations
+from sinkutils.showing.tables import (
+    destinations,
+    means_and_thresholds,
+    norm_ratios,
+    sinks_by_position,
+    sinks_by_text,
+)
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 
@@ -26,23 +32,36 @@ def no_figure_left_open():
 
 
 @pytest.fixture
-def record(tmp_path):
-    """A record whose sink is 40 % on x_2 and nothing elsewhere."""
-    run = config("fixed_2", "smoke")
-    sink = {f"{k}": {"0.2": 90.0, "0.3": 40.0 if k == 2 else 0.0} for k in (1, 2, 10)}
-    final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0, "report": {"sink": sink}}
-    outcome = {"status": "done", "reason": None, "curve": [], "final": final}
-    return write_record(record_folder("smoke", "fixed_2", 0, tmp_path), run, outcome, {"wall_seconds": 1.0})
+def rows(tmp_path):
+    """Table 10 right at smoke, position 2 with a sink of 40 and 60 % on x_2 at two seeds, the others not run."""
+    for seed, share in ((0, 40.0), (1, 60.0)):
+        sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
+        norms = [[2.0 + seed, 1.0, 1.0], [4.0, 1.0, 1.0]]
+        report = {"sink": sink, "alpha": [[[0.2, 0.2]] * 2], "targets": [1], "epsilons": [0.3], "layers": [0, 1],
+                  "hidden_norms": norms, "T": 3, "floor": 0.09}  # fmt: skip
+        kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
+        final = {
+            "step": 1,
+            "sink_1": 0.0,
+            "train_loss": 2.0,
+            "valid_loss": 3.0,
+            "report": report,
+            "destinations": kinds,
+        }
+        outcome = {"status": "done", "reason": None, "curve": [], "final": final}
+        write_record(record_folder("smoke", "fixed_2", seed, tmp_path), config("fixed_2", "smoke", seed), outcome,
+                     {"wall_seconds": 1.0})  # fmt: skip
+    return names.rows("Table 10 right", "smoke", tmp_path)
 
 
 # --- 03 and 04 -------------------------------------------------------------------------------------------------------
 
 
-def test_sinks_stand_by_position_and_what_is_not_run_is_empty(record):
-    table = sinks_by_position({"2": record, "3": None})
+def test_sinks_stand_by_position_and_what_is_not_run_is_empty(rows):
+    table = sinks_by_position(rows)
     assert list(table.columns) == [1, 2, 10]
-    assert table.loc["2"].tolist() == [0.0, 40.0, 0.0]
-    assert table.loc["3"].isna().all()
+    assert table.loc["position 2"].tolist() == [0.0, 50.0, 0.0]
+    assert table.loc["position 3"].isna().all()
 
 
 def test_sinks_text_by_text_have_the_metric_as_their_mean():
@@ -57,14 +76,6 @@ def test_sinks_text_by_text_have_the_metric_as_their_mean():
     assert table.shape == (7, 2) and table[1].nunique() > 1
     for k in (1, 3):
         assert table[k].mean() == pytest.approx(report.sink(k, 0.2))
-
-
-def test_final_values_say_what_has_no_run(record):
-    figure = figures.final_values({"there": record, "not there": None}, "x")
-    losses, sinks = figure.axes
-    assert [label.get_text() for label in losses.get_xticklabels()] == ["there", "not there\n(no run)"]
-    train, valid = (line.get_ydata() for line in losses.lines)
-    assert train[0] == 2.0 and valid[0] == 3.0 and np.isnan([train[1], valid[1], sinks.lines[0].get_ydata()[1]]).all()
 
 
 def test_the_packing_that_is_drawn_is_that_of_the_training_text():
@@ -93,9 +104,9 @@ def test_the_table_of_operations_says_what_each_one_is():
     assert table.loc["softmax", ["row sums", "metric"]].tolist() == ["1.00 to 1.00", "weights"]
     assert table.loc["sigmoid, not normalised", "moved"] == "0.00"  # independent weights
     assert float(table.loc["sigmoid, normalised", "moved"]) > 0  # in its denominator they meet
-    signed = table[table["least A_ij"].astype(float) < 0]
-    assert set(signed["phi(x)"]) <= {"x", "mlp(x)"} and len(signed) >= 2
-    assert set(table.loc[table["least A_ij"].astype(float) < 0, "metric"]) == {"proxy scores"}
+    signed = table[table["least weight"].astype(float) < 0]
+    assert set(signed["φ(x)"]) <= {"x", "mlp(x)"} and len(signed) >= 2
+    assert set(table.loc[table["least weight"].astype(float) < 0, "metric"]) == {"proxy scores"}
 
 
 def test_the_weights_that_are_drawn_are_those_of_attend():
@@ -106,19 +117,34 @@ def test_the_weights_that_are_drawn_are_those_of_attend():
     assert torch.equal(operations.weights(spec), attend(*[x[None, None] for x in (q, k, k)], spec)[1][0, 0])
 
 
-def test_a_run_without_norms_is_shown_by_how_it_ended(record):
-    failed = record.__class__(**{**vars(record), "metrics": {**record.metrics, "status": "failed"}})
-    assert operations.norm_ratios({"a": failed, "b": None}) == {"a": "failed", "b": "not run"}
-    axis = figures.norm_ratios({"a": "failed", "b": "not run", "c": [1.0, 2.0]}).axes[0]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a: failed", "b: not run", "c"]
+def test_norm_ratios_are_means_over_seeds_and_say_what_there_is_not(rows):
+    ratios = norm_ratios(rows)
+    assert ratios == {"position 1": "not run yet", "position 2": [2.5], "position 3": "not run yet"}
+    legend = comparisons.norm_ratios(ratios, "position 2").legends[0]
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["position 1: not run yet", "position 2"]
 
 
-def test_only_bars_of_several_seeds_have_an_error_bar_which_the_heading_explains():
-    table = pd.DataFrame({"row": ["one seed", "three", "none"], "paper": "done", "ours": ["done", "done", "not run"],
-                          "sink_1_paper": 18.0, "sink_1": [5.0, 10.0, np.nan], "sink_1_low": [5.0, 8.0, np.nan],
-                          "sink_1_high": [5.0, 13.0, np.nan]})  # fmt: skip
-    ours = figures.paper_and_ours(table).axes[1]
-    (lines,) = ours.collections
-    assert [segment[:, 1].tolist() for segment in lines.get_segments() if len(segment)] == [[8.0, 13.0]]
-    assert "range over seeds" in ours.get_title()
-    assert figures.paper_and_ours(table[:1]).axes[1].get_title() == "ours"
+def test_where_attention_goes_is_a_mean_over_seeds_and_heads(rows):
+    shares = destinations({row.label: row.trained for row in rows})
+    assert shares == {"position 2": {"first": pytest.approx(0.6), "self": pytest.approx(0.4)}}
+    bars = comparisons.destinations(shares).axes[0].patches
+    assert [bar.get_width() for bar in bars] == [pytest.approx(0.6), pytest.approx(0.4)]
+
+
+def test_a_threshold_may_hide_a_mean(rows):
+    table = means_and_thresholds(rows)
+    assert table[["label", "alpha", "sink", "hidden"]].values.tolist() == [
+        ["position 2", pytest.approx(0.2), 0.0, True]
+    ]
+    assert comparisons.means_and_thresholds(table[:0]) is None
+
+
+def test_effects_are_filled_where_their_interval_leaves_out_zero():
+    table = pd.DataFrame({"label": ["a", "b"], "mean": [0.2, 0.1], "low": [0.1, -0.1], "high": [0.3, 0.3]})
+    points = [line for line in comparisons.effects(table, "x").axes[0].lines if line.get_marker() == "o"]
+    assert [point.get_markerfacecolor() == "white" for point in points] == [False, True]
+
+
+def test_keys_that_a_query_cannot_see_stay_white():
+    image = figures.attention_map(np.full((3, 4), 0.25)).axes[0].images[0].get_array()  # a column of k*
+    assert np.isnan(np.ma.filled(image, np.nan)).tolist() == np.triu(np.ones((3, 4)), 2).astype(bool).tolist()

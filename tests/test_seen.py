@@ -137,7 +137,7 @@ def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
 
 
 def test_every_card_is_short_lines_without_identifiers(some):
-    table = ledger.claims("laptop", some).set_index("id", drop=False)
+    table = cards.judged((), "laptop", some)
     for id in table.index:
         text, page = cards.card(table.loc[id].to_dict(), ledger.checks(id, "laptop", some), "laptop")
         assert max(map(len, text.split("\n"))) <= 100, id

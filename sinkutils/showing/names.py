@@ -39,7 +39,7 @@ def of(name: str, preset: str = "laptop") -> str:
 
 def title(name: str) -> str:
     """What an experiment is called wherever it is; "base" is the paper's default."""
-    return experiment("default" if name == "base" else name).title.replace(" x ", " × ")
+    return experiment("default" if name == "base" else name).title.replace(" x ", " × ").replace("alpha", "α")
 
 
 def is_experiment(name: str) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkutils.ledger.results import EPSILON, Run, sink
+from sinkutils.ledger.results import EPSILON, Results, Run, results, sink
 from sinkutils.measuring.report import Report
 from sinkutils.showing.names import Row, human, label
 from sinkutils.study.grid import config, experiment, largest_alpha, resolve
-from sinkutils.study.paper import paper_rows
+from sinkutils.study.paper import PaperRow, paper_rows
 from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -49,9 +49,8 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
     and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed
     or not run; `seeds` counts ours. Raises ValueError, listing what there is, for an unknown item or preset.
     """
-    rows = paper_rows(item)
-    results = records(preset, runs)
-    table = pd.DataFrame([{"item": item} | _beside(row, results, preset) for row in rows])
+    rows, ours = paper_rows(item), results(preset, runs)
+    table = pd.DataFrame([{"item": item} | _beside(row, ours) for row in rows])
     shown = [v for v in VALUES if v in ("sink_1", "valid_loss") or _reported(table, v)]
     hidden = [column for v in VALUES if v not in shown for column in _columns(v)]
     return table.drop(columns=hidden)
@@ -91,29 +90,29 @@ def _row(entry: Entry) -> dict[str, Any]:
     return row | {"section": known.section, "item": known.item}
 
 
-def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:
+def _beside(paper: PaperRow, ours: Results) -> dict[str, Any]:
     """One row of `paper_beside_ours`."""
+    preset = ours.preset
     row: dict[str, Any] = {"row": paper.row, "label": label(paper, preset), "experiment": "", "seeds": 0}
     row |= {"paper": "failed" if paper.note == "failed" else "done" if paper.values else "", "ours": "not run"}
     note = [] if paper.note == "failed" else [paper.note]
-    ours = results.iloc[:0]
+    done: list[Run] = []
     try:
         row["experiment"] = resolve(paper.experiment, preset)
     except ValueError:
         note.append("not of this preset")
     else:
-        same = results[results["experiment"] == row["experiment"]]
-        ours = same[same["status"] == "done"]
-        row["seeds"] = len(ours)
-        failed = int((same["status"] == "failed").sum())
-        row["ours"] = "done" if len(ours) else "failed" if failed else "not run"
-        if failed and len(ours):
-            note.append(f"{failed} of our {failed + len(ours)} runs failed")
+        made = ours.seeds(row["experiment"]).values()
+        done = [run for run in made if not run.failed]
+        failed, row["seeds"] = len(made) - len(done), len(done)
+        row["ours"] = "done" if done else "failed" if failed else "not run"
+        if failed and done:
+            note.append(f"{failed} of our {len(made)} runs failed")
         largest = largest_alpha(config(paper.experiment, preset))
         if largest <= EPSILON:
             note.append(f"at this scale the window keeps α₁ at or below {largest:.2g}: no sink can be measured")
     for value in VALUES:
-        numbers = ours[value].dropna()
+        numbers = pd.Series([run.final.get(value) for run in done], dtype=float).dropna()
         row[f"{value}_paper"] = paper.values.get(value, math.nan)
         row |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
     return row | {"note": "; ".join(filter(None, note))}
