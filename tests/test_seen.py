@@ -190,11 +190,12 @@ def test_an_item_is_a_picture_a_table_and_sentences(some, monkeypatch):
     shown = []
     for module in (figures, notebook, seen):
         monkeypatch.setattr(module, "display", lambda data, raw: shown.append(data))
-    monkeypatch.setattr(figures, "save", lambda figure, name: shown.append(name))
+    monkeypatch.setattr(figures, "RENDERED", some / "rendered")
     items.compare("Table 2", "laptop", runs=some)
-    name, picture, table, sentences = shown
-    assert name == "table_2_laptop" and "decay 0.5 100.0 (41.08)" in picture["text/html"]
+    picture, table, sentences = shown
+    assert (some / "rendered" / "figures" / "table_2_laptop.png").exists()
+    assert "decay 0.5 100.0 (41.08)" in picture["text/html"]
     assert "<details><summary>The numbers: Table 2" in table["text/html"] and "decay 0.5" in table["text/plain"]
     assert sentences["text/plain"].startswith("What you see\n- The base has Sink₁ = 100.0 %")
-    assert all(len(line) <= 100 for data in shown[1:] for line in data["text/plain"].split("\n"))
+    assert all(len(line) <= 100 for data in shown for line in data["text/plain"].split("\n"))
     assert results("laptop", some).values("fixed_1", "excess_1").size == 3

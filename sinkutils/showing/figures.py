@@ -12,6 +12,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -35,6 +36,7 @@ BASE_COLOR, FIRST_COLOR, STAR_COLOR, PAPER_COLOR = "#0173b2", "#de8f05", "#029e7
 OTHER_COLORS = ("#d55e00", "#cc78bc", "#029e73", "#ca9161", "#56b4e9", "#949494", "#8c2d6b", "#b8a800")
 LIGHT = "rocket_r"  # of maps: little is light, much is dark, what is hidden white
 MARKS = "os^Dv<>pXP"
+DASHES = ("--", ":", "-.", (0, (6, 1)), (0, (1, 3)), (0, (3, 1, 1, 1, 1, 1)))  # the base alone has a solid line
 
 
 def theme() -> None:
@@ -52,19 +54,20 @@ def theme() -> None:
     )
 
 
-def save(figure: Figure | None, name: str) -> None:
-    """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none.
+def save(figure: Figure | None, name: str) -> Path | None:
+    """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none. Returns the PNG.
 
     They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
     ignores: a lesson leaves the checkout as it was.
     """
     if figure is None:
-        return
+        return None
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
         figure.savefig(folder / f"{name}.png", metadata={"Software": None})
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    return folder / f"{name}.png"
 
 
 def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
@@ -77,12 +80,12 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     if figure is None:
         print("Nothing to draw: none of these runs is recorded yet.")
         return
-    if name:
-        save(figure, name)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", metadata={"Software": None})
+    png: Any = save(figure, name) if name else io.BytesIO()
+    if not name:
+        figure.savefig(png, format="png", metadata={"Software": None})
     plt.close(figure)
-    width, data = round(90 * figure.get_figwidth()), base64.b64encode(png.getvalue()).decode()
+    picture = png.read_bytes() if name else png.getvalue()
+    width, data = round(90 * figure.get_figwidth()), base64.b64encode(picture).decode()
     words = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(caption, quote=False))
     page = (f'<figure style="margin:0.5em 0"><img alt="{html.escape(alt)}" width="{width}" '
             f'style="max-width:100%;background:white" src="data:image/png;base64,{data}">'
@@ -119,23 +122,24 @@ def along_training(
     if not shown:
         return None
     colors = colors_of(list(shown), base, ordered)
+    dashes: dict[str, Any] = {name: "-" if name == base or len(shown) == 1 else DASHES[index % len(DASHES)]
+                              for index, name in enumerate(shown)}  # fmt: skip
     size = (max(6.0, 4.0 * len(keys)), 3.0 + 0.12 * len(shown))
     figure, axes = plt.subplots(1, len(keys), figsize=size, squeeze=False)
     for axis, (key, label) in zip(axes[0], keys.items(), strict=True):
-        for index, (name, frames) in enumerate(shown.items()):
+        for name, frames in shown.items():
             lines = [frame.set_index("step")[key].astype(float) for frame in frames if key in frame]
-            dash = "-" if name == base else ("-", "--", "-.", ":")[index % 4]
             for line in lines if len(lines) > 1 else ():
                 axis.plot(line.index, line, color=colors[name], linewidth=0.6, alpha=0.5)
             if lines:
                 mean = pd.concat(lines, axis=1).mean(axis=1)
-                axis.plot(mean.index, mean, color=colors[name], linestyle=dash, linewidth=1.8)
+                axis.plot(mean.index, mean, color=colors[name], linestyle=dashes[name], linewidth=1.8)
         axis.set(xlabel=xlabel, ylabel=label)
         if "loss" not in key:
             axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
-    handles = [Line2D([], [], color=colors[name], linestyle="-" if name == base else ("-", "--", "-.", ":")[index % 4],
+    handles = [Line2D([], [], color=colors[name], linestyle=dashes[name],
                       label=f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}")
-               for index, (name, frames) in enumerate(shown.items())]  # fmt: skip
+               for name, frames in shown.items()]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=1 if len(handles) < 3 else 2)
     return figure
 
