@@ -215,7 +215,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
     # After the paper: data/paper/after_paper.csv says where each comes from
-    *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "laptop", "gpu"))
+    *(Experiment(name, AFTER_PAPER, title, overrides, weights=name == "gate_head", presets=("smoke", "laptop", "gpu"))
       for name, title, overrides in (
         ("gate_head", "an output gate a head", {"model.gate": "head"}),
         ("gate_element", "an output gate an element", {"model.gate": "element"}),
