@@ -15,7 +15,7 @@ import pytest
 import sinkutils
 from sinkutils.study import experiments
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PINS = PROJECT["project"]["dependencies"]
 
