@@ -6,7 +6,7 @@
     python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
     python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
 
-Counts of other parts that are in the JSON already stay there. tests/end_to_end/test_reliability.py does the same in short.
+Counts of other parts that are in the JSON already stay there. In short: tests/end_to_end/test_reliability.py.
 """
 
 from __future__ import annotations
