@@ -11,11 +11,11 @@ from sinkutils.study.paper import paper_rows
 NUMBERS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star", "valid_loss")
 # Every pre-training item of the paper that has runs of its own or shows them.
 ITEMS = set(
-    """Figure 4 middle, Figure 4 right, Figure 5 middle, Figure 5 right, Figure 6 middle, Figure 6 right, Figure 7 left, \
-Figure 7 middle, Figure 7 right, Figure 8 left, Figure 8 middle, Figure 8 right, Figure 28, Figure 29 left, Figure \
-29 right, Figure 30, Table 2, Table 3, Table 4, Table 5, Table 6, Table 9, Table 10 left, Table 10 right, Table 11, \
-Table 12 left, Table 12 right, Table 13, Table 14 left, Table 14 right, Table 15, Section 4, Section 5, Section 6, \
-Section 7.2, Section 7.3, Section 7.4, Appendix A, Appendix B.1""".split(", ")
+    """Figure 4 middle, Figure 4 right, Figure 5 middle, Figure 5 right, Figure 6 middle, Figure 6 right, Figure 7 \
+left, Figure 7 middle, Figure 7 right, Figure 8 left, Figure 8 middle, Figure 8 right, Figure 28, Figure 29 \
+left, Figure 29 right, Figure 30, Table 2, Table 3, Table 4, Table 5, Table 6, Table 9, Table 10 left, Table 10 \
+right, Table 11, Table 12 left, Table 12 right, Table 13, Table 14 left, Table 14 right, Table 15, Section 4, \
+Section 5, Section 6, Section 7.2, Section 7.3, Section 7.4, Appendix A, Appendix B.1""".split(", ")
 )
 
 
