@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import sinkutils
+from sinkutils.arguments import parser
+from sinkutils.ledger import conclusions
 from sinkutils.study import experiments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,11 +123,22 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
     assert ignored == made
 
 
-def test_what_contributing_says_to_paste_is_an_experiment():
+def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
-    (made,) = eval(f"({line})", vars(experiments))  # in a tuple, as EXPERIMENTS is
-    assert isinstance(made, experiments.Experiment)
+    for module, kind in ((experiments, "Experiment"), (conclusions, "Claim")):
+        (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{kind}(")]
+        (row,) = eval(f"({line})", vars(module))  # in a tuple, as EXPERIMENTS and CLAIMS are
+        assert isinstance(row, getattr(module, kind))
+
+
+def test_the_scripts_of_a_study_call_commands_that_there_are():
+    stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
+    lines = []
+    for script in sorted((ROOT / "studies").glob("*.sh")):
+        lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
+    assert len(lines) > 10
+    for line in lines:
+        parser().parse_args(line.partition("-m sinkutils ")[2].split())
 
 
 ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")
