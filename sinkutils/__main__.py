@@ -178,8 +178,9 @@ def measure_command(options: argparse.Namespace) -> int:
     results = {}
     for kind in options.probe:
         ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
-        report = measured.measure(ids, targets=options.targets, epsilons=options.eps, bos=options.bos,
-                                  batch_size=options.batch_size)  # fmt: skip
+        report = measured.measure(
+            ids, targets=options.targets, epsilons=options.eps, bos=options.bos, batch_size=options.batch_size
+        )
         report.name = f"{identity(options.model)}, {kind} input" + (", x_fix first" if first == X_FIX else "")
         results[kind] = report
     if options.json:

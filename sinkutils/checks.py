@@ -32,8 +32,9 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
 def real(name: str, value: Any, wanted: str, low: float = 0.0, high: float = math.inf, ends: str = "") -> None:
     """A finite number between low and high, `ends` ("low", "high", "both") included; `wanted` says it in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    inside = number and (low < value < high or (value == low and ends in ("low", "both")) or
-                         (value == high and ends in ("high", "both")))  # fmt: skip
+    inside = number and (
+        low < value < high or (value == low and ends in ("low", "both")) or (value == high and ends in ("high", "both"))
+    )
     require(inside, f"{name} must be {wanted}, got {value!r}")
 
 

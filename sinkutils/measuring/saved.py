@@ -66,8 +66,9 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
                     measured_sink(saved[kind])
                     found[_name(saved["model"])] = saved[kind]
             except (KeyError, TypeError) as error:
-                raise ValueError(f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
-                                 ) from error  # fmt: skip
+                raise ValueError(
+                    f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
+                ) from error
     return found
 
 

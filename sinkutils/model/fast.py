@@ -58,8 +58,11 @@ class Problem(NamedTuple):
     def by_head(self) -> Iterator[Problem]:
         """The same, a head at a time."""
         for head, (q, k, v) in enumerate(zip(*(x.split(1, dim=1) for x in self[:3]), strict=True)):
-            own: dict[str, Any] = {name: x[head : head + 1] for name, x in self.given._asdict().items()
-                   if isinstance(x, Tensor) and len(x) > 1}  # fmt: skip
+            own: dict[str, Any] = {
+                name: x[head : head + 1]
+                for name, x in self.given._asdict().items()
+                if isinstance(x, Tensor) and len(x) > 1
+            }
             yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
 
@@ -173,8 +176,9 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
     The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
     """
     given = Extras(**extras)
-    checked = AttentionSpec(bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit,
-                            differential=spec.differential)  # fmt: skip
+    checked = AttentionSpec(
+        bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit, differential=spec.differential
+    )
     check_inputs(q, k, k, checked, given)
     distance_bias, key_bias, _, mlp, sink_logit, mix = given
     if mix is not None:
@@ -306,13 +310,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias:
 
 
 def _block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    distance_bias: Tensor | None,
-    start: int,
-    length: int,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
 ) -> Tensor:
     """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
     wide = torch.promote_types(q.dtype, torch.float32)

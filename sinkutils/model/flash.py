@@ -23,12 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from sinkutils.model.attention import AttentionSpec, attend, visible
 
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
-FLEX_COMPILE: dict[str, Any] = {
-    "fullgraph": True,
-    "dynamic": False,
-    "isolate_recompiles": True,
-    "recompile_limit": 64,
-}
+FLEX_COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True, "recompile_limit": 64}
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
 # kernel -> the kinds of mask that it is compared under. "full" has none; "mask" is an arbitrary one, such as a prefix
@@ -70,13 +65,7 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> 
 
 
 def fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of softmax attention, or None if no kernel fits.
 
@@ -188,8 +177,13 @@ def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | N
 
 def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Un-normalised sigmoid attention, which hangs on the log-sum-exp, with k* and a position term."""
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=33 if kind == "window" else None,
-                         prefix=40 if kind == "prefix" else 1)  # fmt: skip
+    spec = AttentionSpec(
+        similarity="sigmoid",
+        normalizer="none",
+        bias="k",
+        window=33 if kind == "window" else None,
+        prefix=40 if kind == "prefix" else 1,
+    )
     star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
     dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
     keys = torch.cat([star[None, :, None].expand(len(k), -1, -1, -1), k], dim=2)
