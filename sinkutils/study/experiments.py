@@ -120,7 +120,7 @@ _KERNELS = (
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
-    Experiment("default", "4", "the paper's default: any first token", {}, base=False, headline=True,
+    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True,
                weights=True),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
@@ -172,9 +172,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                weights=True),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
                base=False, weights=True),
-    Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
-    Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
-    Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
+    Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
+    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=True),
+    Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
     *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
                  _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
       for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
@@ -226,8 +226,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
          _SIGMOID | _attention(logit_bias=MINUS_LOG_CONTEXT)),
         ("relu_length", "ReLU over the number of keys", _attention(similarity="relu", normalizer="length")),
         ("qk_norm", "queries and keys normed", {"model.qk_norm": True}),
-        ("v_scale", "values scaled by token", {"model.value_scale": True}),
+        ("v_scale", "V-scale: small values made smaller", {"model.value_scale": True}),
         ("dyt", "dynamic tanh instead of RMSNorm", {"model.normalization": "dyt"}),
+        ("gated_norm", "RMSNorm with a gate", {"model.normalization": "gated"}),
         ("sandwich_norm", "sandwich norm", {"model.norm": "sandwich"}),
         ("differential", "differential attention, half the heads",
          _attention(differential=True) | {"model.num_heads": times(1 / 2)}),
@@ -239,7 +240,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         *((f"context_{length}", f"context {length}, as many tokens a step",
            {"model.context_length": length, "train.batch_size": same_tokens(length),
             "train.eval_length": min(length, 64)})
-          for length in (32, 128)))),
+          for length in (32, 128, 256, 512)))),
 )  # fmt: skip
 BY_NAME = {e.name: e for e in EXPERIMENTS}
 

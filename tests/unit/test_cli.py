@@ -134,11 +134,11 @@ def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its
     assert "of this experiment take smoke/k_bias/0\n" in advice
 
 
-def ledger(preset, runs):
+def ledger(preset, runs, part):
     words = "The sink is found wherever it was looked for, " * 4
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28"}
     rows = [{**row, "verdict": verdict, "reason": "a reason"} for verdict in ("not reproduced", "partly", "partly")]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows[: 3 if part == "paper" else 1])
 
 
 def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
@@ -147,11 +147,12 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
     short = said(capsys, "claims", "--runs", tmp_path)
     assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
     assert short.splitlines()[0].startswith("not reproduced  sink")
-    assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"
+    assert "3 claims at laptop: 1 not reproduced, 2 partly" in short.splitlines()
+    assert short.splitlines()[-1] == "1 claims of later papers at laptop: 1 not reproduced"
     long = said(capsys, "claims", "--runs", tmp_path, "--long")
     assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "reason: a reason" in long
     table = pd.read_csv(io.StringIO(said(capsys, "claims", "--runs", tmp_path, "--csv")))
-    assert len(table) == 3 and table["paper"][0] == 18.18
+    assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
 
 
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():

@@ -36,7 +36,7 @@ PLAIN = {**DEFAULT, "constant_lr": "default_constant_lr", "window_none": "defaul
 SAME = {
     "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **DIMS},
     "laptop": {"heads_4": "fixed_1", **DIMS},
-    "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1"},
+    "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1", "context_512": "default"},
     "paper": {**PLAIN, "data_share_1": "default", **ULTRACHAT},
     "paper-1b": ULTRACHAT,
 }

@@ -37,6 +37,7 @@ VARIANTS = {
     "qk_norm": {"qk_norm": True},
     "value_scale": {"value_scale": True},
     "dyt": {"normalization": "dyt"},
+    "gated_norm": {"normalization": "gated"},
     "sandwich": {"norm": "sandwich"},
     "differential": {"attention": AttentionSpec(differential=True)},
     "sink_logit": {"attention": AttentionSpec(sink_logit="learned")},

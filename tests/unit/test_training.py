@@ -20,7 +20,7 @@ from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizer
 from sinkutils.training.run import CrossEntropy, Run, next_token_loss
-from sinkutils.training.trainer import train
+from sinkutils.training.trainer import deterministic_kernels, train
 
 
 def change(run: RunConfig, **changes) -> RunConfig:
@@ -140,12 +140,16 @@ def test_bf16_trains_to_about_the_same_loss(tiny, corpus, tmp_path):
     assert single["valid_loss"] == pytest.approx(half["valid_loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["sgd", "muon", "dyt", "differential", "softpick", "sink_logit", "softmax_plus_one"])
+@pytest.mark.parametrize(
+    "name",
+    ["sgd", "muon", "dyt", "gated_norm", "v_scale", "differential", "softpick", "sink_logit", "softmax_plus_one"],
+)
 def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
     run = change(config(name, "smoke"), steps=25, warmup_steps=5, eval_every=25, eval_sequences=2, valid_chunks=2)
     with pytest.warns(UserWarning, match="300 tokens in place of"):
         record = train(run, tmp_path, device="cpu", corpus=corpus, progress=False, compile=False)
-    first, last = record.metrics["curve"][0], record.metrics["curve"][-1]
+    first, last, final = record.metrics["curve"][0], record.metrics["curve"][-1], record.metrics["final"]
+    assert {"hidden_peaks", "value_norms"} <= set(final["report"]) and set(final["gradients"]) == {"input", "value"}
     assert last["valid_loss"] < first["valid_loss"] - 0.05
     assert ("sink_star" in last) == (name in ("sink_logit", "softmax_plus_one"))
 
@@ -277,3 +281,11 @@ def test_processes_share_batches_evenly_or_are_refused():
         Group(size=24).check_batch(96, 3)
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
         pass
+
+
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for device, inside in (("cpu", False), ("cuda", True)):
+        with deterministic_kernels(torch.device(device)):
+            assert torch.are_deterministic_algorithms_enabled() is inside
+        assert not torch.are_deterministic_algorithms_enabled()
