@@ -466,6 +466,7 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
     assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
 
 
+@pytest.mark.slow
 def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
     model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
     length = 8192
@@ -487,6 +488,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "bloom"])
 @pytest.mark.parametrize("away", [("blocks",), ("blocks", "embedding")], ids=str)
 def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, away: tuple, tmp_path) -> None:
@@ -509,6 +511,7 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, a
         assert torch.equal(spread(ids, use_cache=False).logits, logits)
 
 
+@pytest.mark.slow
 def test_a_compiled_wrapper_is_looked_through() -> None:
     model, ids = build("gpt2"), tokens()
     assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)

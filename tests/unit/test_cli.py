@@ -104,6 +104,7 @@ def test_the_version_is_printed(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out == f"sinkutils {sinkutils.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As `list | head -1`."""
     command = [sys.executable, "-m", "sinkutils", "list", "--preset", "smoke"]
@@ -121,6 +122,7 @@ def runs(tmp_path_factory, corpus):
     return folder
 
 
+@pytest.mark.slow
 def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its_training(capsys, runs):
     arguments = ("measure", "smoke/k_bias/0", "--runs", runs, "-n", 5, "-T", 32, "--probe", "random", "repeat")
     table = said(capsys, *arguments, "--batch-size", 2)
@@ -155,6 +157,7 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
     assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
 
 
+@pytest.mark.slow
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():
     code = (
         "import sinkutils.study.record, sinkutils.ledger.claims, sinkutils.study.grid, sinkutils as su\n"

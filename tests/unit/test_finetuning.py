@@ -284,6 +284,7 @@ def state_of(run, runs, corpus) -> FinetuneRun:
     return FinetuneRun(run, corpus, CPU, start=start)
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(started, chats, corpus, tmp_path):
     state = state_of(small("sft_softmax", chats), started, corpus)
     weights = load_file(state.start.weights)
@@ -299,6 +300,7 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     assert state.tokenizer is not other.tokenizer and state.tokenizer.to_str() == corpus.tokenizer.to_str()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft_softmax", "sft_sigmoid"])
 def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, started, chats, corpus):
     run = small(name, chats, steps=8)
@@ -315,6 +317,7 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
     assert train(run, started, corpus=corpus, keep_weights=True, progress=False) == record
 
 
+@pytest.mark.slow
 def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
     norms = []
     for clip in (1.0, 1e-6):
@@ -328,6 +331,7 @@ def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(sta
     assert record.metrics["curve"][0]["step"] == 0
 
 
+@pytest.mark.slow
 def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
     started, chats, corpus, tmp_path, monkeypatch
 ):
@@ -351,6 +355,7 @@ def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+@pytest.mark.slow
 def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_failed_one_is_refused(
     tmp_path, chats, corpus, monkeypatch
 ):

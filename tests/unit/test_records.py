@@ -334,6 +334,7 @@ def test_a_signed_record_that_makes_no_sense_is_one_corrupt_row(two_runs, tmp_pa
         load_lm(bad, "cpu")
 
 
+@pytest.mark.slow
 def test_one_bad_record_stops_neither_the_ledger_nor_takes_the_memory_of_another_model(two_runs, tmp_path):
     shutil.copytree(two_runs, tmp_path / "runs")
     good, bad = (record_folder("smoke", "k_bias", seed, tmp_path / "runs") for seed in (0, 1))

@@ -13,6 +13,8 @@ from sinkutils.training import sweep as sweep_module
 from sinkutils.training.sweep import devices, engine, estimate, run_one, spread, sweep
 from sinkutils.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def quick(monkeypatch, corpus):

@@ -140,10 +140,11 @@ def test_bf16_trains_to_about_the_same_loss(tiny, corpus, tmp_path):
     assert single["valid_loss"] == pytest.approx(half["valid_loss"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sgd", "muon", "dyt", "gated_norm", "v_scale", "differential", "softpick", "sink_logit", "softmax_plus_one"],
-)
+LEARN = ("sgd", "muon", "dyt", "gated_norm", "v_scale", "differential", "softpick", "sink_logit", "softmax_plus_one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARN)
 def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
     run = change(config(name, "smoke"), steps=25, warmup_steps=5, eval_every=25, eval_sequences=2, valid_chunks=2)
     with pytest.warns(UserWarning, match="300 tokens in place of"):
