@@ -215,9 +215,9 @@ def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias:
     parts, plain = halves(q, spec)
     length, blocks = q.shape[2], []
     with torch.autocast(q.device.type, enabled=False):
-        k, one, two = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
+        k, even, odd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
         for start in range(0, length, BLOCK):
-            rows = [part[:, :, start : start + BLOCK] for part in (one, two)]
+            rows = [part[:, :, start : start + BLOCK] for part in (even, odd)]
             seen = _seen_keys(k, rows[0], plain, start, length)
             first, second = (_logits(x, seen, plain, distance_bias, start, length).softmax(dim=-1) for x in rows)
             blocks.append((first - mix * second).abs().sum(dim=-1).log())
@@ -226,9 +226,9 @@ def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias:
 
 def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """The log-sum-exp (B, H, T) of a kernel that `flash.trusted` has found; it wants values, any will do."""
-    found = flash.fused(q, k, k, causal=causal)
-    assert found is not None
-    return found[1]
+    result = flash.fused(q, k, k, causal=causal)
+    assert result is not None
+    return result[1]
 
 
 def _is_linear(spec: AttentionSpec) -> bool:
