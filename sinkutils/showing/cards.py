@@ -151,7 +151,10 @@ def _lacking(row: dict[str, Any], preset: str) -> str:
     for part in dict.fromkeys(row["reason"].split("; ")):
         found = LACKING.match(part)
         if found:
-            seeds[names.human(found[1], preset)] = found[2]
+            run = names.human(found[1], preset)
+            if found[4]:  # there are such runs, whose records do not keep what is asked
+                run += f" that keep the {names.human(found[4].removeprefix(' hold '))}"
+            seeds[run] = found[2]
         else:
             others.append(names.human(part, preset))
     waits = "; ".join(name + (f" ({count} so far)" if count != "0" else "") for name, count in seeds.items())

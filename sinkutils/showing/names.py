@@ -26,7 +26,9 @@ NAMES = re.compile(rf"(?<![\w.-])({'|'.join(sorted((re.escape(e.name) for e in E
 WORDS = {
     r"\beps\b": "ε",
     "excess alpha": "excess of alpha",
-    "valid loss": "validation loss",
+    "valid[ _]loss": "validation loss",
+    r"\bsink_star\b": "Sink*",
+    r"\bsink_(?=\d)": "Sink_",
     "norm_product": "norm product",
     r"(python -m sinkutils[^;`]*[^;`.])": r"`\1`",
 }

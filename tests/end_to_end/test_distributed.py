@@ -1,0 +1,266 @@
+"""Several processes make the run that one makes; the paper's 60M takes a step; a bare machine is enough to train."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMOKE
+from helpers import CPU
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from sinkutils.data.cache import SPLITS, pack_corpus, write_meta
+from sinkutils.data.corpus import Corpus
+from sinkutils.paths import ROOT
+from sinkutils.study.grid import config
+from sinkutils.study.record import history, read_record, record_folder
+from sinkutils.study.store import Runs
+from sinkutils.training.run import Run, next_token_loss
+from sinkutils.training.trainer import train
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, *arguments], env=environment(**more), **streams)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # and not kill: torchrun ends its processes with itself
+        process.wait(60)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+# Each mode: a run that is broken off after a checkpoint, the same resumed, and another from its start to its end.
+WORKER = """
+import contextlib, dataclasses, json, sys
+from pathlib import Path
+import torch
+import sinkutils.training.trainer as training
+from sinkutils.study import presets
+from sinkutils.training import group as distributed
+from sinkutils.__main__ import main
+from sinkutils.data.corpus import Corpus
+from sinkutils.training.group import ALONE, joined
+from sinkutils.study import grid
+from sinkutils.study.config import RunConfig, from_dict
+from sinkutils.training.trainer import train
+
+config, corpus, out = from_dict(RunConfig, json.loads(sys.argv[1])), Corpus(Path(sys.argv[2])), Path(sys.argv[3])
+
+class Broken(Exception):
+    pass
+
+def advance_to(step):
+    def advance(run, forward):
+        if run.step == step:
+            raise Broken
+        return whole(run, forward)
+    return advance
+
+whole = training.Run.advance
+with joined("ddp", torch.device("cpu")) as ddp:
+    for mode in ("ddp", "fsdp"):
+        group = dataclasses.replace(ddp, parallel=mode)
+        arguments = {"corpus": corpus, "progress": False, "keep_weights": True, "group": group}
+        train(config, out / mode, **arguments)
+        training.Run.advance = advance_to(10)
+        try:
+            train(config, out / f"{mode}-broken", checkpoint_seconds=0.0, **arguments)
+        except Broken:
+            pass
+        training.Run.advance = whole
+        record = train(config, out / f"{mode}-broken", **arguments)
+        half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
+        train(half, out / f"{mode}-bf16", **arguments)
+        (out / f"{mode}-{group.rank}.json").write_text(json.dumps([record.status, record.metrics["final"]["step"]]))
+    for name, ask in (("once", group.once), ("in_turn", group.in_turn)):
+        try:
+            ask(lambda: int("no number"))
+        except ValueError as error:
+            (out / f"{name}-{group.rank}").write_text(str(error))
+    try:
+        group.agree("the rank", group.rank)
+    except RuntimeError as error:
+        (out / f"agree-{group.rank}").write_text(str(error))
+
+    # Two processes take a micro batch each of what one process takes as two.
+    smoke = presets.PRESETS["smoke"]
+    short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
+    presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
+    tuning = grid.config("sft_softmax", "smoke")
+    schedule = dataclasses.replace(tuning.train, steps=4, eval_every=2, batch_size=8, micro_batch=4, valid_chunks=8)
+    tuning = dataclasses.replace(tuning, train=schedule, pairs=32, instructions=f"path:{sys.argv[5]}")
+    for mode in ("one", "ddp", "fsdp"):
+        group = ALONE if mode == "one" else dataclasses.replace(ddp, parallel=mode)
+        if mode != "one" or ddp.first:
+            train(dataclasses.replace(tuning, experiment=mode), out / "sft", corpus=corpus, progress=False, group=group)
+
+    # A process joins once; the command line gets the group that is there.
+    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    arguments = ["train", "nope", "--preset", "smoke", "--corpus", f"packed:{sys.argv[4]}", "--runs", str(out / "cli")]
+    assert main(arguments) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def packed(corpus, tmp_path_factory):
+    file = tmp_path_factory.mktemp("packed") / "corpus.tar.xz"
+    pack_corpus(corpus, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def modes(corpus, packed, tmp_path_factory):
+    """Records of one config: by one process, and by two under DDP and FSDP2, whole and broken off."""
+    out = tmp_path_factory.mktemp("modes")
+    smoke = config("k_bias", "smoke")
+    model = dataclasses.replace(smoke.model, vocab_size=300)
+    schedule = dataclasses.replace(smoke.train, steps=16, eval_every=8, batch_size=8, micro_batch=2, warmup_steps=3)
+    run = dataclasses.replace(smoke, model=model, train=schedule)
+    train(run, out / "one", corpus=corpus, progress=False, keep_weights=True)
+    worker = out / "worker.py"
+    worker.write_text(WORKER)
+    chats = out / "chats.jsonl"
+    said = [{"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"} for n in range(60)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in row.items()]} for row in said]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    arguments = [json.dumps(dataclasses.asdict(run)), *map(str, (corpus.folder, out, packed, chats))]
+    done = torchrun(str(worker), *arguments, SINKUTILS_CACHE=str(out / "cache"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    (out / "stdout").write_text(done.stdout)
+    return out
+
+
+def record_of(modes: Path, name: str):
+    return read_record(record_folder("smoke", "k_bias", 0, modes / name))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ddp-broken", "fsdp-broken"])
+def test_two_processes_give_the_losses_sinks_and_weights_of_one(modes, mode):
+    one, two = record_of(modes, "one"), record_of(modes, mode)
+    assert two.provenance["processes"] == 2 and two.provenance["parallel"] == mode.removesuffix("-broken")
+    for a, b in zip(one.metrics["curve"], two.metrics["curve"], strict=True):
+        assert a["step"] == b["step"]
+        assert a.get("train_loss", 0) == pytest.approx(b.get("train_loss", 0), rel=1e-5)  # none before the first step
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-5)
+    np.testing.assert_allclose(
+        one.metrics["final"]["report"]["alpha"], two.metrics["final"]["report"]["alpha"], atol=1e-4
+    )
+    ours, theirs = load_file(one.weights), load_file(two.weights)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_group_resumes_from_its_checkpoint_to_the_unbroken_bits(modes, mode):
+    whole, broken = record_of(modes, mode), record_of(modes, f"{mode}-broken")
+    assert whole.metrics == broken.metrics
+    weights = load_file(whole.weights), load_file(broken.weights)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
+    one, two = (read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode))
+    assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
+    assert [step["step"] for step in history(two.metrics)] == [1, 2, 3, 4]
+    for a, b in zip(history(one.metrics), history(two.metrics), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert two.metrics["final"]["valid_loss"] == pytest.approx(one.metrics["final"]["valid_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_bf16_comes_to_about_the_same_loss(modes, mode):
+    one, two = record_of(modes, "one").metrics["final"], record_of(modes, f"{mode}-bf16").metrics["final"]
+    assert two["valid_loss"] == pytest.approx(one["valid_loss"], rel=0.02)
+    assert two["valid_loss"] != one["valid_loss"]
+
+
+def test_every_process_gets_the_record_and_the_error_of_the_first(modes):
+    for rank in (0, 1):
+        assert json.loads((modes / f"fsdp-{rank}.json").read_text()) == ["done", 16]
+        assert "no number" in (modes / f"once-{rank}").read_text()
+        assert "no number" in (modes / f"in_turn-{rank}").read_text()
+        assert (modes / f"agree-{rank}").read_text() == "the processes do not agree on the rank: [0, 1]"
+
+
+def test_the_command_line_joins_the_group_and_rank_0_alone_prints(modes):
+    assert (modes / "stdout").read_text().count("smoke/nope/0: Sink_1") == 1
+    record = read_record(record_folder("smoke", "nope", 0, modes / "cli"))
+    assert (record.provenance["processes"], record.provenance["parallel"]) == (2, "ddp")
+
+
+# ---- the paper's 60M
+
+
+@pytest.fixture
+def wide_corpus(tmp_path):
+    """50,432 made-up words in a random order, as many as the paper's padded vocabulary has tokens."""
+    size = 50_432
+    words = {f"w{i}": i for i in range(size)}
+    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(tmp_path / "tokenizer.json"))
+    generator = np.random.default_rng(0)
+    for split in SPLITS:
+        tokens = generator.integers(3, size, 3 * 2049).astype("uint16")
+        tokens[::1024] = 0  # EOS
+        tokens.tofile(tmp_path / f"{split}.bin")
+    meta = {"name": "words", "vocab_size": size, "dtype": "uint16", "fingerprint": "words"}
+    write_meta(tmp_path, {**meta, "eos_id": 0, "bos_id": 1, "fix_id": 2, "first_text_id": 3})
+    return Corpus(tmp_path)
+
+
+def test_the_papers_60m_takes_an_optimiser_step_on_a_sequence_of_2048_tokens(wide_corpus):
+    paper = config("default", "paper")
+    assert paper.model.context_length == 2048 and paper.train.precision == "bf16"
+    schedule = dataclasses.replace(
+        paper.train, batch_size=1, micro_batch=1, warmup_steps=1, valid_chunks=1, eval_sequences=1
+    )
+    run = Run(dataclasses.replace(paper, train=schedule), wide_corpus, CPU)
+    before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
+    loss = float(run.advance(next_token_loss))
+    # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.
+    assert loss == pytest.approx(np.log(50_432) + 0.2, abs=0.1)
+    moved = (run.model.blocks[9].attention.qkv.weight[:4].detach() - before).abs()
+    # Adam's first step is the rate in every weight.
+    assert float(moved.median()) == pytest.approx(paper.train.learning_rate, rel=0.05)
+
+
+# ---- a bare machine: torch, numpy, tokenizers, safetensors, tqdm
+
+BLOCKED = ("pandas", "matplotlib", "seaborn", "datasets", "papermill", "transformers", "nbformat", "jupyterlab")
+BARE = """
+import runpy, sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+sys.argv = ["sinkutils", *sys.argv[1:]]
+runpy.run_module("sinkutils", run_name="__main__")
+"""
+
+
+def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpus, tmp_path):
+    runs, cache = tmp_path / "runs", str(tmp_path / "cache")
+    command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), "train", "fixed_1", "--preset", "smoke",
+               "--corpus", f"packed:{packed}", "--runs", str(runs)]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(SINKUTILS_CACHE=cache), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "smoke/fixed_1/0: Sink_1" in done.stdout
+    assert "in place of 'docstrings' with 512" in done.stderr
+    record = read_record(record_folder("smoke", "fixed_1", 0, runs))
+    assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
+    run = dataclasses.replace(config("fixed_1", "smoke"), train=SMOKE.train)
+    assert Runs(runs).get(run), "the record is the preset's: its config has not changed"

@@ -1,0 +1,414 @@
+"""Any config, probe, operation or input: a right answer, or a ValueError that names what is wrong. Nothing else.
+
+SINKUTILS_CASES says how many cases (benchmarks/reliability.py --cases 10000); the cases are the same on every run.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from helpers import DenseMaps, alpha_by_definition, draw, own_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from sinkutils.data import corpus as corpora
+from sinkutils.data import external
+from sinkutils.data.packing import Chunks, DataConfig
+from sinkutils.data.probes import KINDS, probe
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.model import fast
+from sinkutils.model.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.config import FFNS, HEAD_MERGES, NORMS, LMConfig
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.positions import POSITIONS
+from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.record import config_hash
+
+CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
+COUNTS: dict[str, Counter] = {}
+NOTHING = st.sampled_from([None, True, -1, 0, 3, 1.5, math.nan, math.inf, -math.inf, "x", "", b"x", (), (0,), [1], {},
+                           np.int64(2), np.float32(0.5)])  # fmt: skip
+
+
+def cases(share: float):
+    """So many of the cases, always the same ones, however long they take."""
+    return settings(max_examples=max(10, round(share * CASES)), deadline=None, derandomize=True, database=None,
+                    suppress_health_check=list(HealthCheck))  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted():
+    yield
+    if path := os.environ.get("SINKUTILS_COUNTS"):
+        Path(path).write_text(json.dumps(COUNTS))
+
+
+def answered(what: str) -> None:
+    COUNTS.setdefault(what, Counter())["answered"] += 1
+
+
+def refused(what: str, error: ValueError, names) -> None:
+    """Count a refusal, which has to name an argument."""
+    assert any(re.search(rf"\b{name}\b", str(error)) for name in names), f"names no argument: {error}"
+    COUNTS.setdefault(what, Counter())["refused"] += 1
+
+
+@st.composite
+def changes(draw, fields: dict, most: int):
+    """Values for up to `most` of the fields, one in eight of them from `NOTHING`."""
+    chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=most, unique=True))
+    return {name: draw(NOTHING if draw(st.integers(0, 7)) == 7 else fields[name]) for name in chosen}
+
+
+def mostly(good: st.SearchStrategy, *bad: st.SearchStrategy) -> st.SearchStrategy:
+    """Four of five from the first strategy."""
+    return st.integers(0, 4).flatmap(lambda n: good if n else st.one_of(*bad))
+
+
+def names_of(*kinds: type) -> list[str]:
+    return [field.name for kind in kinds for field in dataclasses.fields(kind)]
+
+
+SPEC = {
+    "similarity": st.sampled_from([f for f in SIMILARITIES if f not in ("relu", "softpick")]),  # test_after_paper.py
+    "kernel": st.sampled_from(KERNELS),
+    "normalizer": st.sampled_from(NORMALIZERS),
+    "p": st.sampled_from([0.25, 0.5, 2.0, 4.0]),
+    "scale": st.floats(0.05, 4),
+    "bias": st.sampled_from(BIASES),
+    "bias_shared": st.booleans(),
+    "bias_dims": st.none() | st.integers(1, 9),
+    "fixed_value": st.sampled_from(FIXED_VALUES),
+    "fixed_value_norm": st.floats(0, 20),
+    "window": st.none() | st.integers(1, 14),
+    "prefix": st.integers(1, 14),
+}
+MODEL = {
+    "vocab_size": st.integers(1, 30),
+    "context_length": st.integers(1, 12),
+    "num_layers": st.integers(1, 2),
+    "num_heads": st.integers(1, 4),
+    "hidden_size": st.integers(1, 16),
+    "intermediate_size": st.integers(1, 8),
+    "position": st.sampled_from(POSITIONS),
+    "norm": st.sampled_from(NORMS),
+    "ffn": st.sampled_from(list(FFNS)),
+    "head_merge": st.sampled_from(HEAD_MERGES),
+    "sink_token": st.booleans(),
+}
+SMALL = {"vocab_size": 30, "context_length": 12, "num_layers": 2, "num_heads": 2, "hidden_size": 8,
+         "intermediate_size": 8}  # fmt: skip
+DATA = {
+    "corpus": st.just("sources"),
+    "share": st.floats(0.01, 1),
+    "random_positions": st.lists(st.integers(1, 12), max_size=3).map(tuple),
+    "fixed_position": st.none() | st.integers(0, 12),
+    "bos": st.booleans(),
+}
+TRAIN = {
+    **dict.fromkeys(("steps", "batch_size", "eval_every", "eval_sequences", "valid_chunks"), st.integers(0, 50)),
+    "eval_length": st.integers(1, 14),
+    "learning_rate": st.floats(-1e-3, 1),
+    "warmup_steps": st.integers(-1, 60),
+    "lr_floor": st.floats(-0.1, 1.1),
+    "weight_decay": st.floats(-0.1, 5),
+    "beta1": st.floats(0, 1),
+    "beta2": st.floats(0, 1),
+    "adam_eps": st.floats(0, 1e-3),
+    "clip_norm": st.floats(0, 10),
+    "precision": st.sampled_from(PRECISIONS),
+    "micro_batch": st.none() | st.integers(0, 50),
+}
+RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-1, 2**65)}
+
+
+@cases(0.4)
+@given(changes(SPEC, 4), changes(MODEL, 3), changes(DATA, 2), changes(TRAIN, 3), changes(RUN, 1), st.integers(0, 9))
+def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(spec, model, data, train, run, seed):
+    try:
+        config = RunConfig(**{
+            "experiment": "x", "preset": "y", "model": LMConfig(**{**SMALL, **model}, attention=AttentionSpec(**spec)),
+            "data": DataConfig(**data), "train": TrainConfig(**{"eval_length": 1, **train}), **run,
+        })  # fmt: skip
+    except ValueError as error:
+        return refused("configs", error, names_of(AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig))
+    assert from_dict(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert re.fullmatch("[0-9a-f]{64}", config_hash(config))
+    rates = [learning_rate(config.train, step) for step in range(config.train.steps)]
+    assert all(0 <= rate <= (1 + 1e-9) * config.train.learning_rate for rate in rates)
+    net = TransformerLM(config.model, seed)
+    length = 1 + seed % config.model.context_length
+    ids = torch.randint(0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        logits, reference = net(ids), net(ids, dense=True)
+    assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
+    torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
+    report = measure(net, ids, targets=range(1, length + 1))
+    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets), rtol=1e-3, atol=1e-4)
+    assert all(0 <= report.sink(k) <= 100 for k in report.targets)
+    answered("configs")
+
+
+SPECIAL = ("<eos>", "<bos>", "<fix>")
+
+
+def tokenizer(words: int, special: tuple[str, ...] = SPECIAL) -> Tokenizer:
+    made = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0"))
+    made.pre_tokenizer = Whitespace()
+    made.add_special_tokens(list(special))
+    return made
+
+
+TOKENIZERS = {
+    "plain": tokenizer(20),
+    "one word": tokenizer(1),
+    "without BOS": tokenizer(20, ("<eos>",)),
+    "of transformers": tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer(20), bos_token="<bos>", eos_token="<eos>",
+                                                  pad_token="<fix>"),
+}  # fmt: skip
+TEXTS = st.lists(st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)), min_size=2,
+                 max_size=8)  # fmt: skip
+PROBE = {
+    "n": mostly(st.integers(1, 4), st.integers(-1, 9)),
+    "length": mostly(st.integers(1, 8), st.integers(-1, 12)),
+    "seed": mostly(st.integers(0, 2**70), st.just(-1)),
+    "bos": st.booleans(),
+}
+
+
+@cases(0.2)
+@given(
+    mostly(st.sampled_from(KINDS), NOTHING),
+    st.sampled_from(sorted(TOKENIZERS)),
+    changes(PROBE, 4),
+    mostly(TEXTS, st.sampled_from(["w1 w2", [1, 2], [None], 3])),
+)
+def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts):
+    made, options = TOKENIZERS[name], {"n": 2, "length": 3, **asked}
+    try:
+        ids = probe(kind, made, texts=texts, **options)
+    except ValueError as error:
+        return refused("probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer"))
+    bos = options.get("bos", False)
+    assert ids.shape == (options["n"], options["length"]) and ids.dtype == torch.int64
+    assert torch.equal(ids, probe(kind, made, texts=texts, **options))
+    assert not bos or (ids[:, 0] == 1).all()
+    text, words = ids[:, int(bos) :], TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3
+    first = 1 if name == "without BOS" else 3
+    assert ((text >= first) & (text < first + words)).all()
+    if kind == "repeat":
+        assert (text == text[:, :1]).all()
+    if kind == "natural":
+        known = [[first + (n if n < words else 0) for n in (int(w[1:]) for w in one.split())] for one in texts]
+        assert all(row in [ids[: len(row)] for ids in known] for row in text.tolist())
+    answered("probes")
+
+
+def of_transformers(kind: type, config: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return kind(config).eval()
+
+
+MODELS = {
+    "softmax": own_model(**SMALL),
+    "window": own_model(**SMALL, attention=AttentionSpec(window=3)),
+    "k bias": own_model(**SMALL, attention=AttentionSpec(bias="k")),
+    "sink token": own_model(**SMALL, sink_token=True),
+    "sigmoid": own_model(**SMALL, attention=AttentionSpec(similarity="sigmoid", normalizer="none")),
+    "mlp kernel": own_model(**SMALL, attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")),
+    "gpt2": of_transformers(
+        tf.GPT2LMHeadModel, tf.GPT2Config(vocab_size=30, n_embd=8, n_layer=2, n_head=2, n_positions=12)
+    ),
+    "llama": of_transformers(
+        tf.LlamaForCausalLM,
+        tf.LlamaConfig(
+            vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=12,
+        ),
+    ),
+}  # fmt: skip
+
+
+SHAPES = mostly(st.tuples(st.integers(1, 3), st.integers(1, 12)),
+                st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)]))  # fmt: skip
+MASKS = (*["none", "ones", "left", "right"] * 4, "hole", "empty row", "wrong shape", "list")
+ASKED = {
+    "targets": mostly(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3), st.lists(st.integers(-1, 14), max_size=2),
+        st.sampled_from([torch.tensor([1, 2]), np.array([1.0, 2.0]), (math.nan,), (1.5,), "12", ("a",), [[1]], [[1], 2],
+                         None])),
+    "epsilons": mostly(
+        st.lists(st.floats(0.01, 0.99), min_size=1, max_size=2), st.lists(st.floats(), max_size=2),
+        st.sampled_from([np.array([0.1, 0.2]), torch.tensor([0.5]), "0.3", ("a",), (None,), None])),
+    "batch_size": mostly(st.none() | st.integers(1, 4), NOTHING),
+    "heads": mostly(
+        st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=2),
+        st.lists(st.tuples(st.integers(-1, 2), st.integers(-1, 2)), max_size=2),
+        st.sampled_from([[(0,)], [0], 1, None])),
+    "keep": mostly(
+        st.sampled_from([(), ("map",), ("qk",), ("map", "qk")]), st.sampled_from([("maps",), "map", None, 1])),
+    "mass": st.booleans(),
+    "norms": st.booleans(),
+    "exact": st.booleans(),
+}  # fmt: skip
+
+
+def mask_of(kind: str, ids: torch.Tensor):
+    """A mask for ids (n, T), with padding of a third of each row where it says so."""
+    if kind in ("none", "list") or ids.ndim != 2:
+        return {"none": None, "list": [[1]]}.get(kind)
+    mask, third = torch.ones(ids.shape, dtype=torch.int64), ids.shape[1] // 3
+    if kind == "wrong shape":
+        return torch.ones(len(ids), ids.shape[1] + 1)
+    if kind == "empty row":
+        mask[:1] = 0
+    rows = {"left": slice(0, third), "right": slice(ids.shape[1] - third, None), "hole": slice(third, 2 * third)}
+    if kind in rows:
+        mask[:, rows[kind]] = 0
+    return mask
+
+
+@torch.no_grad()
+def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor:
+    """alpha of one sequence without padding, (K, L, H), from whole attention maps."""
+    if isinstance(model, TransformerLM):
+        return DenseMaps(model, row[None]).alpha(targets)[0]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    maps = model(row[None], output_attentions=True, use_cache=False).attentions
+    model.set_attn_implementation(before)
+    return alpha_by_definition(maps, targets)[0]
+
+
+@cases(0.3)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    SHAPES,
+    st.sampled_from([torch.int64] * 20 + [torch.int32, torch.float32, torch.bool]),
+    st.sampled_from([30] * 20 + [31, 10**6]),
+    st.sampled_from(MASKS),
+    changes(ASKED, 3),
+    st.integers(0, 99),
+)
+def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtype, vocabulary, masked, asked, seed):
+    model = MODELS[name]
+    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    mask = mask_of(masked, ids)
+    broken = seed == 99
+    weight = next(iter(model.parameters())).data
+    saved = weight.clone()
+    if broken:
+        weight.fill_(math.nan)
+    try:
+        report = measure(model, ids, attention_mask=mask, **asked)
+    except ValueError as error:
+        return refused("measure", error, ("ids", "attention_mask", "weights", "target", "eps", *ASKED))
+    finally:
+        weight.copy_(saved)
+    assert not broken and vocabulary >= 30
+    rows = ids.long() if mask is None else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
+    rows = [row for row in rows if len(row) >= max(report.targets)]
+    expected = torch.stack([alpha_of(model, row, report.targets) for row in rows])
+    torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
+    assert all(0 <= report.sink(k, eps) <= 100 for k in report.targets for eps in report.epsilons)
+    assert str(report) and json.dumps(report.to_dict(), allow_nan=False)
+    answered("measure")
+
+
+@cases(0.1)
+@given(changes(SPEC, 4), st.integers(0, 4), st.integers(1, 12), st.sampled_from([0.1, 1, 30, 1000]), st.integers(0, 9))
+def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores_are(fields, wrong, length, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 2, length, 4, generator=generator) for _ in range(3))
+    try:
+        spec = AttentionSpec(**fields)
+        extras = {}
+        if spec.has_key_bias:
+            extras["key_bias"] = torch.randn(2, 4 + (wrong == 1), generator=generator)
+        if spec.bias in ("kv", "v") or spec.fixed_value != "zero":
+            extras["value_bias"] = torch.randn(2, 4, generator=generator)
+        if spec.kernel == "mlp":
+            extras["mlp"] = torch.relu
+        out, weights = attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
+        quick = fast.attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
+    except ValueError as error:
+        return refused("attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec)))
+    own_weights = weights[..., int(spec.has_key_bias) :]
+    seen = torch.ones(length, length, dtype=torch.bool).tril() | (torch.arange(length) < spec.prefix)
+    assert (own_weights.masked_fill(seen, 0) == 0).all()
+    if spec.similarity == "exp" and spec.normalizer == "none" and size > 1:
+        return answered("attend")  # exp of such scores overflows, as Section 7.4 reports
+    assert weights.isfinite().all() and out.isfinite().all()
+    torch.testing.assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
+    if spec.similarity == "exp" and spec.normalizer == "sum":
+        torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
+    answered("attend")
+
+
+@cases(0.1)
+@given(changes({k: SPEC[k] for k in ("similarity", "kernel", "normalizer", "p", "scale", "window", "prefix")}, 4),
+       st.integers(1, 40), st.sampled_from(["none", "kv"]), st.sampled_from(["none", "shared", "heads"]),
+       st.integers(1, 12))  # fmt: skip
+def test_the_forms_of_long_sequences_equal_the_reference_at_any_block_size(fields, length, bias, position, block):
+    try:
+        spec = AttentionSpec(**{**fields, "bias": bias})
+    except ValueError as error:
+        return refused("forms", error, names_of(AttentionSpec))
+    inputs, extras = draw(spec, length, position)
+    with pytest.MonkeyPatch.context() as patch:
+        for constant, value in (("DENSE_LENGTH", {}), ("BLOCK", block), ("ROWS", block), ("CHUNK", block)):
+            patch.setattr(fast, constant, value)
+        quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
+        pairs = [(quick, dense), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True)]
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    answered("forms")
+
+
+@cases(0.1)
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30))
+def test_the_curve_falls_with_eps_and_the_interval_holds_the_estimate(values):
+    alpha = torch.tensor(values)[:, None, None, None]
+    report = Report(alpha, (1,), (0.3,), torch.full((len(values),), 64), (0,))
+    assert (np.diff(report.curve()) <= 1e-9).all()
+    low, high = report.interval(draws=200)
+    assert 0 <= low <= high <= 100 and report.interval(draws=200) == (low, high)
+    if len({bool(value > 0.3) for value in alpha.flatten()}) == 1:
+        assert low == high == report.sink()
+
+
+@given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
+def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
+    probe_below, valid_below = corpora._thresholds(fractions, complete=True)
+    probes, valid = (
+        [f for f in fractions if low <= f < high] for low, high in ((0, probe_below), (probe_below, valid_below))
+    )
+    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(valid) < len(fractions)
+
+
+@given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
+def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
+    text = " ".join(words)
+    pieces = list(external._pieces(text))
+    assert max(map(len, pieces)) <= external.PIECE_CHARACTERS
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    assert len(text) > external.PIECE_CHARACTERS or pieces == [text]
+
+
+@given(step=st.integers(0, 2000), size=st.integers(1, 64), seed=st.integers(0, 3))
+def test_a_batch_depends_on_seed_and_step_only_not_on_what_was_asked_before(corpus, step, size, seed):
+    fresh, used = (Chunks(corpus, "valid", 32, DataConfig(random_positions=(1,))) for _ in range(2))
+    used.batch(step + 1, size, seed), used.batch(0, size, seed + 1)
+    assert torch.equal(fresh.batch(step, size, seed), used.batch(step, size, seed))

@@ -1,0 +1,593 @@
+"""`measure` on models of transformers, against the attention maps of their own eager attention."""
+
+import copy
+import functools
+import json
+import math
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as tf
+from helpers import Largest, alpha_by_definition
+from helpers import tokens as any_tokens
+from torch import Tensor, nn
+
+from sinkutils.measuring import families, hf, masks
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import NotFinite
+from sinkutils.measuring.tally import Request, Tally
+from sinkutils.model import flash
+
+T, VOCAB = 24, 96
+TARGETS = (1, 2, 5)
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
+GROUPED = {**BASE, "num_key_value_heads": 2}
+close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+
+CONFIGS = {
+    "gpt2": lambda: tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "gpt2-inverse-layer": lambda: tf.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True
+    ),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**BASE),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48,
+        max_position_embeddings=64, word_embed_proj_dim=32),
+    "llama": lambda: tf.LlamaConfig(**GROUPED),
+    "mistral-window": lambda: tf.MistralConfig(**GROUPED, sliding_window=7),
+    "jamba": lambda: tf.JambaConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        num_experts=2, num_experts_per_tok=1, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4),
+    "qwen3": lambda: tf.Qwen3Config(**GROUPED, head_dim=8),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    "gemma2-softcap": lambda: tf.Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gemma3": lambda: tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=7, query_pre_attn_scalar=8),
+    "llama4-chunks": lambda: tf.Llama4TextConfig(
+        **{**GROUPED, "num_hidden_layers": 4}, head_dim=8, attention_chunk_size=7, intermediate_size_mlp=48,
+        num_local_experts=2, num_experts_per_tok=1),
+    "olmo2": lambda: tf.Olmo2Config(**GROUPED),
+    "phi": lambda: tf.PhiConfig(**BASE),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=7),
+}  # fmt: skip
+LEGACY = {
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, window_size=7,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=64),
+    "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: tf.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64),
+    "falcon-alibi": lambda: tf.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "mpt": lambda: tf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
+}  # fmt: skip
+FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
+         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss"}  # fmt: skip
+
+
+def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
+    """A random model whose attention is far from uniform."""
+    torch.manual_seed(seed)
+    config = {**CONFIGS, **LEGACY}[family]()
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tokens(samples: int = 3, length: int = T) -> Tensor:
+    return any_tokens(samples, length, least=3, vocabulary=VOCAB)
+
+
+def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
+    """The attention maps (B, H, T, T) of the model's own eager attention."""
+    eager = copy.deepcopy(model)
+    if all(families.chooses_attention(m) for m in families.attention_layers(eager.base_model)[1]):
+        eager.set_attn_implementation("eager")
+    else:
+        eager.config._attn_implementation = "eager"
+    with torch.no_grad():
+        return tuple(m for m in eager(ids, output_attentions=True, use_cache=False).attentions if m is not None)
+
+
+def dense_alpha(model: nn.Module, ids: Tensor) -> Tensor:
+    return alpha_by_definition(eager_maps(model, ids), TARGETS)
+
+
+def quiet(model: nn.Module, ids: Tensor, **options):
+    """`measure` without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return measure(model, ids, **options)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
+@pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
+def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family: str, exact: bool) -> None:
+    model, ids = build(family), tokens()
+    expected = dense_alpha(model, ids)
+    report = measure(model, ids, TARGETS, exact=exact, batch_size=2)
+    assert report.alpha.shape == expected.shape
+    assert (report.alpha - expected).abs().max() < 1e-5
+    assert expected.std() > 0.005  # otherwise the comparison would say nothing
+    path = "eager weights" if family in LEGACY else "fused" if family in FUSED and not exact else "exact"
+    assert report.path == path
+    # Families without sdpa, or whose sdpa leaves out what eager does, are compared with eager.
+    reference = "eager" if exact or family == "gpt_oss" or family in LEGACY or family.startswith("gemma2") else "sdpa"
+    model = build(family, None if family in LEGACY else reference)
+    if family in LEGACY:
+        model.config._attn_implementation = "eager"
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        with hf.capturing(model, Request(TARGETS), Tally(T), exact):
+            during = model(ids, use_cache=False).logits
+    if exact:
+        assert torch.equal(during, before)
+    else:
+        close(during, before)
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_hybrid_models_report_the_true_index_of_their_attention_layers(family: str) -> None:
+    report = measure(build(family), tokens())
+    assert report.layers == ((1, 3) if family == "jamba" else (3,))
+    assert report.alpha.shape[2] == len(report.layers)
+    assert report.hidden_norms.shape == (4, T)  # of every block
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
+def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family: str) -> None:
+    model, ids, seen = build(family), tokens(), []
+    if family == "llama":
+        model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True, use_cache=True)
+    report = measure(model, ids, batch_size=2)
+    hidden = [h.norm(dim=-1).mean(dim=0) for h in (*output.hidden_states[:2], *seen[:1])]
+    close(report.embedding_norms, hidden[0])
+    close(report.hidden_norms[0], hidden[1])
+    if family == "llama":
+        close(report.hidden_norms[-1], hidden[2])  # before the final norm
+    if family in LEGACY:
+        assert report.key_norms is None
+        return
+    for layer, cached in enumerate(output.past_key_values.layers):
+        keys, values = (x.norm(dim=-1).mean(dim=(0, 1)) for x in (cached.keys, cached.values))
+        close(report.key_norms[layer], keys)
+        close(report.value_norms[layer], values)
+
+
+def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
+    model, ids = build("gpt_oss"), tokens()
+    maps = eager_maps(model, ids)
+    rest = torch.stack([1 - layer.sum(dim=-1).mean(dim=-1) for layer in maps], dim=1)  # (B, L, H)
+    whole = alpha_by_definition([layer / layer.sum(dim=-1, keepdim=True) for layer in maps], TARGETS)
+    for exact in (False, True):
+        report = measure(model, ids, TARGETS, exact=exact)
+        assert (report.star - rest).abs().max() < 1e-5
+        assert (report.renormalised - whole).abs().max() < 1e-5
+        assert (report.renormalised > report.alpha).all()
+    assert rest.mean() > 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom", "mistral-window"])
+def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps = eager_maps(model, ids)
+    report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2)
+    close(report.mass, torch.stack(maps, dim=1).sum(dim=3) / torch.arange(T, 0, -1))
+    close(report.mass[:, :, :, 1], report.alpha[:, 1])
+    assert set(report.kept) == {(1, 2), (0, 3), (0, 1)}
+    for (layer, head), kept in report.kept.items():
+        close(kept.map, maps[layer][:, head])
+    if family == "llama":
+        kept = report.kept[0, 3]
+        logits = kept.cosine * kept.norm_product / math.sqrt(8)
+        close(logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1), kept.map)
+    for heads, named in (
+        (((0, 99), (0, 1)), r"\(0, 99\).*heads 0..3"),
+        (((0, 1), (7, 0)), r"\(7, 0\).*layers are \[0, 1\]"),
+    ):
+        for keep in (("map", "qk"), ("qk",), ()):
+            with pytest.raises(ValueError, match=named):
+                measure(model, ids, heads=heads, keep=keep)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: str) -> None:
+    model, ids, lengths = build(family), tokens(4), (T, 11, 17, 11)
+    mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        place = slice(0, length) if side == "right" else slice(T - length, T)
+        padded[row, place], mask[row, place] = ids[row, :length], 1
+    report = measure(model, padded, TARGETS, attention_mask=mask)
+    alone = [measure(model, ids[row : row + 1, :length], TARGETS) for row, length in enumerate(lengths)]
+    close(report.alpha, torch.cat([r.alpha for r in alone]))
+    assert report.lengths.tolist() == list(lengths)
+    close(report.hidden_norms[:, 10], torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0))
+    close(report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1])  # only one sequence is that long
+    mask[1] = 0
+    mask[1, :4] = 1
+    short = measure(model, padded, TARGETS, attention_mask=mask)
+    assert (short.samples, short.skipped) == (3, 1) and "skipped 1" in str(short)
+
+
+PRECISIONS = [
+    *((family, dtype) for family in ("gpt2", "llama", "mistral-window", "gemma3", "gpt_oss", "gemma2-softcap")
+      for dtype in (torch.bfloat16, torch.float16)),
+    *((family, torch.float64) for family in ("llama", "mistral-window", "qwen3", "gemma2-softcap", "gpt_neo")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dtype"), PRECISIONS, ids=str)
+def test_other_precisions_stay_close_to_dense_float32(family: str, dtype: torch.dtype) -> None:
+    model, ids = build(family).to(dtype), tokens()
+    report = measure(model, ids, TARGETS)
+    assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
+    wide = model if dtype == torch.float64 else model.float()
+    assert (report.alpha - dense_alpha(wide, ids)).abs().max() < (1e-6 if dtype == torch.float64 else 0.03)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> None:
+    model, ids = build(family), tokens()
+    model.train()
+    blocks = families.attention_layers(model.base_model)[0]
+    blocks[0].eval()  # a frozen part in a training model
+
+    def state() -> tuple:
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return model.config._attn_implementation, hooks, tuple(m.training for m in model.modules())
+
+    before = state()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    measure(model, ids)
+    assert state() == before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    broken = blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(model, ids)
+    broken.remove()
+    assert state() == before
+
+
+def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come() -> None:
+    model = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
+                                             max_position_embeddings=64))  # fmt: skip
+
+    def state() -> list:
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
+
+    before = state()
+    first = measure(model, tokens())
+    assert state() == before
+    assert len(model(tokens(), output_attentions=True).attentions) == 2  # installs hooks that are its own to keep
+    before = state()
+    assert torch.equal(measure(model, tokens()).alpha, first.alpha)
+    assert state() == before and len(model(tokens(), output_attentions=True).attentions) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
+def test_threads_may_measure_one_model_at_once(family: str) -> None:
+    model, texts = build(family).train(), [tokens(2, length) for length in (T, 17, 12, 9)]
+    expected = [measure(model, ids, TARGETS) for ids in texts]
+    start = threading.Barrier(len(texts))
+
+    def work(ids: Tensor) -> list:
+        start.wait()
+        return [measure(model, ids, TARGETS) for _ in range(5)]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for found, right in zip(pool.map(work, texts), expected, strict=True):
+            assert all(torch.equal(r.alpha, right.alpha) for r in found)
+            assert all(torch.equal(r.hidden_norms, right.hidden_norms) for r in found)
+    assert model.training and model.config._attn_implementation == build(family).config._attn_implementation
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "bloom"])
+def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
+    report = measure(build(family), tokens(2, 1))
+    total = report.alpha[:, 0] + (report.star if report.star is not None else 0)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    assert json.dumps(report.to_dict(), allow_nan=False) and str(report)
+    with pytest.raises(ValueError, match="at least two positions"):
+        report.norm_ratio()
+
+
+def test_weights_that_are_nowhere_or_that_nothing_is_computed_in_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"meta device .*load it first"):
+        measure(build("llama").to("meta"), tokens())
+    with pytest.raises(ValueError, match="float8_e4m3fn weights"):
+        measure(build("llama").to(torch.float8_e4m3fn), tokens())
+
+
+def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gpt2", "opt"):
+        model = build(family)
+        monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
+        with pytest.raises(ValueError, match="65 positions, and the model has learned 64"):
+            measure(model, tokens(1, 65))
+
+
+def test_padding_without_a_mask_is_warned_of() -> None:
+    model, ids = build("llama"), tokens()
+    quiet(model, ids)
+    ids[0, -2:] = model.config.pad_token_id
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    quiet(model, ids, attention_mask=mask)
+    with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
+        measure(model, ids)
+    model.config.pad_token_id = model.config.eos_token_id  # one such token is text, several at an end are not
+    ids[0, -2:] = torch.tensor([5, model.config.eos_token_id])
+    quiet(model, ids)
+    ids[0, -2:] = model.config.eos_token_id
+    with pytest.warns(UserWarning, match=r"padding token \(2\)"):
+        measure(model, ids)
+
+
+def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several() -> None:
+    model, ids = build("llama"), tokens()
+    assert measure(model, ids).bos is False
+    ids[:, 0] = model.config.bos_token_id
+    report = measure(model, ids)
+    assert report.bos is True and "BOS first: yes" in str(report) and "T = 24, n = 3" in str(report)
+    vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
+    ids[:, 0] = torch.tensor([1, 2, 1])
+    assert measure(model, ids).bos is True
+    ids[1, 0] = 5
+    assert measure(model, ids).bos is False
+
+
+def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says() -> None:
+    model = build("llama")
+    wrapped = model.model.layers[0].self_attn
+    forward = wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_causal": None})
+    assert measure(model, tokens()).path == "fused"
+
+
+def test_two_models_that_share_a_config_can_both_be_used() -> None:
+    one, ids = build("llama"), tokens()
+    two = tf.LlamaForCausalLM(one.config).eval()
+    before = two(ids).logits
+    measure(one, ids)
+    assert torch.equal(two(ids).logits, before)
+
+
+WINDOWED = ("mistral-window", "gemma3", "gpt_oss", "gemma2-softcap", "llama4-chunks")
+
+
+def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks come as tensors that know nothing of windows."""
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.sdpa_mask)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "mask"])
+@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
+    model, ids = build("llama" if kind == "causal" else "mistral-window"), tokens()
+    monkeypatch.setattr(flash, "TRUST", {})
+    if kind == "mask":
+        mask_without_positions(monkeypatch)
+    right, expected = flash.fused, dense_alpha(model, ids)
+    assert measure(model, ids, TARGETS).path == "fused"
+
+    def wrong(q, k, v, **kwargs):
+        out, lse = right(q, k, v, **kwargs)
+        lse[:, :, 3] += 1.0
+        return out, lse
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    if not tried:
+        flash.TRUST.clear()
+        with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+            report = measure(model, ids, TARGETS)
+    else:
+        report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, mask = build("mistral-window"), tokens(), torch.ones(3, T, dtype=torch.long)
+    mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
+    right = flash.fused
+
+    def wrong(q, k, v, mask=None, **kwargs):
+        out, lse = right(q, k, v, mask=mask, **kwargs)
+        return out, lse + (mask is not None)
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    report = measure(model, ids, TARGETS, attention_mask=mask)
+    torch.testing.assert_close(report.alpha[1:], dense_alpha(model, ids[1:]), atol=1e-6, rtol=1e-5)
+    assert report.path == "exact" and report.windows == (7, 7)
+
+
+def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args, **kwargs):
+        raise AttributeError("no such op in this build")
+
+    model, ids = build("llama"), tokens()
+    expected = measure(model, ids, TARGETS)
+    assert expected.path == "fused"
+    monkeypatch.setattr(flash, "fused", missing)
+    monkeypatch.setattr(flash, "TRUST", {})
+    report = measure(model, ids, TARGETS)
+    assert report.path == "exact"
+    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
+def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
+    family: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = build(family), tokens()
+    asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
+    mask_without_positions(monkeypatch)
+    expected = measure(model, ids, **asked)
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.mask)
+    monkeypatch.setattr(masks, "LONG", 1)
+    monkeypatch.setattr(flash, "ROWS", 5)
+    monkeypatch.setattr(flash.PositionMask.__init__, "__defaults__", (5,))
+    report = measure(model, ids, **asked)
+    for name in ("alpha", "hidden_norms", *(("mass",) if exact else ())):
+        torch.testing.assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
+    assert report.path == expected.path
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo"])
+def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family: str) -> None:
+    model, ids = build(family), tokens()
+    maps, report = eager_maps(model, ids), measure(model, ids, TARGETS)
+    for k in TARGETS:
+        seeing = [(layer[:, :, k - 1 :, k - 1] > 0).float().mean(dim=(0, 1, 2)) for layer in maps]
+        assert report.caps(k) == pytest.approx([float(share) for share in seeing])
+        over = torch.stack([m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1)
+        torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
+    assert min(report.caps()) == pytest.approx(7 / T)
+    assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
+
+
+@pytest.mark.slow
+def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
+    model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
+    length = 8192
+    with Largest() as largest:
+        report = measure(model.eval(), tokens(1, length))
+    assert report.path == "fused" and report.windows == (64, 64)
+    assert largest.elements < length**2 / 4
+
+
+def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gemma2-softcap", "gpt_oss", "mistral-window"):
+        model, ids = build(family), tokens()
+        whole = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
+        with monkeypatch.context() as patch:
+            patch.setattr(hf, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
+            pieces = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
+        for name in ("alpha", "mass", "hidden_norms"):
+            torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("away", [("blocks",), ("blocks", "embedding")], ids=str)
+def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, away: tuple, tmp_path) -> None:
+    """Every second block, and the embeddings, on the disk: `device_map` without a second device."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate, which places models by device_map, is missing")
+    model, ids = build(family), tokens()
+    whole = measure(model, ids, targets=TARGETS)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    blocks = next(name for name, module in model.named_modules() if module is families.attention_layers(model)[0])
+    device_map = {name: "cpu" for name, module in model.named_modules() if not list(module.children())
+                  and next(module.parameters(), None) is not None and not name.startswith(blocks)}  # fmt: skip
+    device_map |= {f"{blocks}.{layer}": "disk" if layer % 2 else "cpu" for layer in range(2)}
+    if "embedding" in away:
+        device_map |= {name: "disk" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    spread = accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path)
+    report = measure(spread, ids, targets=TARGETS)
+    assert torch.equal(report.alpha, whole.alpha) and torch.equal(report.hidden_norms, whole.hidden_norms)
+    with torch.no_grad():
+        assert torch.equal(spread(ids, use_cache=False).logits, logits)
+
+
+@pytest.mark.slow
+def test_a_compiled_wrapper_is_looked_through() -> None:
+    model, ids = build("gpt2"), tokens()
+    assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)
+
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+NONE = {
+    "no causal LM": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, num_attention_heads=4, intermediate_size=48)),
+    "encoder-decoder": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
+    "no softmax attention": lambda: tf.MambaForCausalLM(tf.MambaConfig(**SMALL, state_size=4)),
+    "its wrapper": lambda: nn.Linear(2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NONE)
+def test_models_without_a_sink_to_measure_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(NONE[message](), tokens())
+
+
+def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_mask(*args, **kwargs):
+        return torch.ones(1, 1, kwargs["q_length"], kwargs["kv_length"], dtype=torch.bool)
+
+    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, no_mask)
+    with pytest.raises(ValueError, match="sees later tokens"):
+        measure(build("llama"), tokens())
+
+
+def test_attention_modules_that_do_not_report_are_an_error() -> None:
+    model = build("gpt_neo")
+    block = model.transformer.h[1].attn.attention
+    block.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match="1 of 2 attention modules"):
+        measure(model, tokens())
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_nan_weights_are_refused(family: str) -> None:
+    model = build(family)
+    attention = next(iter(families.attention_layers(model.base_model)[1]))
+    next(attention.parameters()).data[0, 0] = math.nan
+    with pytest.raises(NotFinite, match="not finite"):
+        measure(model, tokens())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": tokens(length=3), "targets": (5,)}, "beyond the ids"),
+        ({"targets": (0,)}, "count from 1"),
+        ({"targets": ()}, "at least one"),
+        ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
+        ({"epsilons": ()}, "at least one"),
+        ({"ids": tokens()[0]}, "shape"),
+        ({"ids": tokens().float()}, "int64"),
+        ({"ids": torch.zeros(0, 4, dtype=torch.long)}, "at least one"),
+        ({"attention_mask": torch.zeros(3, T)}, "all padding"),
+        ({"attention_mask": torch.ones(3, 4)}, "shape of ids"),
+        ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
+        ({"keep": ("maps",)}, "keep must be"),
+        ({"heads": ((0,),)}, "heads are"),
+        ({"heads": None}, "heads must be"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"targets": (math.nan,)}, "count from 1"),
+        ({"targets": ("a",)}, "targets must be a sequence of numbers"),
+        ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
+        ({"attention_mask": [[1]]}, "attention_mask must be of type Tensor"),
+        ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
+        ({"ids": torch.full((1, 4), -1)}, r"ids must be in 0..95, .* got -1..-1"),
+        ({"attention_mask": torch.full((3, T), 0.5)}, "attention_mask must be 1 at tokens and 0"),
+        ({"bos": "maybe"}, "bos must be True, False or None"),
+        ({"heads": ((True, 0),)}, "count from 0"),
+    ],
+)
+def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(build("llama"), **{"ids": tokens(), **arguments})

@@ -1,0 +1,168 @@
+"""The command line: what it prints, and one line with advice for every mistake."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+import sinkutils
+from sinkutils.__main__ import COMMANDS, duration, main
+from sinkutils.study.grid import config
+from sinkutils.training.trainer import train
+
+
+def said(capsys, *arguments, status=0) -> str:
+    """What a command prints, of a mistake on stderr."""
+    assert main([str(argument) for argument in arguments]) == status
+    captured = capsys.readouterr()
+    return captured.err if status else captured.out
+
+
+def test_list_shows_every_experiment_with_the_papers_value_or_one_section(capsys, tmp_path):
+    out = said(capsys, "list", "--preset", "smoke")
+    assert "k_bias" in out and "Table 4" in out and "18.18" in out and "missing" in out
+    out = said(capsys, "list", "--section", "6")
+    assert "weight_decay_0.5" in out and "k_bias" not in out
+    assert main(["list", "--preset", "smoke", "--runs", str(tmp_path / "nothing")]) == 0
+    assert "there are no records in" in capsys.readouterr().err
+
+
+REFUSED = {
+    "train k_byas --preset smoke": "did you mean k_bias",
+    "train k_bias --preset smoke --device banana": "device must be cpu, cuda",
+    "train k_bias --preset smoke --device cuda:99": "'cuda:99' was asked for, but PyTorch sees",
+    "train k_bias --preset smoke --device meta": "where a model has weights",
+    "train k_bias --preset smoke --seed -1": "seed must be",
+    "train k_bias --preset smoke --seed one": "invalid int value: 'one'",
+    "train k_bias --checkpoint-seconds nan": "must be a finite number of at least 0, got 'nan'",
+    "train k_bias --checkpoint-seconds -1": "must be a finite number of at least 0",
+    "train": "the following arguments are required: experiment",
+    "train sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
+    "train sft_nothing": "unknown experiment 'sft_nothing'",
+    "list --section 9": "section must be one of",
+    "list --preset phone": "invalid choice: 'phone' (choose from 'smoke'",
+    "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
+    "sweep --preset smoke --only k_byas": "did you mean k_bias",
+    "sweep --preset smoke --engine abacus": "invalid choice: 'abacus'",
+    "cost --gpus 0": "--gpus: must be an integer of at least 1",
+    "cost --mfu 0": "--mfu: must be a number above 0, at most 1",
+    "cost --mfu inf": "--mfu: must be a number above 0, at most 1",
+    "measure laptop/no_such_run/0": "no_such_run",
+    "measure ./nothing": "there is no folder './nothing'",
+    "measure x -n 0": "-n: must be an integer of at least 1",
+    "measure x --batch-size 0": "--batch-size: must be an integer of at least 1",
+    "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
+    "measure x --device banana": "device must be cpu, cuda",
+    "measure x --save --revision step1": "--save keeps a model as it was published",
+    "scores ./nothing": "there is no folder './nothing'",
+    "run --only 99": "no notebook starts with 99",
+    "run --only 02 -p colour red": "02_optimization has no parameter colour; it has preset, seed",
+    "run --preset paper-1b": "(choose from 'smoke'",
+    "": "the following arguments are required: command",
+    "dance": "invalid choice: 'dance'",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_a_mistake_gives_one_line_that_helps_and_status_2(capsys, arguments):
+    try:
+        status = main(arguments.split())
+    except SystemExit as stop:  # argparse's way
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert REFUSED[arguments] in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
+    out = said(capsys, "sweep", "--preset", "smoke", "--dry-run", "--runs", tmp_path, "--only", "k_bias", "--seeds", 0)
+    assert "k_bias" in out and "about 10 s" in out and "1 runs" in out and " 0.0 " not in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (210, "3.5 min"), (5400, "1.5 h")])
+def test_times_are_in_words_of_their_size(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_every_command_has_help_that_names_each_default_once(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert stop.value.code == 0 and "(default: None)" not in text and "(default: False)" not in text
+        assert not re.search(r"\(default: [^()]*\) \(default", text)
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"sinkutils {sinkutils.__version__}\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As `list | head -1`."""
+    command = [sys.executable, "-m", "sinkutils", "list", "--preset", "smoke"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, corpus):
+    """Records of smoke on the tests' corpus, with weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("k_bias", "fixed_1"):
+        train(config(name, "smoke"), folder, corpus=corpus, keep_weights=True, progress=False)
+    return folder
+
+
+@pytest.mark.slow
+def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its_training(capsys, runs):
+    arguments = ("measure", "smoke/k_bias/0", "--runs", runs, "-n", 5, "-T", 32, "--probe", "random", "repeat")
+    table = said(capsys, *arguments, "--batch-size", 2)
+    assert "BOS first: no" in table and "Sink" in table
+    reports = json.loads(said(capsys, *arguments, "--json"))
+    assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
+    arguments = ("measure", "smoke/fixed_1/0", "--runs", runs, "-n", 5, "--probe", "random", "--json")
+    assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
+    assert json.loads(said(capsys, *arguments, "--any-first"))["random"]["name"].endswith("random input")
+    advice = said(capsys, "measure", "smoke/k_bias", "--runs", runs, status=2)
+    assert "of this experiment take smoke/k_bias/0\n" in advice
+
+
+def ledger(preset, runs, part):
+    words = "The sink is found wherever it was looked for, " * 4
+    row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28"}
+    rows = [{**row, "verdict": verdict, "reason": "a reason"} for verdict in ("not reproduced", "partly", "partly")]
+    return pd.DataFrame(rows[: 3 if part == "paper" else 1])
+
+
+def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sinkutils.ledger.claims.claims", ledger)
+    monkeypatch.setenv("COLUMNS", "100")
+    short = said(capsys, "claims", "--runs", tmp_path)
+    assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
+    assert short.splitlines()[0].startswith("not reproduced  sink")
+    assert "3 claims at laptop: 1 not reproduced, 2 partly" in short.splitlines()
+    assert short.splitlines()[-1] == "1 claims of later papers at laptop: 1 not reproduced"
+    long = said(capsys, "claims", "--runs", tmp_path, "--long")
+    assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "reason: a reason" in long
+    table = pd.read_csv(io.StringIO(said(capsys, "claims", "--runs", tmp_path, "--csv")))
+    assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
+
+
+@pytest.mark.slow
+def test_the_names_of_the_contract_are_there_whatever_is_imported_first():
+    code = (
+        "import sinkutils.study.record, sinkutils.ledger.claims, sinkutils.study.grid, sinkutils as su\n"
+        "names = 'LMConfig TransformerLM attend AttentionSpec load_lm probe measure experiments records claims'\n"
+        "assert all(callable(getattr(su, name)) for name in names.split())\n"
+        "assert len(su.experiments()) > 100 and len(su.experiments('6')) > 10\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

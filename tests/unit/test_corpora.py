@@ -1,0 +1,582 @@
+"""Corpora: splits by document, the text kept as it is, caches whole or rebuilt, clear words when text is missing."""
+
+import ast
+import importlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from sinkutils.data import cache as caches
+from sinkutils.data import corpus as corpora
+from sinkutils.data import embedded, external
+from sinkutils.data.cache import pack_corpus
+from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus
+from sinkutils.data.probes import probe
+from sinkutils.paths import ROOT
+
+STRANGE = [
+    "<eos> <bos> and <fix> are written here, as text " * 5,
+    "naïve façade, λόγος, 漢字, 🎲 and\ttabs\n\n\n  and   spaces  \n" * 4,
+    "\x00 \x07 \u2028 control characters",
+]
+
+
+def load(name, cache, vocab_size=300, **options):
+    return load_corpus(name, vocab_size, cache_dir=cache, progress=False, **options)
+
+
+def folder_of(folder, files):
+    """A folder with these files, a text each."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode("utf-8"))
+    return folder
+
+
+def all_texts(corpus):
+    return [text for split in SPLITS for text in corpus.texts(split)]
+
+
+def test_every_document_is_in_exactly_one_split_once_and_decodes_to_itself(text_folder, tmp_path):
+    texts = [file.read_text() for file in text_folder.iterdir()] + STRANGE
+    folder = folder_of(tmp_path / "twice", {f"{copy}{i}.txt": text for copy in "ab" for i, text in enumerate(texts)})
+    assert sorted(all_texts(load(f"path:{folder}", tmp_path / "cache"))) == sorted(texts)
+
+
+def test_documents_end_with_eos_and_begin_with_bos_on_request(corpus):
+    for split in SPLITS:
+        documents = list(corpus.documents(split))
+        joined = np.concatenate([[*document, corpus.eos_id] for document in documents])
+        assert np.array_equal(joined, corpus.tokens(split))
+        assert all(document.min() >= corpus.first_text_id for document in documents)
+        with_bos = [[corpus.bos_id, *document, corpus.eos_id] for document in documents]
+        assert corpus.tokens(split, bos=True).tolist() == list(itertools.chain(*with_bos))
+    assert (corpus.eos_id, corpus.bos_id, corpus.fix_id, corpus.first_text_id) == (0, 1, 2, 3)
+    assert [len(list(corpus.documents("train", limit=n))) for n in (1, 5)] == [1, 5]
+    assert len(list(corpus.texts("probe", limit=2))) == 2
+
+
+def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_split(tmp_path):
+    rng = random.Random(1)
+    lines = [" ".join(rng.choices("abcdefghij", k=30)) for _ in range(12_000)]
+    for name, kept in (("all", lines), ("half", lines[::2])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in kept))
+    whole, half = (load(f"path:{tmp_path}/{name}.jsonl", tmp_path / "cache") for name in ("all", "half"))
+    documents = {split: len(list(whole.documents(split))) for split in SPLITS}
+    assert all(240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid"))  # of 12,000, 4 sigma
+    for split in SPLITS:
+        assert set(half.texts(split)) < set(whole.texts(split))
+
+
+def test_the_same_text_gives_the_same_tokens_and_fingerprint_elsewhere(text_folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in sorted(text_folder.iterdir(), reverse=True):
+        shutil.copyfile(file, elsewhere / file.name)
+    here, there = (load(f"path:{f}", tmp_path / f"cache{i}") for i, f in enumerate((text_folder, elsewhere)))
+    assert here.fingerprint == there.fingerprint
+    assert all(np.array_equal(here.tokens(split), there.tokens(split)) for split in SPLITS)
+    (elsewhere / "000.txt").write_text("one document is another one now")
+    assert load(f"path:{elsewhere}", tmp_path / "cache1").fingerprint != here.fingerprint
+
+
+def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
+    for vocab_size in (259, 320):
+        found = load(f"path:{text_folder}", tmp_path, vocab_size)
+        assert found.vocab_size == found.tokenizer.get_vocab_size() == vocab_size
+        assert found.tokens("train").max() < vocab_size and found.tokens("train").dtype == np.uint16
+    capped = load(f"path:{text_folder}", tmp_path, max_tokens=20_000)
+    total = sum(len(capped.tokens(split)) for split in SPLITS)
+    assert 19_000 < total <= 20_000 < sum(len(corpus.tokens(split)) for split in SPLITS)
+    for options, message in (({"vocab_size": 258}, "vocab_size must be at least 259"),
+                             ({"max_tokens": 0}, "max_tokens must be positive"),
+                             ({"max_tokens": 10}, r"no document for .* larger max_tokens")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load(f"path:{text_folder}", tmp_path, **options)
+
+
+def test_a_second_load_opens_the_cache_without_reading_the_text(text_folder, tmp_path, monkeypatch):
+    first = load(f"path:{text_folder}", tmp_path)
+    monkeypatch.setattr(external, "local", None)
+    second = load(f"path:{text_folder}", tmp_path)
+    assert second.fingerprint == first.fingerprint and isinstance(second.tokens("train"), np.memmap)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "probe.bin", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
+def test_a_damaged_cache_is_noticed_and_built_again(text_folder, corpus, tmp_path, file, damage):
+    load(f"path:{text_folder}", tmp_path)
+    (target,) = tmp_path.glob(f"*/{file}")
+    content = bytearray(target.read_bytes())
+    if damage == "truncated":
+        target.write_bytes(content[: len(content) // 2])
+    elif damage == "changed":
+        content[len(content) // 2] ^= 1
+        target.write_bytes(content)
+    else:
+        target.unlink()
+    with pytest.warns(UserWarning, match="is damaged and is built again"):
+        rebuilt = load(f"path:{text_folder}", tmp_path)
+    assert rebuilt.fingerprint == corpus.fingerprint
+    assert np.array_equal(rebuilt.tokens("train"), corpus.tokens("train"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_is_hashed_once_and_again_when_it_was_changed(text_folder, corpus, tmp_path, monkeypatch):
+    hashed = []
+    digest = caches._file_digest
+    monkeypatch.setattr(caches, "_file_digest", lambda file: hashed.append(file.name) or digest(file))
+    files = {"probe.bin", "tokenizer.json", "train.bin", "valid.bin"}
+    folder = load(f"path:{text_folder}", tmp_path).folder
+    assert sorted(hashed) == sorted(files)  # when it was written
+    load(f"path:{text_folder}", tmp_path)
+    assert len(hashed) == 4
+    os.utime(folder / "train.bin")
+    load(f"path:{text_folder}", tmp_path)
+    assert hashed[4:] == ["train.bin"]
+    (folder / caches.HASHED).write_text('{"train.bin": [')  # a write that was killed
+    load(f"path:{text_folder}", tmp_path)
+    load(f"path:{text_folder}", tmp_path)
+    assert set(hashed[5:]) == files and len(hashed) == 9
+
+
+LOADER = """
+import resource, signal, sys
+from sinkutils.data.corpus import load_corpus
+name, cache, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if limit:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+print(load_corpus(name, 300, cache_dir=cache, progress=False).fingerprint)
+"""
+
+
+def start_loader(name, cache, limit=0):
+    command = [sys.executable, "-c", LOADER, name, str(cache), str(limit)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(text_folder, tmp_path):
+    process = start_loader(f"path:{text_folder}", tmp_path / "cache", limit=20_000)  # tokenizer fits, tokens do not
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "OSError" in errors and "no room for the token cache" in errors and "SINKUTILS_CACHE" in errors
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_processes_that_build_at_once_end_with_one_intact_cache(text_folder, corpus, tmp_path):
+    processes = [start_loader(f"path:{text_folder}", tmp_path) for _ in range(3)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [out.strip() for out, _ in outputs] == [corpus.fingerprint] * 3, outputs
+    assert len(list(tmp_path.iterdir())) == 1
+    assert load(f"path:{text_folder}", tmp_path).fingerprint == corpus.fingerprint
+
+
+def test_a_cache_folder_is_cleared_of_old_builds_and_one_that_cannot_be_written_named(text_folder, tmp_path):
+    old, young = tmp_path / ".build-old", tmp_path / ".build-young"
+    old.mkdir(), young.mkdir()
+    yesterday = time.time() - 2 * 86_400
+    os.utime(old, (yesterday, yesterday))
+    load(f"path:{text_folder}", tmp_path)
+    assert not old.exists() and young.exists()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"cannot write the token cache below .*file.*SINKUTILS_CACHE"):
+        load(f"path:{text_folder}", tmp_path / "file" / "cache")
+
+
+def test_the_cache_is_where_the_environment_says(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "chosen"))
+    load_corpus(f"path:{text_folder}", 300, progress=False)
+    monkeypatch.delenv("SINKUTILS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    load_corpus(f"path:{text_folder}", 300, progress=False)
+    assert len(list((tmp_path / "chosen").iterdir())) == len(list((tmp_path / "xdg" / "sinkutils").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["docstring", "", "path:", "hub:", "domain:poetry", "pile:Books3", "other:x"])
+def test_an_unknown_corpus_lists_what_exists(name, tmp_path):
+    with pytest.raises(ValueError, match="unknown corpus") as error:
+        load(name, tmp_path)
+    assert all(known in str(error.value) for known in corpus_names())
+
+
+def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, monkeypatch):
+    two = '{"text": "one"}\n{"text": "two"}\n{"text": "two"}\n'
+    folder_of(tmp_path, {"empty/picture.png": b"no text", "empty/empty.txt": b"", "two.jsonl": two})
+    folder_of(tmp_path, {"latin.txt": "façade".encode("latin-1")})
+    fake_hub(monkeypatch, [{"image": "x", "label": 1}])
+    for name, message in {
+        str(text_folder): f"say 'path:{text_folder}'$",
+        str(text_folder / "000.txt"): f"say 'path:{text_folder / '000.txt'}'$",
+        f"path:{tmp_path}/nowhere": "there is no such folder or file",
+        f"path:{tmp_path}/empty": r"no \.txt, \.md, \.jsonl file with text",
+        f"path:{tmp_path}/two.jsonl": "has 2 different documents and needs at least 3",
+        f"path:{tmp_path}/latin.txt": r"latin\.txt is not UTF-8 text",
+        "hub:owner/pictures": r"has the fields \['image', 'label'\], none of",
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            load(name, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("line", ["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]', "3"])
+def test_a_bad_jsonl_line_is_named(tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: (not JSON|expected an object with a string under)"):
+        load(f"path:{tmp_path}/bad.jsonl", tmp_path / "cache")
+
+
+def test_folders_mix_text_markdown_and_jsonl_and_lone_surrogates_stop_nothing(text_folder, tmp_path):
+    texts = [file.read_text() for file in sorted(text_folder.iterdir())]
+    lines = "\n".join(json.dumps({"text": text}) for text in [*texts[:50], "text with \ud800 in it"])
+    files = {"lines.jsonl": lines, "below/page.md": texts[50], "page.TXT": texts[51], "code.py": "ignored = True"}
+    found = all_texts(load(f"path:{folder_of(tmp_path / 'mixed', files)}", tmp_path / "cache"))
+    assert sorted(found) == sorted([*texts[:52], "text with ? in it"])
+
+
+def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp_path):
+    rng, folder = random.Random(0), tmp_path / "novels"
+    folder.mkdir()
+    novels = [
+        "\n\n".join(" ".join(rng.choices(["alpha", "beta", "gamma"], k=60)) for _ in range(1100)) for _ in range(3)
+    ]
+    for name, novel in zip("abc", novels, strict=True):
+        (folder / f"{name}.txt").write_text(novel, encoding="utf-8")
+    corpus = load(f"path:{folder}", tmp_path / "cache")
+    texts = all_texts(corpus)
+    assert all(any(piece in novel for novel in novels) for piece in texts)
+    assert sum(map(len, texts)) == sum(map(len, novels)) - 2 * (len(texts) - 3)  # nothing lost but what divides them
+    assert probe("natural", corpus.tokenizer, 100, 64, corpus=corpus).shape == (100, 64)
+    book = load(f"path:{folder}/a.txt", tmp_path / "cache")
+    assert set(all_texts(book)) < set(texts)
+
+
+def fake_hub(monkeypatch, rows, asked=None):
+    """Let load_dataset give a real streaming data set of `rows`."""
+
+    def load_dataset(name, config=None, *, split, streaming):
+        assert split == "train" and streaming
+        if asked is not None:
+            asked.append((name, config))
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+@pytest.mark.parametrize("field", ["text", "content"])
+def test_a_hub_data_set_is_streamed_and_its_text_field_found(monkeypatch, corpus, tmp_path, field):
+    texts = list(corpus.texts("train", limit=60))
+    asked = []
+    fake_hub(monkeypatch, [{"id": i, field: text} for i, text in enumerate(texts)], asked)
+    found = load("hub:someone/things/part-1", tmp_path)
+    assert asked == [("someone/things", "part-1")]
+    assert sorted(all_texts(found)) == sorted(texts)
+
+
+def test_names_of_hub_data_sets_are_read_as_owner_name_and_config(monkeypatch, tmp_path):
+    asked = []
+    fake_hub(monkeypatch, [{"text": f"some text {i}"} for i in range(10)], asked)
+    for name in ("hub:single", "hub:owner/name", "hub:owner/name/a/b", "wikitext"):
+        load(name, tmp_path)
+    assert asked == [
+        ("single", None),
+        ("owner/name", None),
+        ("owner/name", "a/b"),
+        ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    ]
+
+
+def test_a_stream_is_read_no_further_than_max_tokens_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpora, "SAMPLE_CHARACTERS", 50_000)
+    monkeypatch.setattr(corpora, "BATCH_CHARACTERS", 10_000)
+    monkeypatch.setattr(corpora, "HUB_TOKENS", 30_000)
+    read = itertools.count()
+    rng = random.Random(0)
+    endless = ({"text": f"{next(read)} " + " ".join(rng.choices("abc", k=50))} for _ in itertools.count())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: endless)
+    corpus = load("hub:endless", tmp_path)
+    total = sum(len(corpus.tokens(split)) for split in SPLITS)
+    assert 29_000 < total <= 30_000
+    assert next(read) < 3_000
+
+
+def test_the_pile_is_mixed_by_the_authors_weights(monkeypatch):
+    monkeypatch.setattr(external, "PILE_SLACK", 1_000)
+    rng = random.Random(0)
+    names = [*external.PILE_WEIGHTS, "Books3"]
+
+    def rows():
+        for _ in range(40_000):
+            name = rng.choice(names)
+            yield {"text": f"{name}|" + "x" * rng.randint(50, 150), "meta": {"pile_set_name": name}}
+
+    monkeypatch.setattr(external, "_stream", lambda dataset, config: rows())
+    characters = dict.fromkeys(names, 0)
+    for text in external.pile():
+        characters[text.partition("|")[0]] += len(text)
+    total = sum(characters.values())
+    assert characters["Books3"] == 0 and total > 1e6
+    for name, weight in external.PILE_WEIGHTS.items():
+        assert characters[name] / total == pytest.approx(weight / sum(external.PILE_WEIGHTS.values()), abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "tokens"), [(50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)]
+)
+def test_the_pile_at_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(
+    monkeypatch, tmp_path, vocabulary, tokenizer, tokens
+):
+    asked = []
+
+    def build(name, source, vocab_size, tokenizer, max_tokens, progress, folder):
+        asked.append((tokenizer, max_tokens))
+        raise ConnectionError("enough")
+
+    monkeypatch.setattr(corpora, "_build", build)
+    with pytest.raises(ConnectionError, match="enough"):
+        load_corpus("pile", vocabulary, cache_dir=tmp_path)
+    assert asked == [(tokenizer, tokens)]
+
+
+def test_one_domain_of_the_pile_can_be_asked_for(monkeypatch, tmp_path):
+    rows = [{"text": f"{name} {i}", "meta": {"pile_set_name": name}} for i in range(30) for name in ("ArXiv", "Github")]
+    fake_hub(monkeypatch, rows)
+    assert sorted(all_texts(load("pile:ArXiv", tmp_path))) == sorted(f"ArXiv {i}" for i in range(30))
+
+
+@pytest.mark.parametrize("name", ["pile", "wikitext", "hub:owner/name"])
+def test_without_network_one_line_says_what_was_asked_and_what_to_do(monkeypatch, tmp_path, name):
+    def unreachable(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("could not\nbe found")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConnectionError, match=r"could not be read from the Hugging Face hub .* 'docstrings'") as error:
+        load(name, tmp_path)
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_connection_lost_in_the_stream_leaves_no_cache(monkeypatch, tmp_path):
+    def broken():
+        yield {"text": "the first document"}
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: broken())
+    with pytest.raises(ConnectionError, match="connection reset"):
+        load("hub:owner/name", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def neox_like(tmp_path, specials):
+    tokenizer = Tokenizer.from_file(str(tmp_path / "own.json"))
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    text = [token for token in vocabulary if not token.startswith("<")]
+    model = models.BPE(vocab={token: i for i, token in enumerate([*specials, *text])}, merges=[])
+    other = Tokenizer(model)
+    other.pre_tokenizer, other.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
+    other.add_special_tokens(specials)
+    other.save(str(tmp_path / "other.json"))
+    return str(tmp_path / "other.json")
+
+
+def test_another_tokenizer_brings_its_own_eos_and_a_token_for_the_fixed_position(text_folder, corpus, tmp_path):
+    corpus.tokenizer.save(str(tmp_path / "own.json"))
+    file = neox_like(tmp_path, ["<|endoftext|>", "<|padding|>"])
+    found = load(f"path:{text_folder}", tmp_path / "cache", 50_432, tokenizer=file)
+    assert (found.eos_id, found.bos_id, found.fix_id, found.first_text_id) == (0, 0, 1, 2)
+    assert found.vocab_size < 50_432 and sorted(all_texts(found)) == sorted(all_texts(corpus))
+    with pytest.raises(ValueError, match="vocab_size must be at least that, got 260"):
+        load(f"path:{text_folder}", tmp_path / "cache", 260, tokenizer=file)
+    with pytest.raises(ValueError, match=r"has none of <fix>, .* to serve as fix_id"):
+        load(f"path:{text_folder}", tmp_path / "cache", 1000, tokenizer=neox_like(tmp_path, ["<|endoftext|>"]))
+
+
+def test_a_hub_tokenizer_without_network_is_a_clear_error(monkeypatch, text_folder, tmp_path):
+    def unreachable(name):
+        raise Exception(f"{name}: no route")
+
+    monkeypatch.setattr("sinkutils.data.tokenizer.Tokenizer.from_pretrained", unreachable, raising=False)
+    with pytest.raises(ConnectionError, match=r"'EleutherAI/gpt-neox-20b' could not be read .*no route"):
+        load(f"path:{text_folder}", tmp_path, 50_432, tokenizer="EleutherAI/gpt-neox-20b")
+
+
+def install(site, package, files, version="1.0", unlisted=()):
+    """What pip leaves of a package: its files, by their path in `site`, and a RECORD of those that it brought."""
+    info = f"{package}-{version}.dist-info"
+    files = files | {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"}
+    for name, text in {**files, **dict(unlisted)}.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    (site / info / "RECORD").write_text("".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]))
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A made-up installation: site/ with two packages of the list in it, and what must be left out."""
+    monkeypatch.setattr(embedded, "DISTRIBUTIONS", ("alpha", "beta"))
+    monkeypatch.setattr(embedded, "_standard_library", lambda: iter(()))
+
+    def make(folder, more=False):
+        site, unread = folder / "site", f'"""{"must not be read " * 30}"""'
+        for package in ("alpha", "beta"):
+            files: dict[str, str | bytes] = {}
+            for i in range(20):
+                words = f"{package} {i} " * 40
+                code = f'def f():\n    r"""Does {words}"""\n    return \'no\'\n' + f"x = {i}\n" * 60
+                files[f"{package}/m{i}.py"] = f'# a comment\n"""Module {words}"""\n\n{code}'
+            files[f"{package}/broken.py"] = b'"""caf\xe9"""' * 50
+            files[f"{package}-1.0.dist-info/c.py"] = files["../bin/script.py"] = unread
+            install(site, package, files, unlisted={f"{package}/here.py": unread, "sinkutils/a.py": unread})
+        shutil.copy(site / "alpha" / "m0.py", site / "beta" / "m0.py")
+        if more:
+            install(site, "gamma", {"gamma/m.py": unread})
+        monkeypatch.syspath_prepend(str(site))
+        return folder
+
+    return make
+
+
+def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_is_installed(installed, tmp_path):
+    found = []
+    for place, more in (("one", False), ("two/deep", True)):
+        installed(tmp_path / place, more)
+        found.append([list(kind(False)) for kind in (embedded.docstrings, embedded.sources, embedded.everything)])
+    assert found[0] == found[1]
+    assert len(found[0][0]) == len(found[0][1]) == 39  # every module once
+    assert not any("must not be read" in text for texts in found[0] for text in texts)
+
+
+def test_the_docstring_corpus_holds_docstrings_and_no_code_and_a_package_that_is_missing_is_named(installed, tmp_path):
+    folder = installed(tmp_path / "one")
+    texts = all_texts(load("docstrings", tmp_path / "cache"))
+    assert len(texts) == 39
+    assert all("Module" in text and "Does" in text and "return" not in text and "#" not in text for text in texts)
+    shutil.rmtree(folder / "site" / "beta-1.0.dist-info")
+    importlib.invalidate_caches()
+    with pytest.warns(UserWarning, match=r"the embedded text lacks beta, .* install what pyproject.toml pins"):
+        assert set(embedded.docstrings(False)) < set(texts)
+
+
+def test_another_version_makes_another_corpus_and_another_package_does_not(installed, tmp_path):
+    folder = installed(tmp_path / "one")
+    before = embedded.installed_versions()
+    load("docstrings", tmp_path / "cache")
+    install(folder / "site", "gamma", {})
+    assert embedded.installed_versions() == before
+    shutil.rmtree(folder / "site" / "alpha-1.0.dist-info")
+    install(folder / "site", "alpha", {"alpha/m0.py": f'"""{"something else " * 30}"""'}, "1.1")
+    importlib.invalidate_caches()
+    assert embedded.installed_versions() != before
+    load("docstrings", tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_embedded_text_is_of_distributions_that_are_pinned_and_installed():
+    pins = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    versions = {name: one and one.version.partition("+")[0] for name, one in embedded.installed().items()}
+    assert {f"{name}=={version}" for name, version in versions.items()} <= set(pins)
+
+
+def test_the_standard_library_is_read_without_tests_and_what_else_lies_there():
+    files = set(embedded._standard_library())
+    root = Path(sysconfig.get_path("stdlib"))
+    assert {root / "inspect.py", root / "json" / "decoder.py"} <= files
+    assert not any({"site-packages", "test", "tests", "__pycache__"} & set(f.relative_to(root).parts) for f in files)
+    assert not any("_sysconfigdata" in file.name for file in files)
+
+
+def test_the_fast_scan_finds_what_the_parser_finds():
+    scanned, parsed = set(), set()
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = file.read_text(encoding="utf-8", errors="replace")
+        scanned |= set(embedded.docstrings_of(source))
+        found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, nodes))
+        parsed |= {text for text in found if text and text.strip()}
+    common = sum(map(len, scanned & parsed))  # in characters: escapes differ, one-quote docstrings are left out
+    assert len(parsed) > 3000
+    assert common > 0.95 * sum(map(len, parsed)) and common > 0.95 * sum(map(len, scanned))
+
+
+def test_the_scan_is_not_misled_by_quotes():
+    source = '''#!/usr/bin/env python
+"""Module 'docstring' with "quotes"."""
+x = """no:
+"""
+class A:  # a remark
+    \'\'\'Class """docstring""".\'\'\'
+    def f(self, a="#:"):
+        r"""Function \\d."""
+        y = ["""neither""",
+        """this"""]
+    def g(self): """on one line"""
+'''
+    assert embedded.docstrings_of(source) == [
+        "Module 'docstring' with \"quotes\".",
+        'Class """docstring""".',
+        "Function \\d.",
+    ]
+    code = embedded.code_only(source)
+    assert "docstring" not in code and "remark" not in code and 'a="#:"' in code and "neither" in code
+
+
+def test_an_open_quote_does_not_make_the_scan_slow():
+    started = time.perf_counter()
+    assert embedded.docstrings_of('"""' + 'a "b" \\ c' * 20_000) == []
+    assert time.perf_counter() - started < 10  # exponential backtracking would not end
+
+
+@pytest.mark.parametrize("name", ["licences", "data", "c-headers"])
+def test_every_domain_has_a_hundred_documents_here(name):
+    texts = list(itertools.islice(embedded.domain(name, progress=False), 100))
+    assert len(set(texts)) == 100 and min(map(len, texts)) >= embedded.MIN_CHARACTERS
+
+
+def test_domains_give_first_what_a_corpus_keeps_for_probing(installed, tmp_path):
+    installed(tmp_path / "one")
+    held_out = set(load("sources", tmp_path / "cache").texts("probe"))
+    first = list(itertools.islice(embedded.domain("python", progress=False), len(held_out)))
+    assert first == [
+        embedded.code_only(text)
+        for text in sorted(held_out, key=lambda text: embedded.split_fraction(embedded.text_digest(text)))
+    ]
+    with pytest.raises(ValueError, match="domain must be one of prose, python"):
+        embedded.domain("poetry")
+
+
+def test_a_packed_corpus_opens_elsewhere_with_the_same_tokens(corpus, tmp_path):
+    file = tmp_path / "corpus.tar.xz"
+    pack_corpus(corpus, file)
+    assert file.stat().st_size < sum(len(corpus.tokens(split)) * 2 for split in SPLITS) / 2
+    opened = load(f"packed:{file}", tmp_path / "cache")
+    assert (opened.name, opened.fingerprint, opened.vocab_size) == (corpus.name, corpus.fingerprint, 300)
+    assert all(np.array_equal(opened.tokens(split), corpus.tokens(split)) for split in SPLITS)
+    assert opened.tokenizer.to_str() == corpus.tokenizer.to_str()
+
+
+def test_a_packed_file_that_is_cut_changed_missing_or_too_large_is_refused(corpus, tmp_path):
+    file = tmp_path / "corpus.tar.xz"
+    pack_corpus(corpus, file)
+    whole = file.read_bytes()
+    with pytest.raises(ValueError, match="has a vocabulary of 300: vocab_size must be at least that"):
+        load(f"packed:{file}", tmp_path / "cache", 280)
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    for content in (whole[: len(whole) // 2], bytes(changed), b"not xz at all", b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a complete file of pack_corpus"):
+            load(f"packed:{file}", tmp_path / "cache")
+    with pytest.raises(FileNotFoundError, match="pack_corpus writes one"):
+        load("packed:nowhere.tar.xz", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -1,0 +1,241 @@
+"""The registry of Table 8, loading of local and recorded models, and the surgery of Table 7."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+
+from sinkutils import paths
+from sinkutils.measuring import load
+from sinkutils.measuring.load import MODELS, ModelUnavailable, load_lm, replace_position, swap_positions
+from sinkutils.measuring.measure import measure
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.study.config import RunConfig
+from sinkutils.study.record import write_record
+
+
+def tiny_gpt2() -> nn.Module:
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer(WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
+
+
+def test_the_registry_holds_the_32_models_of_table_8() -> None:
+    paper = [model for model in MODELS if model.in_paper]
+    with open(paths.PAPER / "open_lms.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["item"] == "Table 8"]
+    assert {row["hub_id"]: row["model"] for row in rows} == {model.hub_id: model.name for model in paper}
+    assert len(paper) == 32
+    assert len({model.hub_id for model in MODELS}) == len(MODELS) == len({model.name for model in MODELS})
+    families = {family: sum(m.family == family for m in paper) for family in {m.family for m in paper}}
+    assert families == {"LLaMA2": 4, "LLaMA3": 4, "GPT2": 4, "Mistral": 2, "Pythia": 10, "OPT": 6, "Jamba": 2}
+    assert sum(model.chat for model in paper) == 6
+    assert sum(model.sink_1 is not None for model in paper) == len([row for row in rows if row["sink_1"]])
+    assert load.find("gpt2-xl") is load.find("openai-community/gpt2-XL") is not None
+    assert load.find("no such model") is None
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
+def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | torch.dtype | None) -> None:
+    model = tiny_gpt2()
+    model.save_pretrained(tmp_path)
+    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), bos_token="w1").save_pretrained(tmp_path)
+    loaded, tokenizer = load_lm(tmp_path, "cpu", dtype)
+    expected = {None: torch.float32, "bfloat16": torch.bfloat16}.get(dtype, dtype)
+    assert loaded.dtype == expected
+    assert not loaded.training
+    assert tokenizer("w3 w4")["input_ids"] is not None
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight.to(expected))
+
+
+def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
+    config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
+    model = TransformerLM(config.model)
+    folder = tmp_path / "tiny" / "fixed_1" / "0"
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
+    write_record(folder, config, metrics, {}, dict(model.state_dict()), tiny_tokenizer())
+    for name in ("tiny/fixed_1/0", folder):
+        loaded, tokenizer = load_lm(name)
+        assert loaded.config == config.model
+        ids = torch.arange(12)[None]
+        assert torch.equal(loaded(ids), model(ids))
+        assert tokenizer.get_vocab_size() == 20
+    bad = folder / "model.safetensors"
+    bad.write_bytes(bad.read_bytes()[:-1])
+    with pytest.raises(ModelUnavailable, match="truncated or changed"):
+        load_lm(folder)
+    write_record(folder, config, metrics, {})
+    with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
+        load_lm(folder)
+    for name in ("tiny/fixed_1/7", "tiny/fixed_1"):
+        with pytest.raises(ModelUnavailable, match=r"no recorded run .*: of this experiment take tiny/fixed_1/0"):
+            load_lm(name)
+    with pytest.raises(ModelUnavailable, match="no recorded run 'tiny/other/0': train it"):
+        load_lm("tiny/other/0")
+    with pytest.raises(ModelUnavailable, match="no recorded run"):
+        load_lm("tiny/fixed_1/0", runs=tmp_path / "elsewhere")
+
+
+def test_an_absent_model_without_a_network_is_one_clear_line(offline: None) -> None:
+    with pytest.raises(ModelUnavailable, match="local cache and the hub cannot be reached") as caught:
+        load_lm("Pythia-14M")
+    assert "EleutherAI/pythia-14m" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BROKEN = {
+    "no model type": "could not be loaded",
+    "malicious": "has weights in a .bin file that holds more than tensors",
+    "cut": "could not be loaded: Error while deserializing header",
+    "vit": "is no causal language model: transformers has none for ViTConfig",
+    "list": "could not be loaded",
+    "shapes": "could not be loaded",
+    "tokenizer": "could not be loaded",
+}
+
+
+class Malicious:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def broken(way: str, folder: Path) -> None:
+    """A folder of a model that is bad in one way."""
+    if way == "vit":
+        config = tf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        tf.ViTForImageClassification(config).save_pretrained(folder)
+        return
+    tiny_gpt2().save_pretrained(folder)
+    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    if way == "malicious":
+        weights.unlink()
+        torch.save({"transformer.wte.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
+    if way == "cut":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    if way in ("list", "no model type"):
+        (folder / "config.json").write_text("[]" if way == "list" else '{"model_type": "no such thing"}')
+    if way == "shapes":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 32}))
+    if way == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path: Path, way: str) -> None:
+    broken(way, tmp_path / "model")
+    with pytest.raises(ModelUnavailable, match=BROKEN[way]) as caught:
+        load_lm(tmp_path / "model")
+    assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+    assert not (tmp_path / "model" / "mark").exists()
+
+
+WRONG = [*({"dtype": d} for d in (3, "int8", torch.int64, "float8_e4m3fn", "load", "")),
+         *({"device": d} for d in ("banana", "cuda:99", "meta", 3.5, ""))]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", WRONG, ids=str)
+def test_another_dtype_or_device_is_refused_with_those_there_are(tmp_path: Path, asked: dict) -> None:
+    message = "dtype must be one of float32, bfloat16, float16, float64" if "dtype" in asked else "device"
+    with pytest.raises(ValueError, match=message):
+        load_lm(tmp_path, **asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "not on the hub"), ("RevisionNotFoundError", "revision")],
+)
+def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = type(error, (OSError,), {})("the library's long text")
+
+    def refuse(*args, **kwargs):
+        raise OSError("many\nlines") from cause
+
+    monkeypatch.setattr(load, "hub_reachable", lambda: True)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ModelUnavailable, match=says):
+        load_lm("owner/model")
+
+
+def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(*args, **kwargs):
+        asked.append(kwargs["trust_remote_code"])
+        raise OSError("stop here")
+
+    monkeypatch.setattr(load, "hub_reachable", lambda: True)
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", note)
+    for trust in (False, True):
+        with pytest.raises(ModelUnavailable):
+            load_lm("owner/model", trust_remote_code=trust)
+    assert asked == [False, True]
+    with pytest.raises(ModelUnavailable):
+        load_lm("owner/model")
+    assert asked[-1] is False
+
+
+def opt() -> nn.Module:
+    return tf.OPTForCausalLM(tf.OPTConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                          ffn_dim=16, max_position_embeddings=32, word_embed_proj_dim=16))  # fmt: skip
+
+
+def own() -> nn.Module:
+    return TransformerLM(LMConfig(vocab_size=20, context_length=32, hidden_size=16, num_heads=2, num_layers=2,
+                                  position="learnable", sink_token=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, opt, own])
+def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make) -> None:
+    model, ids, t = make().eval(), torch.full((2, 16), 7), 5
+    table, offset = load.position_table(model)
+    before = table.clone()
+    with swap_positions(model, t):
+        assert torch.equal(table[offset], before[offset + t - 1])
+        assert torch.equal(table[offset + t - 1], before[offset])
+        swapped = measure(model, ids).embedding_norms
+    with replace_position(model, t):
+        assert torch.equal(table[offset], before[offset + t - 1])
+        assert torch.equal(table[offset + t - 1], before[offset + t - 1])
+        replaced = measure(model, ids).embedding_norms
+    assert torch.equal(table, before)
+    plain = measure(model, ids).embedding_norms
+    # With one token repeated, the embeddings' norms tell the positions apart: t counts real tokens, from 1.
+    torch.testing.assert_close(swapped[[0, t - 1]], plain[[t - 1, 0]])
+    torch.testing.assert_close(replaced[[0, t - 1]], plain[[t - 1, t - 1]])
+    others = [i for i in range(16) if i not in (0, t - 1)]
+    torch.testing.assert_close(swapped[others], plain[others])
+    with pytest.raises(ZeroDivisionError), swap_positions(model, t):
+        1 / 0  # noqa: B018
+    assert torch.equal(table, before)
+
+
+def test_surgery_needs_learned_positions_and_a_later_position() -> None:
+    with (
+        pytest.raises(ValueError, match="no learned position embeddings"),
+        swap_positions(TransformerLM(LMConfig()), 5),
+    ):
+        pass
+    for t in (0, 1, 33):
+        with pytest.raises(ValueError, match=r"2\.\.32"), replace_position(tiny_gpt2(), t):
+            pass

@@ -1,0 +1,127 @@
+"""The files around the code: one set of pins, one set of commands."""
+
+import ast
+import graphlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sinkutils
+from sinkutils.arguments import parser
+from sinkutils.ledger import conclusions
+from sinkutils.study import experiments
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PINS = PROJECT["project"]["dependencies"]
+
+
+def test_every_dependency_is_pinned_exactly():
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9a-z.]*", pin) for pin in PINS), PINS
+    assert "torch==2.13.0" in PINS
+
+
+def test_environment_yml_holds_the_same_pins():
+    lines = (ROOT / "environment.yml").read_text().splitlines()
+    assert [line.strip("- ") for line in lines if "==" in line and not line.startswith("#")] == PINS
+
+
+def test_the_ci_runs_what_the_readme_tells_a_user_to_run():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert "make run" in readme and "make test" in readme
+
+
+def test_no_file_names_a_machine_path():
+    names = "(/" + "work/|/" + "root/|/home/[a-z])"
+    for path in ROOT.rglob("*"):
+        made = path.relative_to(ROOT).parts[0] in ("rendered", "book", "build") or ".egg-info" in str(path)
+        hidden = path.relative_to(ROOT).parts[0].startswith(".")
+        if path.suffix in (".py", ".md", ".ipynb", ".json", ".toml", ".yml") and not made and not hidden:
+            assert not re.search(names, path.read_text(errors="replace")), path
+
+
+def test_every_room_is_packaged_and_the_version_is_one():
+    rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"sinkutils", "sinkutils.paper_data", *rooms}
+    assert PROJECT["project"]["version"] == sinkutils.__version__
+
+
+def test_importing_the_package_loads_few_modules():
+    code = (
+        "import sys, sinkutils as su\n"
+        "own = lambda: [m for m in sys.modules if m.startswith('sinkutils')]\n"
+        "assert len(own()) == 1 and 'torch' not in sys.modules, own()\n"
+        "su.TransformerLM(su.LMConfig())\n"
+        "assert len(own()) <= 12, own()\n"
+        "su.config('base')\n"
+        "late = {'transformers', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)\n"
+        "assert not late and not any('training' in m or 'showing' in m for m in own()), (late, own())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_what_is_made_by_using_the_repository_is_ignored_by_git():
+    made = [
+        "data/runs/smoke/base/0/config.json",
+        "data/runs/laptop@path-mine-0123abcd/base/0/config.json",
+        "rendered/x",
+        "rendered/figures/x.svg",
+        "data/measurements/gpt2.json",
+        "data/logs/x",
+        "data/runs/laptop/base/0.partial/x",
+    ]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    ignored = subprocess.run(["git", "check-ignore", *made], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert ignored == made
+
+
+def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for module, kind in ((experiments, "Experiment"), (conclusions, "Claim")):
+        (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{kind}(")]
+        (row,) = eval(f"({line})", vars(module))  # in a tuple, as EXPERIMENTS and CLAIMS are
+        assert isinstance(row, getattr(module, kind))
+
+
+def test_the_scripts_of_a_study_call_commands_that_there_are():
+    stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
+    lines = []
+    for script in sorted((ROOT / "studies").glob("*.sh")):
+        lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
+    assert len(lines) > 10
+    for line in lines:
+        parser().parse_args(line.partition("-m sinkutils ")[2].split())
+
+
+ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")
+
+
+def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
+    package = Path(sinkutils.__file__).parent
+    modules = {".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
+               for path in package.rglob("*.py")}  # fmt: skip
+    graph = {}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        for_types = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in for_types]
+        sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+        graph[name] = {source if source in modules else source.rpartition(".")[0] for source in sources} & set(modules)
+        if name.split(".")[1] in ROOMS:
+            up = [source for source in graph[name] if source.split(".")[1] in ROOMS
+                  and ROOMS.index(source.split(".")[1]) > ROOMS.index(name.split(".")[1])]  # fmt: skip
+            assert not up, f"{name} imports {up}"
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which names it

@@ -1,0 +1,133 @@
+"""The paper's numbers in data/paper: whole, consistent, and empty where its text lost them."""
+
+import csv
+
+import pytest
+
+from sinkutils.paths import PAPER
+from sinkutils.study.experiments import EXPERIMENTS, experiment, experiments
+from sinkutils.study.paper import paper_rows
+
+NUMBERS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star", "valid_loss")
+# Every pre-training item of the paper that has runs of its own or shows them.
+ITEMS = set(
+    """Figure 4 middle, Figure 4 right, Figure 5 middle, Figure 5 right, Figure 6 middle, Figure 6 right, Figure 7 \
+left, Figure 7 middle, Figure 7 right, Figure 8 left, Figure 8 middle, Figure 8 right, Figure 28, Figure 29 \
+left, Figure 29 right, Figure 30, Table 2, Table 3, Table 4, Table 5, Table 6, Table 9, Table 10 left, Table 10 \
+right, Table 11, Table 12 left, Table 12 right, Table 13, Table 14 left, Table 14 right, Table 15, Section 4, \
+Section 5, Section 6, Section 7.2, Section 7.3, Section 7.4, Appendix A, Appendix B.1""".split(", ")
+)
+
+
+def table(name: str) -> list[dict[str, str]]:
+    with open(PAPER / name, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def values(item: str, key: str) -> list[float | None]:
+    return [row.values.get(key) for row in paper_rows(item)]
+
+
+def test_every_item_is_covered_once_and_every_row_names_an_experiment():
+    keys = [(row.item, row.row) for row in paper_rows()]
+    assert {item for item, _ in keys} == ITEMS and len(set(keys)) == len(keys)
+    named = {row.experiment for row in paper_rows()} - {"base"}
+    assert named == {e.name for e in EXPERIMENTS if e.section != "8"}  # of later papers: after_paper.csv
+    with pytest.raises(ValueError, match="Table 4"):
+        paper_rows("Table 99")
+
+
+def test_rows_of_the_default_run_agree_on_18_18_and_3_73():
+    default = [row for row in paper_rows() if row.experiment in ("base", "default")]
+    assert len(default) >= 18
+    assert all(row.values == {"sink_1": 18.18, "valid_loss": 3.73} for row in default)
+
+
+def test_an_experiment_has_the_same_number_wherever_the_paper_repeats_it():
+    for row in paper_rows():
+        if row.experiment != "base":
+            reported = experiment(row.experiment).paper
+            assert row.values.items() <= reported.items(), (row, reported)
+
+
+def test_curves_that_the_text_gives_no_numbers_for_are_empty():
+    for item, known in (("Figure 5 middle", 0), ("Figure 6 right", 1), ("Figure 5 right", 1), ("Figure 28", 1)):
+        assert sum(bool(row.values) for row in paper_rows(item)) == known, item
+
+
+def test_training_failures_are_marked_and_have_no_numbers():
+    failed = {row.experiment for row in paper_rows() if row.note == "failed"}
+    assert failed == {"elu_normalised", "elu_kernel", "linear_normalised", "softmax_p2", "softmax_p3", "softmax_p4"}
+    assert all(not row.values for row in paper_rows() if row.note == "failed")
+
+
+@pytest.mark.parametrize(
+    ("item", "key", "expected"),
+    [
+        ("Table 2", "sink_1", [15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13, 0.01]),
+        ("Table 2", "valid_loss", [3.72, 3.72, 3.72, 3.73, 3.80, 3.90, 4.23, 5.24]),
+        ("Table 3", "sink_1", [20.35, 32.73, 33.13, 35.53, 20.78, 18.18]),
+        ("Table 4", "sink_star", [None, 74.12, 72.76, 73.34, None]),
+        # Cells lost in the text are empty.
+        ("Table 5", "sink_star", [None, None, None, None, 69.74, None, 0.0]),
+        ("Table 5", "sink_1", [0.0, 0.06, 3.71, 25.88, 2.15, None, 11.21]),
+        ("Table 5", "valid_loss", [None, None, None, None, 3.72, None, 3.73]),
+        ("Table 13", "sink_star", [None, None, None, None, None, 51.23, 69.19]),
+        ("Table 13", "sink_1", [4.74, 4.96, 4.39, None, None, 1.94, 0.04]),
+        ("Table 13", "valid_loss", [None, None, None, None, None, 3.73, 3.72]),
+        ("Table 9", "sink_1", [23.44, 32.23, 18.18, 11.21, 16.81, 2.90, 6.29]),
+        ("Table 10 left", "valid_loss", [3.92, 3.78, 3.73, 3.68]),
+        ("Table 10 right", "sink_2", [0.00, 69.03, 0.00]),
+        ("Table 11", "sink_1", [16.90, 14.76, 17.89, 13.88, 17.86, 18.18]),
+        ("Table 12 left", "sink_1", [18.18, 10.68, 12.95, 19.50, 21.76]),
+        ("Table 12 right", "sink_star", [72.76, 56.61, 73.34, 68.31]),
+        ("Table 14 left", "sink_1", [29.10, 18.18, 9.41, 3.59, 4.53]),
+        ("Table 14 right", "sink_1", [0.64, 0.44, 0.18, 0.30, 0.81, 0.36]),
+        ("Figure 8 right", "valid_loss", [3.07, 3.10]),
+    ],
+)
+def test_tables_read_as_printed(item, key, expected):
+    assert values(item, key) == expected
+
+
+def test_values_are_in_range_and_table_6_is_a_part_of_table_15():
+    for row in paper_rows():
+        assert set(row.values) <= set(NUMBERS)
+        assert all(0 <= v <= 100 for k, v in row.values.items() if k != "valid_loss")
+        assert 3 < row.values.get("valid_loss", 3.73) < 6
+    full = {row.row: row.values for row in paper_rows("Table 15")}
+    assert all(full[row.row] == row.values for row in paper_rows("Table 6"))
+    assert (len(paper_rows("Table 6")), len(full)) == (8, 11)
+
+
+def test_every_experiment_names_the_tables_and_figures_it_stands_in():
+    assert experiment("k_bias").item == "Table 4"
+    assert {"Table 4", "Table 5", "Table 12 right", "Figure 7 middle"} <= set(experiment("k_bias").items)
+    assert experiment("k_bias").paper == {"sink_1": 0.0, "sink_star": 73.34, "valid_loss": 3.72}
+    assert experiment("window_1_8").paper == {}
+    assert all(e.item for e in experiments() if e.section != "8")
+
+
+def test_open_models_have_the_numbers_of_table_1_and_the_32_ids_of_table_8():
+    rows = table("open_lms.csv")
+    by_item = {item: [r for r in rows if r["item"] == item] for item in {r["item"] for r in rows}}
+    assert {item: len(found) for item, found in by_item.items()} == {
+        "Table 1 left": 12,
+        "Table 1 right": 8,
+        "Table 8": 32,
+        "Appendix B.3": 2,
+    }
+    repeat = {r["model"]: float(r["sink_1"]) for r in rows if r["input"] == "repeat"}
+    assert repeat == {"GPT2-XL": 62.28, "Mistral-7B": 0.0, "LLaMA2-7B Base": 0.0, "LLaMA3-8B Base": 0.0}
+    assert len({r["hub_id"] for r in by_item["Table 8"]}) == 32
+    # A number in Table 8's rows is the same model's number elsewhere in the paper, or absent.
+    natural = {(r["model"], r["sink_1"]) for r in rows if r["item"] != "Table 8" and r["input"] == "natural"}
+    assert {(r["model"], r["sink_1"]) for r in by_item["Table 8"] if r["sink_1"]} == natural
+
+
+def test_position_surgery_has_six_columns_each_way():
+    rows = table("table_7.csv")
+    assert [r["operation"] for r in rows] == ["none", *["replace"] * 6, *["swap"] * 6]
+    assert [r["t"] for r in rows[1:]] == ["5", "10", "15", "20", "25", "25"] * 2
+    assert all(float(r["sink_t"]) == 0 for r in rows[1:7])
+    assert all(float(r["sink_t"]) > 50 for r in rows[7:])

@@ -1,0 +1,364 @@
+"""Records: written whole or not at all, and every damaged byte or senseless value is noticed and named."""
+
+import dataclasses
+import errno
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import sys
+
+import filelock
+import pytest
+import torch
+from helpers import DONE, made_up
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from sinkutils.ledger.claims import claims
+from sinkutils.measuring.load import ModelUnavailable, load_lm
+from sinkutils.measuring.measure import measure
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.showing.tables import records
+from sinkutils.study import record as records_module
+from sinkutils.study.grid import config
+from sinkutils.study.record import (
+    CorruptRecord,
+    RunLocked,
+    as_json,
+    config_dict,
+    config_hash,
+    partial_folder,
+    read_record,
+    read_tensors,
+    record_folder,
+    run_lock,
+    write_record,
+    write_tensors,
+)
+from sinkutils.study.store import Runs, is_of
+
+FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
+
+
+def store(folder):
+    return Runs(folder.parents[2])
+
+
+@pytest.fixture
+def folder(tiny, corpus, tmp_path):
+    target = record_folder("test", "tiny", 0, tmp_path)
+    metrics = DONE | {"final": {"sink_1": 1.5}}
+    write_record(target, tiny, metrics, {}, {"w": torch.ones(3)}, corpus.tokenizer, corpus.identity)
+    return target
+
+
+def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny, corpus, tmp_path):
+    shutil.copytree(folder, tmp_path / "elsewhere" / "0")
+    for place in (folder, tmp_path / "elsewhere" / "0"):
+        record = read_record(place)
+        assert record.config == config_dict(tiny) | {"corpus": {"name": "docstrings", "sha256": corpus.fingerprint}}
+        assert record.metrics["final"] == {"sink_1": 1.5} and record.weights == place / "model.safetensors"
+        assert {path.name for path in place.iterdir()} == set(FILES)
+    values = dict(record.config)
+    assert values.pop("corpus") and hashlib.sha256(as_json(values).encode()).hexdigest() == config_hash(tiny)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "flip first", "flip middle", "flip last", "empty", "delete"])
+def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
+    path = folder / file
+    blob = bytearray(path.read_bytes())
+    if damage.startswith("flip"):
+        blob[{"first": 0, "middle": len(blob) // 2, "last": -1}[damage.split()[1]]] ^= 1
+    path.write_bytes({"truncate": blob[:-3], "empty": b""}.get(damage, bytes(blob)))
+    if damage == "delete":
+        path.unlink()
+    with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):
+        read_record(folder)
+    with pytest.warns(UserWarning, match="counts as missing"):
+        assert store(folder).get(tiny) is None
+
+
+def test_a_record_counts_for_its_own_config_only_and_the_hash_depends_on_every_field(folder, tiny):
+    assert store(folder).get(tiny) is not None and config_hash(tiny) == config_hash(dataclasses.replace(tiny))
+    others = [
+        dataclasses.replace(tiny, seed=1),
+        dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, adam_eps=1e-7)),
+        dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, share=0.5)),
+    ]
+    assert len({config_hash(other) for other in [tiny, *others]}) == 4
+    assert all(store(folder).get(other) is None for other in others)
+
+
+def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_record(folder, tiny, DONE, {})
+    assert read_record(folder).metrics["final"] == {"sink_1": 1.5}
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+    replaced = write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
+    assert replaced.status == "failed" and replaced.weights is None
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+
+
+def die_before_step(step: int, what) -> bool:
+    """Call `what` in a child process that dies, in the middle of a file or before a rename, at its `step`-th write.
+
+    Returns whether `what` came to its end before.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps = itertools.count(1)
+
+    def write_half(path, data, whole=records_module._write_synced):
+        if next(steps) == step:
+            path.write_bytes(data[: len(data) // 2])
+            os._exit(9)
+        whole(path, data)
+
+    def rename(source, target, really=os.replace):
+        if next(steps) == step:
+            os._exit(9)
+        really(source, target)
+
+    records_module._write_synced, os.replace = write_half, rename
+    try:
+        what()
+    finally:  # whatever happens, the child must not go on as a second pytest
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+@pytest.mark.parametrize("there", ["no record", "another record"])
+def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_next_run_cleans_up(tiny, tmp_path, there):
+    target = record_folder("test", "tiny", 0, tmp_path)
+    old, new = DONE | {"status": "failed", "reason": "old"}, DONE
+    left, deaths = set(), 0
+    for step in itertools.count(1):
+        if there == "another record":
+            write_record(target, tiny, old, {})
+        with run_lock(target):  # what the worker before left is gone
+            assert {path.name for path in target.parent.iterdir()} <= {"0", "0.partial"}
+        ended = die_before_step(step, lambda: write_record(target, tiny, new, {}))
+        left.add(read_record(target).metrics["reason"] if target.exists() else "nothing")
+        if ended:
+            break
+        deaths += 1
+    assert read_record(target).metrics == new
+    if there == "no record":  # four files and a rename
+        assert deaths == 5 and left == {"nothing", None}
+    else:  # and one more to put the old one away; between the two there is none, and the run is trained again
+        assert deaths == 6 and left == {"old", "nothing", None}
+
+
+def test_a_lock_on_a_file_that_its_last_owner_removed_is_taken_again(tmp_path, monkeypatch):
+    target, removed = record_folder("test", "tiny", 0, tmp_path), []
+
+    def lock(descriptor, really=filelock._unix.lock_fd_nonblocking):
+        if not removed:  # the owner before ends here, after the file was opened and before it is locked
+            removed.append(shutil.rmtree(partial_folder(target)))
+        return really(descriptor)
+
+    monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", lock)
+    with run_lock(target), pytest.raises(RunLocked, match="test/tiny/0"), run_lock(target):
+        pass
+    assert removed
+
+
+def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus):
+    runs, own = folder.parents[2], corpus.identity
+    other, same_name = ({"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings"))
+    assert Runs(runs).get(tiny) == Runs(runs).get(tiny, own) is not None
+    assert Runs(runs).get(tiny, other) is None and Runs(runs).get(tiny, same_name) is None
+    assert Runs(runs).place(tiny) == Runs(runs).place(tiny, own) == folder
+    assert Runs(runs).place(tiny, other) == record_folder("test@path-novels-00000000", "tiny", 0, runs)
+    assert Runs(runs).place(tiny, same_name) == record_folder("test@docstrings-00000000", "tiny", 0, runs)
+    assert Runs(runs / "empty").place(tiny, same_name) == record_folder("test", "tiny", 0, runs / "empty")
+
+
+def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):
+    data = dataclasses.replace(tiny.data, corpus=f"path:{tmp_path}/novels/", validation=f"path:{tmp_path}/news")
+    values = config_dict(dataclasses.replace(tiny, data=data))["data"]
+    assert (values["corpus"], values["validation"]) == ("path:novels", "path:news")
+
+
+def test_tensors_and_their_json_come_back_exactly(tmp_path):
+    tensors = {"a": torch.randn(3, 4), "b": torch.tensor(7, dtype=torch.int64), "c": torch.randn(2).bfloat16()}
+    write_tensors(tmp_path / "x.safetensors", tensors, {"step": 3, "curve": [0.1 + 0.2]})
+    back, extra = read_tensors(tmp_path / "x.safetensors")
+    assert extra == {"step": 3, "curve": [0.1 + 0.2]}
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_every_flipped_byte_of_a_checkpoint_is_noticed(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"a": torch.ones(2)}, {"step": 1})
+    blob = path.read_bytes()
+    for index in range(len(blob)):
+        damaged = bytearray(blob)
+        damaged[index] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptRecord, match=r"x\.safetensors"):
+            read_tensors(path)
+
+
+def sign(folder, more=""):
+    """Give every file of a record the digest that it has now."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files) + more
+    own = hashlib.sha256(sums.encode()).hexdigest()
+    (folder / "SHA256SUMS").write_text(f"{sums}{own}  SHA256SUMS\n", encoding="utf-8")
+
+
+def damaged(file, *keys, to=None):
+    """A way of being bad: the value at `keys` of a JSON file is another one, or with None not there."""
+
+    def damage(folder):
+        path = folder / f"{file}.json"
+        value = inner = json.loads(path.read_text(encoding="utf-8"))
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner.pop(keys[-1]) if to is None else inner.update({keys[-1]: to})
+        path.write_text(json.dumps(value), encoding="utf-8")
+
+    return damage
+
+
+def holds(file, content):
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def elsewhere(folder):
+    (folder.parent / "x").write_bytes(b"")
+    sums = f"{hashlib.sha256(b'').hexdigest()}  ../x\n"
+    sign(folder, sums)
+
+
+def a_folder(folder):
+    (folder / "metrics.json").unlink()
+    (folder / "metrics.json").mkdir()
+
+
+BAD = {
+    "metrics without final": damaged("metrics", "final"),
+    "metrics without curve": damaged("metrics", "curve"),
+    "metrics without status": damaged("metrics", "status"),
+    "metrics a list": holds("metrics.json", b"[]"),
+    "metrics null": holds("metrics.json", b"null"),
+    "metrics empty": holds("metrics.json", b""),
+    "metrics a folder": a_folder,
+    "metrics not UTF-8": holds("metrics.json", json.dumps(DONE).encode("utf-16")),
+    "metrics nested": holds("metrics.json", b"[" * 100_000 + b"]" * 100_000),
+    "a number of 10,000 digits": holds("metrics.json", b'{"status": ' + b"9" * 10_000 + b"}"),
+    "another status": damaged("metrics", "status", to="well"),
+    "a reason that is none": damaged("metrics", "reason", to=["x"]),
+    "final a list": damaged("metrics", "final", to=[1]),
+    "a curve that is none": damaged("metrics", "curve", to={"sink_1": 1}),
+    "a point that is none": damaged("metrics", "curve", to=[3]),
+    "text for a number": damaged("metrics", "final", "sink_1", to="24 %"),
+    "true for a number": damaged("metrics", "final", "sink_1", to=True),
+    "a sink of nan": damaged("metrics", "final", "sink_1", to=float("nan")),
+    "a sink of 1e9": damaged("metrics", "final", "sink_1", to=1e9),
+    "a sink below 0": damaged("metrics", "final", "sink_star", to=-1),
+    "an excess of 2": damaged("metrics", "final", "excess_1", to=2),
+    "an infinite loss": damaged("metrics", "curve", to=[{"step": 1, "valid_loss": float("inf")}]),
+    "a loss of nan elsewhere": damaged("metrics", "final", "something", to=float("nan")),
+    "an infinity in digits": holds("provenance.json", b'{"device": 1e999}'),
+    "gradients without losses": damaged("metrics", "curve", to=[{"gradient_norms": [1.0]}]),
+    "a report that is none": damaged("metrics", "final", "report", to=[]),
+    "a report without layers": damaged("metrics", "final", "report", "layers"),
+    "a report's sink as text": damaged("metrics", "final", "report", "sink", "1", to="none"),
+    "a report's alpha ragged": damaged("metrics", "final", "report", "alpha", to=[[[0.1], [0.1, 0.2]]]),
+    "a report's alpha of 7": damaged("metrics", "final", "report", "alpha", to=[[[7.0, 0.0]] * 2]),
+    "a report's alpha of other layers": damaged("metrics", "final", "report", "alpha", to=[[[0.1, 0.1]]]),
+    "norms as text": damaged("metrics", "final", "report", "hidden_norms", to=[["1", "2"]]),
+    "provenance a text": holds("provenance.json", b'"laptop"'),
+    "a time below 0": damaged("provenance", "wall_seconds", to=-3),
+    "a config that is none": holds("config.json", b"{}"),
+    "a model that is none": damaged("config", "model", to=5),
+    "a model of 10**7": damaged("config", "model", "hidden_size", to=10**7),
+    "a context of 10**9": damaged("config", "model", "context_length", to=10**9),
+    "no heads": damaged("config", "model", "num_heads", to=0),
+    "steps as text": damaged("config", "train", "steps", to="many"),
+    "a seed below 0": damaged("config", "seed", to=-1),
+    "weights cut short": cut,
+    "weights pickled": holds("model.safetensors", pickle.dumps({"w": 1})),
+    "a tokenizer of nothing": holds("tokenizer.json", b"{}"),
+    "no provenance at all": lambda folder: (folder / "provenance.json").unlink(),
+    "a digest of a file elsewhere": elsewhere,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """Two whole records of smoke, with weights and a report as runs write them."""
+    runs = tmp_path_factory.mktemp("two")
+    run = config("k_bias", "smoke")
+    model = TransformerLM(run.model)
+    report = measure(model, torch.arange(64)[None]).to_dict()
+    final = {"step": 60, "sink_1": 1.5, "sink_star": 20.0, "valid_loss": 5.0, "train_loss": 5.0, "report": report}
+    tokenizer = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
+    for seed in (0, 1):
+        metrics = DONE | {"curve": [{"step": 60, "sink_1": 1.5, "valid_loss": 5.0}], "final": final}
+        write_record(record_folder("smoke", "k_bias", seed, runs), dataclasses.replace(run, seed=seed), metrics,
+                     {"wall_seconds": 1.0}, dict(model.state_dict()), tokenizer)  # fmt: skip
+    return runs
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_a_signed_record_that_makes_no_sense_is_one_corrupt_row(two_runs, tmp_path, way):
+    runs = tmp_path / "runs"
+    shutil.copytree(two_runs, runs)
+    bad = record_folder("smoke", "k_bias", 1, runs)
+    BAD[way](bad)
+    if BAD[way] is not elsewhere:
+        sign(bad)
+    with pytest.warns(UserWarning, match="record smoke/k_bias/1: .*delete the folder and train the run again"):
+        table = records("smoke", runs)
+    assert table["seed"].tolist() == [0, 1] and table["status"][1] == "corrupt"
+    assert table["status"][0] != "corrupt" and table["sink_1"][0] == 1.5
+    assert "\n" not in table["reason"][1] and len(table["reason"][1]) < 400
+    with pytest.raises(ModelUnavailable, match="smoke/k_bias/1"):
+        load_lm(bad, "cpu")
+
+
+@pytest.mark.slow
+def test_one_bad_record_stops_neither_the_ledger_nor_takes_the_memory_of_another_model(two_runs, tmp_path):
+    shutil.copytree(two_runs, tmp_path / "runs")
+    good, bad = (record_folder("smoke", "k_bias", seed, tmp_path / "runs") for seed in (0, 1))
+    BAD["metrics a list"](bad)
+    sign(bad)
+    with pytest.warns(UserWarning, match="smoke/k_bias/1"):
+        assert len(claims("smoke", tmp_path / "runs")) > 20
+    damaged("config", "model", "intermediate_size", to=2**18)(good)
+    damaged("config", "model", "num_layers", to=1024)(good)
+    sign(good)
+    with pytest.raises(ModelUnavailable, match="holds another model than config"):
+        load_lm(good, "cpu")
+
+
+def test_a_field_that_came_after_a_record_counts_with_its_default(tmp_path):
+    run, record = config("fixed_1", "smoke"), made_up(tmp_path, "fixed_1")
+    values = json.loads((record.folder / "config.json").read_text())
+    for name in ("gate", "qk_norm", "value_scale", "normalization"):
+        del values["model"][name]
+    del values["model"]["attention"]["sink_logit"], values["data"]["validation"], values["train"]["optimizer"]
+    record = dataclasses.replace(record, config=values)
+    assert is_of(record, run)
+    for changes in ({"gate": "head"}, {"attention": dataclasses.replace(run.model.attention, window=8)}):
+        assert not is_of(record, dataclasses.replace(run, model=dataclasses.replace(run.model, **changes)))
+    assert not is_of(dataclasses.replace(record, config={**values, "recipe": 1}), run)
+    del values["recipe"]
+    assert not is_of(dataclasses.replace(record, config=values), run)
