@@ -37,7 +37,7 @@ class Interactive:
     data: Mapping[str, Any]
 
     def _repr_html_(self) -> str:
-        image = base64.b64encode(ET.tostring(self.drawing)).decode()
+        image = base64.b64encode(source(self.drawing).encode()).decode()
         data = json.dumps(self.data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
         script = SCRIPT.read_text(encoding="utf-8")
         return (
@@ -59,16 +59,16 @@ def shade(shares: np.ndarray) -> np.ndarray:
 
 
 def canvas(height: int) -> ET.Element:
-    return ET.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {WIDTH} {height}",
-            "fill": INK,
-            "font-family": "sans-serif",
-            "font-size": "13",
-        },
-    )
+    """An empty drawing on white."""
+    fonts = {"font-family": "sans-serif", "font-size": "13", "fill": INK}
+    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {height}"} | fonts)
+    add(root, "rect", width=WIDTH, height=height, fill="white")
+    return root
+
+
+def source(root: ET.Element) -> str:
+    """A drawing as text."""
+    return ET.tostring(root, encoding="unicode")
 
 
 def add(parent: ET.Element, tag: str, **attributes: Any) -> ET.Element:
