@@ -2,12 +2,17 @@
 
 Both take the same steps: forward, backward, clipping, fused AdamW, on random tokens. Rounds alternate between the
 peers so that a busy machine slows both; the best round of each counts. The matmul peak is measured beside them.
+--before CHECKOUT also takes the compiled step of an earlier commit, such as 8b1a0df, right after ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +91,17 @@ def seconds(work: Callable[[], None], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def before(checkout: Path, size: int) -> int:
+    """Tokens/s of the compiled bf16 step of an earlier commit, by its own benchmark."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "rows.json"
+        command = [sys.executable, "benchmarks/training.py", "--compile", "--sizes", str(size), "--json", str(table)]
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
+        rows = json.loads(table.read_text(encoding="utf-8"))["rows"]
+    return next(row["tokens_per_second"] for row in rows if row["who"] == "ours compiled bf16")
+
+
 def matmul_peak(dtype: torch.dtype) -> float:
     """The best matmul rate this thread reaches, in FLOP/s."""
     a, b = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
@@ -99,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps a round")
     parser.add_argument("--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit; implies --compile")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,7 +127,7 @@ def main() -> None:
         shape = (size, layers, context, batch)
         peers = {"llama fp32": llama_step(*shape), "ours fp32": our_step(*shape, "fp32"),
                  "ours bf16": our_step(*shape, "bf16")}  # fmt: skip
-        if options.compile:
+        if options.compile or options.before:
             peers["ours compiled bf16"] = our_step(*shape, "bf16", compiled=True)
         best = dict.fromkeys(peers, float("inf"))
         for step in peers.values():
@@ -118,6 +135,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, step in peers.items():
                 best[name] = min(best[name], seconds(step, options.steps))
+        if options.before:
+            best["before, compiled bf16"] = batch * context / before(options.before.resolve(), size)
         flops = 6 * batch * context * (layers * (4 * size**2 + 3 * size * 2 * size) + size * VOCAB)
         for name, took in best.items():
             row = {

@@ -1,0 +1,115 @@
+"""Which digits a training run gives: on this machine twice, against a record, and with fewer instructions.
+
+    python benchmarks/digits.py record [laptop/fixed_1/0]    train it again, compare the record to the last digit
+    python benchmarks/digits.py machines [--steps 300] [--json benchmarks/results/digits.json]
+
+`machines` trains the laptop's base for a few steps in processes that may use fewer instructions, so that this machine
+computes as an older one would, and says at which step the loss first differs and what a step costs beside the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}
+MACHINES = {
+    "as it is": {},
+    "again": {},
+    "without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "AVX2 only": AVX2,
+}
+
+
+def losses(precision: str, steps: int) -> dict[str, object]:
+    """The loss of each of `steps` steps of the laptop's base, compiled, one thread, and the seconds of the best ten."""
+    import sinkutils as su
+    from sinkutils.training.run import Run
+
+    torch.set_num_threads(1)
+    if "ATEN_CPU_CAPABILITY" in os.environ:
+        torch._inductor.config.cpp.simdlen = 256
+    config = su.config("base", "laptop", 0)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
+    corpus = su.load_corpus(config.data.corpus, config.model.vocab_size, progress=False)
+    run = Run(config, corpus, torch.device("cpu"))
+    forward, best = torch.compile(run.loss), float("inf")
+    for _ in range(steps // 10):
+        start = time.perf_counter()
+        for _ in range(10):
+            run.advance(forward)
+        best = min(best, time.perf_counter() - start)
+    return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
+
+
+def machines(steps: int) -> list[dict[str, object]]:
+    """A row for each precision and set of instructions."""
+    rows = []
+    for precision in ("bf16", "fp32"):
+        runs = {}
+        for name, limits in MACHINES.items():
+            command = [sys.executable, __file__, "losses", precision, "--steps", str(steps)]
+            environment = os.environ | limits
+            out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            runs[name] = json.loads(out.splitlines()[-1])
+            mine, base = runs[name], runs["as it is"]
+            pairs = zip(mine["losses"], base["losses"], strict=True)
+            rows.append({
+                "precision": precision,
+                "instructions": name,
+                "first step with another loss": next((i for i, (a, b) in enumerate(pairs, 1) if a != b), None),
+                "loss": mine["losses"][-1],
+                "time beside the default": round(mine["seconds"] / runs["as it is"]["seconds"], 2),
+            })  # fmt: skip
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def same_as_record(name: str) -> bool:
+    """Whether the run of a record, trained again, has its metrics and its alphas."""
+    import sinkutils as su
+    from sinkutils.paths import RUNS
+    from sinkutils.study.record import read_record
+    from sinkutils.training.trainer import train
+
+    record = read_record(RUNS / name)
+    preset, experiment, seed = name.split("/")
+    with tempfile.TemporaryDirectory() as folder:
+        again = train(su.config(experiment, preset, int(seed)), folder)
+        same = {"text": again.config["corpus"] == record.config["corpus"], "metrics": again.metrics == record.metrics,
+                "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays)}  # fmt: skip
+    machines = [r.provenance["instruction_set"] for r in (record, again)]
+    print(f"{name}: {same}; made on {machines[0]}, again on {machines[1]}")
+    return all(same.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "machines", "losses"))
+    parser.add_argument("which", nargs="?", help="a record, or the precision of losses")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    if options.what == "losses":
+        print(json.dumps(losses(options.which or "bf16", options.steps)))
+    elif options.what == "record":
+        return int(not same_as_record(options.which or "laptop/fixed_1/0"))
+    else:
+        rows = machines(options.steps)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
