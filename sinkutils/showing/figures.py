@@ -5,7 +5,12 @@ A figure of records is None where nothing of ours is recorded yet: there is noth
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import os
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +19,24 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from IPython.display import Markdown, display
+from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from sinkutils.paths import FIGURES, RENDERED
+from sinkutils.showing.names import Row
 
 COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
 
+EPSILON = 0.3
 SINK_LABEL = r"$\mathrm{Sink}_1^{\epsilon}$ (%), $\epsilon = 0.3$"
 STAR_LABEL = r"$\mathrm{Sink}_*^{\epsilon}$ (%)"
-SYMBOLS = {"sink_star": STAR_LABEL.split(" (")[0], "sink_1": SINK_LABEL.split(" (")[0]}
-PAPER_COLOR = "#666666"
+# One colour a quantity, one for the base, one for what the paper prints; in grey they stay apart with their marks.
+BASE_COLOR, FIRST_COLOR, STAR_COLOR, PAPER_COLOR = "#0173b2", "#de8f05", "#029e73", "#666666"
+OTHER_COLORS = ("#d55e00", "#cc78bc", "#029e73", "#ca9161", "#56b4e9", "#949494", "#8c2d6b", "#b8a800")
+MARKS = "os^Dv<>pXP"
+SINKS = {"1": (r"$\alpha_1$", "sink_1", FIRST_COLOR, "o"), "star": (r"$\alpha_*$", "sink_star", STAR_COLOR, "^")}
 
 
 def theme() -> None:
@@ -58,11 +69,133 @@ def save(figure: Figure | None, name: str) -> None:
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def show(figure: Figure, caption: str, alt: str) -> None:
-    """Show a figure in a notebook with its caption (Markdown) below it and a text for those who cannot see it."""
-    display(figure, metadata={"image/png": {"alt": alt}})
+def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
+    """Show a figure with its caption below it and a text for those who cannot see it; saved under `name`, if any.
+
+    caption: its first sentence says what there is to see; **words** between stars are bold. In a page it is one HTML
+    figure, which JupyterLab, a converted notebook and the book show alike; as text, the two sentences. Where there is
+    no figure (nothing recorded yet) one line says so.
+    """
+    if figure is None:
+        print("Nothing to draw: none of these runs is recorded yet.")
+        return
+    if name:
+        save(figure, name)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", metadata={"Software": None})
     plt.close(figure)
-    display(Markdown(caption))
+    width, data = round(90 * figure.get_figwidth()), base64.b64encode(png.getvalue()).decode()
+    words = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(caption, quote=False))
+    page = (f'<figure style="margin:0.5em 0"><img alt="{html.escape(alt)}" width="{width}" '
+            f'style="max-width:100%;background:white" src="data:image/png;base64,{data}">'
+            f'<figcaption style="max-width:{max(width, 560)}px">{words}</figcaption></figure>')  # fmt: skip
+    text = f"[figure: {alt}]\n" + caption.replace("**", "")
+    lines = "\n".join(textwrap.fill(part, 98) for part in text.split("\n"))
+    display({"text/plain": lines, "text/html": page}, raw=True)
+
+
+def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = False) -> dict[str, Any]:
+    """A colour a label: the base's for `base`; steps of one quantity from light to dark, others well apart."""
+    others = [label for label in labels if label != base]
+    palette = sns.color_palette("flare", len(others)) if ordered else [
+        OTHER_COLORS[index % len(OTHER_COLORS)] for index in range(len(others))
+    ]  # fmt: skip
+    return dict(zip(others, palette, strict=True)) | ({base: BASE_COLOR} if base in labels else {})
+
+
+def along_training(
+    runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
+    keys: Mapping[str, str],
+    base: str | None = None,
+    ordered: bool = False,
+    xlabel: str = "optimisation step",
+) -> Figure | None:
+    """Curves along training, a panel for each of `keys` (its label), a colour and a dash a run: the mean over its
+    seeds thick, each seed thin (Figs. 4 middle and right, 28, 30).
+
+    runs: by label, the curve of each seed. A run without a key, such as sink_star without a key bias, has no line in
+    its panel. base, ordered: as of `colors_of`.
+    """
+    shown = {label: [pd.DataFrame(curve) for curve in seeds if curve] for label, seeds in runs.items()}
+    shown = {label: frames for label, frames in shown.items() if frames}
+    if not shown:
+        return None
+    colors = colors_of(list(shown), base, ordered)
+    figure, axes = plt.subplots(1, len(keys), figsize=(4.4 * len(keys) + 1.6, 3.4), squeeze=False)
+    for axis, (key, label) in zip(axes[0], keys.items(), strict=True):
+        for index, (name, frames) in enumerate(shown.items()):
+            lines = [frame.set_index("step")[key].astype(float) for frame in frames if key in frame]
+            dash = "-" if name == base else ("-", "--", "-.", ":")[index % 4]
+            for line in lines if len(lines) > 1 else ():
+                axis.plot(line.index, line, color=colors[name], linewidth=0.6, alpha=0.5)
+            if lines:
+                mean = pd.concat(lines, axis=1).mean(axis=1)
+                axis.plot(mean.index, mean, color=colors[name], linestyle=dash, linewidth=1.8)
+        axis.set(xlabel=xlabel, ylabel=label)
+        if "loss" not in key:
+            axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
+    handles = [Line2D([], [], color=colors[name], linestyle="-" if name == base else ("-", "--", "-.", ":")[index % 4],
+                      label=f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}")
+               for index, (name, frames) in enumerate(shown.items())]  # fmt: skip
+    figure.legend(handles=handles, loc="outside right center", fontsize="small")
+    return figure
+
+
+def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: str = "") -> Figure | None:
+    """The picture of a comparison: a row each setting, a dot each head's alpha at the end, a line at epsilon.
+
+    Left, each head's mean alpha_1 over the texts (what: "1") or alpha_* ("star"), the seeds a little below each other;
+    right, the share of heads above epsilon, a small mark a seed and a large one their mean, a diamond what the paper
+    prints. The base's row is shaded. What has no run of ours says so in its row.
+    """
+    if not any(row.trained for row in rows):
+        return None
+    figure, (heads, shares) = plt.subplots(
+        1, 2, figsize=(9.2, 0.42 * len(rows) + 1.3), sharey=True, width_ratios=(1.7, 1)
+    )
+    for y, row in enumerate(rows):
+        if row.base:
+            for panel in (heads, shares):
+                panel.axhspan(y - 0.5, y + 0.5, color=BASE_COLOR, alpha=0.12, linewidth=0)
+        for index, key in enumerate(what):
+            _, column, color, mark = SINKS[key]
+            middle = y + 0.42 * (index - (len(what) - 1) / 2)
+            _dots(heads, row, key, middle, 0.6 / len(what), color, mark)
+            values = [value for run in row.trained.values() if (value := run.final.get(column)) is not None]
+            shares.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
+            if values:
+                shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
+            if column in row.paper.values:
+                shares.plot(row.paper.values[column], middle, "D", color=PAPER_COLOR, markerfacecolor="white")
+        if row.state:
+            heads.text(0.5, y, row.state, ha="center", va="center", fontsize="small", color=PAPER_COLOR)
+    heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
+    heads.text(EPSILON, -0.55, r"$\epsilon$", ha="center", va="bottom", fontsize="small")
+    symbols = " and ".join(SINKS[key][0] for key in what)
+    heads.set(xlim=(-0.02, 1.02), xlabel=f"{symbols} of each head", ylabel=axis_label)
+    heads.set_yticks(range(len(rows)), [row.label for row in rows])
+    heads.set_ylim(len(rows) - 0.5, -0.5)
+    shares.set(xlim=(-4, 104), xlabel=r"heads above $\epsilon = 0.3$ (%)")
+    for panel in (heads, shares):
+        panel.grid(False, axis="y")
+    handles = [Line2D([], [], linestyle="", marker=SINKS[key][3], color=SINKS[key][2], markeredgecolor="black",
+                      markersize=8, label=f"ours, {SINKS[key][0]}") for key in what]  # fmt: skip
+    handles.append(Line2D([], [], linestyle="", marker="D", color=PAPER_COLOR, markerfacecolor="white", label="paper"))
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _dots(axis: Axes, row: Row, key: str, middle: float, height: float, color: str, mark: str) -> None:
+    """Each head of each seed, the seeds below each other within `height`."""
+    for index, run in enumerate(row.trained.values()):
+        alpha = run.report.get("alpha_star") if key == "star" else run.report.get("alpha", [None])[0]
+        if alpha is not None:
+            values = np.ravel(alpha)
+            y = middle + height * ((index + 0.5) / len(row.trained) - 0.5)
+            axis.plot(values, np.full(len(values), y), mark, color=color, markersize=4, alpha=0.65, markeredgewidth=0)
+
+
+SYMBOLS = {"sink_star": STAR_LABEL.split(" (")[0], "sink_1": SINK_LABEL.split(" (")[0]}
 
 
 def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = "sink_1") -> Figure:

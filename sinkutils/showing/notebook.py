@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from IPython.display import display
 from tqdm.auto import tqdm
 
 from sinkutils.paths import FIGURES, NOTEBOOKS
+from sinkutils.showing import figures, names, seen
 from sinkutils.showing.figures import COMMITTED
-from sinkutils.showing.tables import plain
+from sinkutils.showing.seen import WIDTH
+from sinkutils.showing.tables import paper_beside_ours, plain
 from sinkutils.study.grid import config, keeps_weights, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
@@ -24,6 +27,7 @@ from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 CELL_SECONDS = 1200
+SHARES = {"1": "sink_1", "star": "sink_star"}
 
 
 def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
@@ -168,15 +172,50 @@ def recorded(
         elif found[label] is None and run.experiment not in missing:
             missing.append(run.experiment)
     if missing:
-        name = missing[0] if len(missing) == 1 else "NAME"
-        command = f"python -m sinkutils train {name} --preset {preset} --seed {seed}"
-        print(f"not recorded yet: {', '.join(missing)} ({command}{' --keep-weights' if weights else ''})")
+        what = "the weights of " * weights + "; ".join(dict.fromkeys(names.of(name, preset) for name in missing))
+        lines = textwrap.fill(f"Not recorded yet: {what}. To make what is missing:", WIDTH)
+        print(f"{lines}\n    python -m sinkutils sweep --preset {preset}")
     return found
 
 
+def compare(
+    item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",), runs: Path | None = None
+) -> None:
+    """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
+    what the records say of `keys` (`seen.sentences`).
+
+    what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
+    """
+    rows = names.rows(item, preset, runs)
+    figure = figures.comparison(rows, what, names.axis(item))
+    symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
+    shares = [f"{row.short} {_mean(row, SHARES[key])} ({row.paper.values.get(SHARES[key], 'no number')})"
+              for key in what for row in rows if row.trained]  # fmt: skip
+    caption = (f"**{item}: {names.axis(item)}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; "
+               "seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads "
+               "and texts above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models.")  # fmt: skip
+    alt = f"{item}, {names.axis(item)}: heads above epsilon in percent, ours and in brackets the paper's: "
+    figures.show(figure, caption, alt + "; ".join(shares), f"{slug(item)}_{preset}")
+    show(paper_beside_ours(item, preset, runs))
+    seen.show(item, preset, keys, runs)
+
+
+def _mean(row: names.Row, column: str) -> str:
+    values = [run.final[column] for run in row.trained.values() if run.final.get(column) is not None]
+    return f"{sum(values) / len(values):.1f}" if values else "none"
+
+
+def slug(item: str) -> str:
+    """A file name's part for an item: "Figure 4 right" is fig4_right, "Table 9" is table_9."""
+    return item.lower().replace("figure ", "fig").replace(" ", "_")
+
+
 def show(table: pd.DataFrame) -> None:
-    """Show a table of `paper_beside_ours`, rounded, the same on every run."""
-    show_frame(plain(table))
+    """Show a table of `paper_beside_ours`, rounded, the same on every run; in a page it is folded."""
+    text = plain(table)
+    short = text.drop(columns="note").to_string(line_width=WIDTH)
+    page = f"<details><summary>The numbers: {', '.join(table['item'].unique())}</summary>{text.to_html(border=0)}</details>"
+    _display(short, page)
 
 
 def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
@@ -188,7 +227,8 @@ def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
         print("nothing recorded yet")
         return
     frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
-    _display(frame.to_string(index=index, na_rep="-"), frame.to_html(index=index, na_rep="-"))
+    text = frame.to_string(index=index, na_rep="-", line_width=WIDTH, max_colwidth=60)
+    _display(text, frame.to_html(index=index, na_rep="-"))
 
 
 def show_claims(ledger: pd.DataFrame) -> None:

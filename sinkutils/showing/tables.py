@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from sinkutils.measuring.report import Report
+from sinkutils.showing.names import human, label
 from sinkutils.study.grid import config, experiment, largest_alpha, resolve
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
@@ -22,9 +23,9 @@ NUMERIC = ("steps", *SINKS, *EXCESS, "valid_loss", "train_loss", "wall_seconds")
 COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
 EPSILON = 0.3
 HEADINGS = {
-    **{f"sink_{k}": f"Sink_{k} %" for k in (1, 2, 3, 4)},
-    "sink_star": "Sink_* %",
-    "valid_loss": "valid loss",
+    **{f"sink_{k}": f"Sink{'₁₂₃₄'[k - 1]} %" for k in (1, 2, 3, 4)},
+    "sink_star": "Sink* %",
+    "valid_loss": "validation loss",
 }
 
 
@@ -45,12 +46,12 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
 
     For each value that the item or our records have: `<value>_paper`, and ours over the seeds that are done as
     `<value>`, `<value>_low` and `<value>_high` (mean, least, greatest). NaN where the paper's cell is lost or empty,
-    and where ours is not run. `paper` and `ours` say done, failed or not run; `seeds` counts ours. Raises ValueError,
+    and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed or not run; `seeds` counts ours. Raises ValueError,
     listing what there is, for an unknown item or preset.
     """
     rows = paper_rows(item)
     results = records(preset, runs)
-    table = pd.DataFrame([_beside(row, results, preset) for row in rows])
+    table = pd.DataFrame([{"item": item} | _beside(row, results, preset) for row in rows])
     shown = [v for v in VALUES if v in ("sink_1", "valid_loss") or _reported(table, v)]
     hidden = [column for v in VALUES if v not in shown for column in _columns(v)]
     return table.drop(columns=hidden)
@@ -62,14 +63,14 @@ def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
     A cell of ours is a mean, with the range over the seeds where there are several; "failed" where training failed,
     "-" where there is no run, empty where the paper gives no number.
     """
-    text = pd.DataFrame({"": table["row"], "our run": table["experiment"]})
+    text = pd.DataFrame({"": table["label"]})
     for value in (v for v in VALUES if v in table):
         text[f"{HEADINGS[value]}, paper"] = [
             "failed" if row["paper"] == "failed" else _number(row[f"{value}_paper"], digits)
             for _, row in table.iterrows()
         ]
         text[f"{HEADINGS[value]}, ours"] = [_ours(row, value, digits) for _, row in table.iterrows()]
-    text["note"] = table["note"]
+    text["note"] = [human(note) for note in table["note"]]
     return text.set_index("")
 
 
@@ -92,7 +93,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:
     """One row of `paper_beside_ours`."""
-    row: dict[str, Any] = {"row": paper.row, "experiment": "", "seeds": 0}
+    row: dict[str, Any] = {"row": paper.row, "label": label(paper, preset), "experiment": "", "seeds": 0}
     row |= {"paper": "failed" if paper.note == "failed" else "done" if paper.values else "", "ours": "not run"}
     note = [] if paper.note == "failed" else [paper.note]
     ours = results.iloc[:0]
@@ -110,7 +111,7 @@ def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:
             note.append(f"{failed} of our {failed + len(ours)} runs failed")
         largest = largest_alpha(config(paper.experiment, preset))
         if largest <= EPSILON:
-            note.append(f"at this scale the window keeps alpha_1 at or below {largest:.2g}: no sink can be measured")
+            note.append(f"at this scale the window keeps α₁ at or below {largest:.2g}: no sink can be measured")
     for value in VALUES:
         numbers = ours[value].dropna()
         row[f"{value}_paper"] = paper.values.get(value, math.nan)

@@ -164,7 +164,7 @@ _KERNELS = (
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
-    Experiment("default", "4", "the paper's default: any first token", {}, base=False, headline=True,
+    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True,
                weights=True),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
@@ -216,9 +216,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                weights=True),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
                base=False, weights=True),
-    Experiment("kv_bias", "7", "KV biases k*, v*", _attention(bias="kv"), headline=True),
-    Experiment("k_bias", "7", "K biases k*, v* = 0", _attention(bias="k"), headline=True, weights=True),
-    Experiment("v_bias", "7", "V biases v*", _attention(bias="v"), headline=True),
+    Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
+    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=True),
+    Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
     *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
                  _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
       for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),

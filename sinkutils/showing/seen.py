@@ -1,0 +1,217 @@
+"""What you see: a few plain sentences with numbers for an item of the paper, made from the records and never written by
+hand, so that they stay true whatever the records come to say.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from IPython.display import display
+
+from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
+from sinkutils.showing.names import Row, human, of, rows
+
+WIDTH = 98  # of a line of text
+# By the ledger's quantity: what more and less of it are called.
+WORDS = {
+    "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
+    "excess_star": ("More of a sink on the bias", "Less of a sink on the bias"),
+    "valid_loss": ("A higher validation loss", "A lower validation loss"),
+    "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
+    "onset": ("A later onset of the sink", "An earlier onset of the sink"),
+}
+SHARES = {"excess_1": (1, "sink_1", "Sink₁"), "excess_star": ("star", "sink_star", "Sink*")}
+PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
+
+
+def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",), runs: Path | str | None = None) -> None:
+    """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
+
+    Raises ValueError for an unknown item or preset.
+    """
+    show_text([sentence for key in keys for sentence in sentences(item, preset, key, runs)])
+
+
+def show_text(lines: Sequence[str]) -> None:
+    """Show sentences under the heading of what there is to see, each once."""
+    told = list(dict.fromkeys(lines))
+    items = "".join(f"<li>{html.escape(line, quote=False)}</li>" for line in told)
+    text = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in told]
+    page = f'<div style="max-width:60em;text-align:left"><b>What you see</b><ul style="margin-top:0.2em">{items}</ul></div>'
+    display({"text/plain": "\n".join(["What you see", *text]), "text/html": page}, raw=True)
+
+
+def sentences(item: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None) -> list[str]:
+    """What the records of an item say of a quantity of the ledger, in plain sentences.
+
+    Of a quantity with a threshold (a norm ratio) which rows are above it; of another, the reference, which rows have
+    more or less than it by the paired difference and its 95 % interval, which cannot be told from it, how many lie on
+    the paper's side, the spread over seeds; always what is missing. Raises ValueError for an unknown item or preset.
+    """
+    ours, shown = results(preset, runs), rows(item, preset, runs)
+    if not any(row.trained for row in shown):
+        failed = any(row.runs for row in shown)
+        return _missing(shown) if failed else ["None of these runs is recorded yet."]
+    threshold = QUANTITIES[key].log and isinstance(QUANTITIES[key].level, float)
+    return [*(_levels if threshold else _compared)(shown, ours, key), *_missing(shown)]
+
+
+def reference(shown: Sequence[Row]) -> str:
+    """The experiment that an item's rows are compared with: the base, or the default where they change that."""
+    if any(row.base for row in shown) or not any(row.experiment == "default" for row in shown):
+        return "base"
+    return "default"
+
+
+def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
+    """Each row's mean paired difference from the reference with its 95 % interval, where they share two seeds.
+
+    Columns label, mean, low, high, paper: the paper's Sink_1 less that of its base, NaN where it prints none.
+    """
+    other = reference(shown)
+    based = next((row.paper.values.get("sink_1") for row in shown if row.base), None) or PAPER_BASE
+    found = []
+    for row in shown:
+        change = None if row.experiment in ("", ours.label(other)) else paired(ours, row.experiment, other, key)
+        if change is not None:
+            printed = row.paper.values.get("sink_1", np.nan) - based
+            found.append((row.short, change.mean, change.low, change.high, printed))
+    return pd.DataFrame(found, columns=["label", "mean", "low", "high", "paper"])
+
+
+def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
+    other, quantity = reference(shown), human(QUANTITIES[key].heading)
+    name = of(other, ours.preset) if other == "base" else "the default"
+    told = _of_base(ours, other, key, name)
+    table = differences(shown, ours, key)
+    more, less = table[table["low"] > 0], table[table["high"] < 0]
+    open_rows = table[(table["low"] <= 0) & (table["high"] >= 0)]
+    sides = [f"{words} than {name}: {_listed(part)}."
+             for words, part in zip(WORDS[key], (more, less), strict=True) if len(part)]  # fmt: skip
+    told += [side.replace(":", f" (difference of the {quantity}, 95 % interval):", 1) for side in sides[:1]] + sides[1:]
+    if key == "excess_1":
+        told += _beside_paper(pd.concat([more, less]))
+    if len(open_rows):
+        told.append(f"Not to be told from {name} with these seeds: {_listed(open_rows)}.")
+    if key == "excess_star":
+        told += _on_the_bias(shown)
+    return told
+
+
+def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
+    """The reference itself: its share of heads or its level, with the range over seeds."""
+    runs = [run for run in ours.seeds(other).values() if not run.failed]
+    start = name[0].upper() + name[1:]
+    if not runs:
+        return [f"{start} is not recorded yet, so that nothing can be compared with it."]
+    k, _, symbol = SHARES.get(key, (None, "", ""))
+    if k == "star":
+        return []
+    values = [value for run in runs if (value := sink(run, k)) is not None] if k else list(ours.values(other, key))
+    if not values:
+        return []
+    unit, digits = (" %", 1) if k else ("", QUANTITIES[key].digits)
+    what = f"{symbol} =" if k else human(QUANTITIES[key].heading)
+    mean = f"{np.mean(values):.{digits}f}{unit}"
+    if len(values) == 1:
+        return [f"{start} has {what} {mean} (one seed)."]
+    return [f"{start} has {what} {mean} ({min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds)."]
+
+
+def _beside_paper(decided: pd.DataFrame) -> list[str]:
+    """How many of the rows that differ lie on the side of the base on which the paper has them."""
+    printed = decided.dropna(subset="paper")
+    if printed.empty:
+        return []
+    same = np.sign(printed["mean"]) == np.sign(printed["paper"])
+    if same.all():
+        count = {1: "The one of these rows", 2: "Both of these rows"}.get(len(printed), f"All {len(printed)} of these rows")
+        return [f"{count} with a number in the paper {'lies' if len(printed) == 1 else 'lie'} on the same side there."]
+    others = "; ".join(printed.loc[~same, "label"])
+    return [f"Of these rows, {same.sum()} of the {len(printed)} with a number in the paper lie on the same side there; the "
+            f"other way round: {others}."]  # fmt: skip
+
+
+def _on_the_bias(shown: Sequence[Row]) -> list[str]:
+    """The share of heads on a bias or sink token, where there is one."""
+    cells = []
+    for row in shown:
+        values = [value for run in row.trained.values() if (value := sink(run, "star")) is not None]
+        if values:
+            printed = row.paper.values.get("sink_star")
+            paper = "" if printed is None else f", the paper {printed:.0f}"
+            cells.append(f"{row.short} {np.mean(values):.0f} %{paper}")
+    return [f"Heads with their sink on the bias or sink token itself: {'; '.join(cells)}."] if cells else []
+
+
+def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
+    """Which rows' level lies above the ledger's threshold of a quantity, by its 95 % interval."""
+    quantity = QUANTITIES[key]
+    threshold = float(quantity.level)
+    sides: dict[str, list[str]] = {"Above": [], "Not above": [], "Not to be told from": []}
+    for row in shown:
+        values = ours.values(row.experiment, key) if row.experiment else pd.Series(dtype=float)
+        if len(values) > 1:
+            found = level(values, quantity.log)
+            side = "Above" if found.low > threshold else "Not above" if found.high <= threshold else "Not to be told from"
+            sides[side].append(f"{row.short} {_effect(found, quantity.digits)}")
+    sides = {f"{side} {threshold:g}": cells for side, cells in sides.items() if cells}
+    heading = human(quantity.heading)
+    return [f"{heading[0].upper() + heading[1:]} (95 % interval). "
+            + " ".join(f"{side}: {'; '.join(cells)}." for side, cells in sides.items())] if sides else []  # fmt: skip
+
+
+def _missing(shown: Sequence[Row]) -> list[str]:
+    """What has no run, one seed, or failed."""
+    waiting = [row for row in shown if row.state == "not run yet"]
+    parts = {
+        "Not at this scale": [row.short for row in shown if row.state == "not at this scale"],
+        "One seed so far, so without an interval": [row.short for row in shown if len(row.trained) == 1],
+        "Training failed": [f"{row.short} ({len(row.runs) - len(row.trained)} of {len(row.runs)} seeds)"
+                            for row in shown if len(row.trained) < len(row.runs)],
+    }  # fmt: skip
+    told = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
+    if len(waiting) > 3 and len(waiting) > len(shown) / 2:
+        return [f"{len(waiting)} of the {len(shown)} rows are not run yet.", *told]
+    return [*([f"Not run yet: {'; '.join(row.short for row in waiting)}."] if waiting else []), *told]
+
+
+def by_position(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+    """Where among the first ten positions each row has its sink (Section 5, Table 10 right, Fig. 5), in a sentence each.
+
+    The position with the largest mean excess, its Sink_k over the seeds, and the largest Sink at any other.
+    """
+    shown, told = rows(item, preset, runs), []
+    for row in shown:
+        each = [{k: excess(run, k) or 0.0 for k in run.report.get("targets", ())} for run in row.trained.values()]
+        if not each or not each[0]:
+            continue
+        mean = {k: float(np.mean([one[k] for one in each])) for k in each[0]}
+        where = max(mean, key=mean.__getitem__)
+        shares = {k: [sink(run, k) or 0.0 for run in row.trained.values()] for k in mean}
+        most, rest = shares[where], max((np.mean(shares[k]) for k in mean if k != where), default=0.0)
+        if np.mean(most) < 0.05:
+            told.append(f"{row.short}: no sink on any of the first {len(mean)} positions.")
+            continue
+        spread = f" ({min(most):.1f} to {max(most):.1f} over {len(most)} seeds)" if len(most) > 1 else " (one seed)"
+        told.append(human(f"{row.short}: most on x_{where}, Sink_{where} = {np.mean(most):.1f} %{spread}, at most "
+                          f"{rest:.1f} % on any other of the first {len(mean)}."))  # fmt: skip
+    if not told:
+        return ["None of these runs is recorded yet."]
+    return told + _missing(shown)
+
+
+def _listed(table: pd.DataFrame) -> str:
+    return "; ".join(f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples())
+
+
+def _effect(found: Effect | tuple, digits: int, sign: str = "") -> str:
+    mean, low, high = (f"{value:{sign}.{digits}f}".replace("-", "\N{MINUS SIGN}") for value in
+                       (found.mean, found.low, found.high))  # fmt: skip
+    return f"{mean} ({low} to {high})"
