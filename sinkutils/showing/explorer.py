@@ -5,23 +5,22 @@ from __future__ import annotations
 import base64
 import xml.etree.ElementTree as ET
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.open_lms import recorded
 from sinkutils.showing import svg
-from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Interactive
+from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Picture
 
 MOST = 80_000  # weights that a picture carries, a byte each before they are packed
 SIDE = 350  # of the map
 
 
-def explore(
-    model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: Any = None, length: int = 32
-) -> Interactive:
+def explore(model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: Any = None, length: int = 32) -> Picture:
     """An explorer of a model's attention: choose a head by its alpha_1, see its map with tokens, follow a query.
 
     ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
@@ -39,9 +38,19 @@ def explore(
     return maps(weights, pairs, tokens, name, report.alpha.shape[-1])
 
 
+def recorded_maps(name: str, length: int = 24) -> Picture:
+    """`explore` without the model: the heads whose maps data/open_lms keeps. Raises ValueError for an unknown name."""
+    kept = recorded(name)
+    heads = kept["maps"]["heads"]
+    weights = [[row + [0.0] * (length - len(row)) for row in head["rows"][:length]] for head in heads]
+    tokens = [token.strip() or "␣" for token in kept["maps"]["tokens"][:length]]
+    pairs = [(head["layer"], head["head"]) for head in heads]
+    return maps(np.array([weights]), pairs, [tokens], kept["about"]["title"], 1)
+
+
 def maps(
     weights: np.ndarray, heads: Sequence[tuple[int, int]], tokens: Sequence[Sequence[str]], name: str, columns: int
-) -> Interactive:
+) -> Picture:
     """The picture of `explore` from maps that are there already; starts at the head with the largest alpha_1.
 
     weights: (texts, heads, T, T); heads: block and head of each, from 0; tokens: their names, text by text; columns:
@@ -89,22 +98,37 @@ def maps(
         f"{alpha[0].mean():.2f}. Click a head, point at a row."
     )
     alt = f"Attention map of {title}, with tokens on both axes, beside the attention of heads to the first token"
-    return Interactive("explorer", root, alt, caption, data)
+    return Picture(root, alt, caption, "explorer", data)
+
+
+def side_by_side(
+    maps: Mapping[str, np.ndarray], tokens: Sequence[str], caption: str, alt: str, below: str = ""
+) -> Picture:
+    """Two attention maps of one text by their titles, each (T, T) or, with k* before the text, (T, T + 1)."""
+    root, side = svg.canvas(380), 262.0
+    for left, (title, weights) in zip((82, 366), maps.items(), strict=True):
+        token_map(root, weights, tokens, left, 96, side, queries=left < 100)
+        svg.text(root, title, left, 18, font_weight="bold")
+    svg.text(root, below, 82, 376, fill=GREY)
+    return Picture(root, alt, caption)
 
 
 def token_map(
     root: ET.Element, weights: np.ndarray, tokens: Sequence[str], x: float, y: float, side: float, queries: bool = True
 ) -> float:
-    """Draw A_ij (T, T), its tokens above and, for `queries`, left; hidden keys stay white. Returns a cell's size."""
-    length, size = len(tokens), side / len(tokens)
-    shown = np.where(np.tri(length, dtype=bool), svg.shade(np.sqrt(weights)), -1)
-    svg.grid(root, shown, x, y, size, part="map")
+    """Draw A_ij with its tokens above and, for `queries`, left; hidden keys stay white. Returns a cell's size.
+
+    weights: (T, T), or (T, T + 1) with k* before the text.
+    """
+    length, columns = weights.shape
+    size, extra = side / columns, columns - length
+    svg.grid(root, np.where(np.tri(length, columns, extra), svg.shade(np.sqrt(weights)), -1), x, y, size, part="map")
     small = {"font_size": min(12.0, 0.95 * size), "font_family": "monospace"}
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(["k∗"] * extra + list(tokens)):
         above = x + size * (i + 0.75)
         svg.text(root, token, above, y - 5, part=f"key{i}", transform=f"rotate(-90 {above:.1f} {y - 5:.1f})", **small)
-        if queries:
-            svg.text(root, token, x - 5, y + size * (i + 0.78), part=f"query{i}", text_anchor="end", **small)
+    for i, token in enumerate(tokens if queries else ()):
+        svg.text(root, token, x - 5, y + size * (i + 0.78), part=f"query{i}", text_anchor="end", **small)
     return size
 
 

@@ -19,7 +19,7 @@ from sinkutils.ledger import effects, frozen, rules
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, FIGURES, ROOT
 from sinkutils.showing import cards, names, svg
-from sinkutils.showing.explorer import token_map
+from sinkutils.showing.explorer import side_by_side
 from sinkutils.showing.tables import records
 from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
@@ -52,7 +52,7 @@ def differences_part() -> str:
     """Claims that our runs do not bear out, or not all of, and why; those with the fewest checks that hold first."""
     table = ledger.claims(PRESET)
     rows = table[table["verdict"].isin((rules.NOT_REPRODUCED, rules.PARTLY))].to_dict("records")
-    rows.sort(key=lambda row: [int(n) for n in row["holds"].split(" of ")][0] / int(row["holds"].split(" of ")[1]))
+    rows.sort(key=lambda row: np.divide(*map(int, row["holds"].split(" of "))))
     lines = [f"- {_chip(row)} {row['claim']} ({row['source']}) <br> {_why(row)}" for row in rows[:DIFFERENCES]]
     more = len(rows) - DIFFERENCES
     return "\n".join([*lines, *([f"- and {more} more in [the ledger](docs/ledger.md)"] if more > 0 else [])]) or (
@@ -106,44 +106,54 @@ def findings() -> dict[str, str]:
     def measured(name: str, kind: str, first: str = "text") -> str:
         return f"{real[name]['probes'][kind][first]['sink']['1']['0.3']:.1f} %"
 
-    hidden = real["smollm2"]["operations"]["hide"]
+    smol, gemma, hidden = "smollm2", "gemma-3-270m", real["smollm2"]["operations"]["hide"]["sink_2"]
     return {
-        "00_quickstart": f"In SmolLM2, a model of 135M, {measured('smollm2', 'natural')} of heads have a sink on the first "
-                         "token. Softmax has to spend its attention somewhere; given a place of its own, it goes there.",
-        "01_properties": f"SmolLM2: {measured('smollm2', 'natural')} on text, {measured('smollm2', 'random')} on random tokens, "
-                         f"{measured('smollm2', 'repeat')} on one token repeated. Gemma 3 270M: "
-                         f"{measured('gemma-3-270m', 'natural')} without its BOS, {measured('gemma-3-270m', 'natural', 'BOS')} "
-                         "with it.",
-        "02_optimization": f"A small model whose texts begin with a BOS ends at {ours('fixed_1')}; one of that size that meets "
-                           f"any first token, at {ours('default')}.",
-        "03_data": f"The sink follows a fixed token. On token 2, where that is the fixed one: {ours('fixed_2', 'sink_2')}; on "
-                   f"token 1 then: {ours('fixed_2')}.",
-        "04_loss": f"Sink_1 with a weight decay of 0.1: {ours('fixed_1')}; without any: {ours('weight_decay_0')}; with 0.5: "
-                   f"{ours('weight_decay_0.5')}.",
-        "05_architecture": f"With K biases, Sink_1: {ours('k_bias')}, and on the bias: {ours('k_bias', 'sink_star')}.",
-        "06_attention_operation": f"With sigmoid attention that is not normalised, Sink_1: {ours('sigmoid')}; normalised: "
-                                  f"{ours('sigmoid_normalised')}.",
-        "07_after_pretraining": f"After fine-tuning, Sink_1 of the softmax model: {ours('sft_softmax')}; of the sigmoid model: "
-                                f"{ours('sft_sigmoid')}.",
-        "08_what_it_is_for": f"Hide the first token, and {hidden['sink_2']:.1f} % of SmolLM2's heads make the second one their "
-                             "sink.",
-    }  # fmt: skip
+        "00_quickstart": (
+            f"In SmolLM2, a model of 135M, {measured(smol, 'natural')} of heads have a sink on the first token. "
+            "Softmax has to spend its attention somewhere; given a place of its own, it goes there."
+        ),
+        "01_properties": (
+            f"SmolLM2: {measured(smol, 'natural')} on text, {measured(smol, 'random')} on random tokens, "
+            f"{measured(smol, 'repeat')} on one token repeated. Gemma 3 270M: {measured(gemma, 'natural')} without its "
+            f"BOS, {measured(gemma, 'natural', 'BOS')} with it."
+        ),
+        "02_optimization": (
+            f"A small model whose texts begin with a BOS ends at {ours('fixed_1')}; one that meets any first token, at "
+            f"{ours('default')}."
+        ),
+        "03_data": (
+            f"With the fixed token at position 2, Sink₂: {ours('fixed_2', 'sink_2')}; Sink₁: {ours('fixed_2')}."
+        ),
+        "04_loss": (
+            f"Sink₁ with a weight decay of 0.1: {ours('fixed_1')}; without any: {ours('weight_decay_0')}; with 0.5: "
+            f"{ours('weight_decay_0.5')}."
+        ),
+        "05_architecture": f"With K biases, Sink₁: {ours('k_bias')}; on the bias: {ours('k_bias', 'sink_star')}.",
+        "06_attention_operation": (
+            f"Sink₁ with sigmoid attention that is not normalised: {ours('sigmoid')}; normalised: "
+            f"{ours('sigmoid_normalised')}."
+        ),
+        "07_after_pretraining": (
+            f"Sink₁ after fine-tuning, of the softmax model: {ours('sft_softmax')}; of the sigmoid model: "
+            f"{ours('sft_sigmoid')}."
+        ),
+        "08_what_it_is_for": (
+            f"Hide the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the second one."
+        ),
+    }
 
 
 def hero() -> str:
-    """README's picture: one head of a real model that has a sink and one that is at work, on one text; SVG."""
-    maps, shown = recorded("smollm2")["maps"], 22
-    root, side = svg.canvas(392), 262.0
-    tokens = [token.strip() for token in maps["tokens"][:shown]]
-    working, _, sink, _ = maps["heads"]
-    for left, head, what in ((82, sink, "has nothing to do"), (364, working, "is at work")):
-        rows = [row + [0.0] * (shown - len(row)) for row in head["rows"][:shown]]
-        weights = np.array(rows)
-        token_map(root, weights, tokens, left, 104, side, queries=left < 100)
-        svg.text(root, f"block {head['layer'] + 1}, head {head['head'] + 1} {what}: α₁ = {weights[:, 0].mean():.2f}",
-                 left, 22, font_weight="bold")  # fmt: skip
-    svg.text(root, "SmolLM2-135M: a row a query, a column a key, darker for more attention", 82, 386, fill=svg.GREY)
-    return svg.source(root)
+    """README's picture: a head of a real model with a sink and one without, on one text with its tokens; SVG."""
+    recording, shown, pictures = recorded("smollm2")["maps"], 22, {}
+    without, _, sink, _ = recording["heads"]  # by alpha_1
+    for head, what in ((sink, "a sink"), (without, "no sink")):
+        weights = np.array([row + [0.0] * (shown - len(row)) for row in head["rows"][:shown]])
+        name = f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"
+        pictures[name] = weights
+    tokens = [token.strip() for token in recording["tokens"][:shown]]
+    below = "SmolLM2-135M: a row a query, a column a key, darker for more attention"
+    return svg.source(side_by_side(pictures, tokens, "", "", below).drawing)
 
 
 def ledger_page() -> str:
@@ -175,8 +185,10 @@ def state_part() -> str:
     lacking, runs = len(Runs().missing(PRESET)), f"{len(results)} runs of {results['experiment'].nunique()} experiments"
     if not lacking:
         return f"All of the study at `{PRESET}` is recorded: {runs}, recipe {RECIPE}."
-    return (f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {lacking} runs are missing, and what has fewer than "
-            "three seeds has no verdict.")  # fmt: skip
+    return (
+        f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {lacking} runs are missing, and what has fewer than "
+        "three seeds has no verdict."
+    )
 
 
 def records_page() -> str:
