@@ -69,7 +69,8 @@ def duration(seconds: float) -> str:
 def list_command(options: argparse.Namespace) -> int:
     """Print the table of experiments."""
     from sinkutils.showing.tables import records
-    from sinkutils.study.grid import experiments, resolve, unavailable
+    from sinkutils.study.experiments import experiments
+    from sinkutils.study.grid import resolve, unavailable
 
     note_no_records(options.runs)
     frame = records(options.preset, options.runs)

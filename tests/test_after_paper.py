@@ -15,7 +15,8 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import TrainConfig
-from sinkutils.study.grid import config, experiments
+from sinkutils.study.experiments import experiments
+from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint

@@ -9,19 +9,9 @@ import torch
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.grid import (
-    EXPERIMENTS,
-    Experiment,
-    config,
-    experiment,
-    experiments,
-    largest_alpha,
-    plan,
-    preset,
-    resolve,
-    unavailable,
-)
-from sinkutils.study.presets import PRESETS
+from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.grid import config, largest_alpha, plan, resolve, unavailable
+from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict, record_folder, write_record
 from sinkutils.study.store import Runs
 from sinkutils.training.run import next_token_loss
@@ -248,6 +238,7 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setitem(PRESETS, "narrow", narrow)
     table = tuple(dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS)
     monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", table)
+    monkeypatch.setattr(import_module("sinkutils.study.experiments"), "BY_NAME", {e.name: e for e in table})
     assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2", "differential"}
     assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
     assert "num_heads must divide hidden_size=54" in unavailable("narrow")["heads_4"]

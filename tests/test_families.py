@@ -82,7 +82,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: py
     kwargs = {"scaling": 1.0, "s_aux": torch.ones(4)}
     monkeypatch.setattr(sys.modules[type(module).__module__], "eager_attention_forward", halving)
     with pytest.raises(ValueError, match="GraniteSWAAttention has a learned sink"):
-        rules.chunk(module, q, k, v, None, kwargs, torch.arange(6))
+        rules.chunk(rules.Call(module, q, k, v, None, kwargs), torch.arange(6))
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])

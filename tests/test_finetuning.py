@@ -25,7 +25,8 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.showing.tables import records
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, from_dict
-from sinkutils.study.grid import config, experiments, keeps_weights, plan
+from sinkutils.study.experiments import experiments
+from sinkutils.study.grid import config, keeps_weights, plan
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import history, record_folder, write_record
 from sinkutils.study.store import Runs

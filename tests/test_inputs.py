@@ -26,7 +26,8 @@ from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
 from sinkutils.model import fast
 from sinkutils.model.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
-from sinkutils.model.decoder import FFNS, HEAD_MERGES, NORMS, LMConfig, TransformerLM
+from sinkutils.model.config import FFNS, HEAD_MERGES, NORMS, LMConfig
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.model.positions import POSITIONS
 from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import config_hash

@@ -10,7 +10,8 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.model.fast import attend as attend_fast
 from sinkutils.model.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
-from sinkutils.study.grid import EXPERIMENTS, config, unavailable
+from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.grid import config, unavailable
 
 VARIANTS = {
     "default": {},

@@ -94,7 +94,7 @@ def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_pa
     plt.close("all")
     drawn = {file.stem for file in tmp_path.glob("figures/*_smoke.png")}
     assert bool(drawn) == (recorded == "some")
-    assert "not recorded yet: " in capsys.readouterr().out
+    assert "Not recorded yet: " in capsys.readouterr().out
 
 
 def git_status():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import sinkutils
-from sinkutils.study import grid
+from sinkutils.study import experiments
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -124,8 +124,8 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
 def test_what_contributing_says_to_paste_is_an_experiment():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
-    (made,) = eval(f"({line})", vars(grid))  # in a tuple, as EXPERIMENTS is
-    assert isinstance(made, grid.Experiment)
+    (made,) = eval(f"({line})", vars(experiments))  # in a tuple, as EXPERIMENTS is
+    assert isinstance(made, experiments.Experiment)
 
 
 ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")

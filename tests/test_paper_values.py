@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from sinkutils.paths import PAPER
-from sinkutils.study.grid import EXPERIMENTS, experiment, experiments
+from sinkutils.study.experiments import EXPERIMENTS, experiment, experiments
 from sinkutils.study.paper import paper_rows
 
 NUMBERS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star", "valid_loss")

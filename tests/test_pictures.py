@@ -90,9 +90,9 @@ def test_the_regions_of_a_mask_are_those_that_attention_sees():
 
 def test_the_table_of_operations_says_what_each_one_is():
     table = operations.operations()
-    assert table.loc["exp, sum", ["row sums", "metric"]].tolist() == ["1.00 to 1.00", "weights"]
-    assert table.loc["sigmoid, 1", "moved"] == "0.00"  # independent weights
-    assert float(table.loc["sigmoid, sum", "moved"]) > 0  # in its denominator they meet
+    assert table.loc["softmax", ["row sums", "metric"]].tolist() == ["1.00 to 1.00", "weights"]
+    assert table.loc["sigmoid, not normalised", "moved"] == "0.00"  # independent weights
+    assert float(table.loc["sigmoid, normalised", "moved"]) > 0  # in its denominator they meet
     signed = table[table["least A_ij"].astype(float) < 0]
     assert set(signed["phi(x)"]) <= {"x", "mlp(x)"} and len(signed) >= 2
     assert set(table.loc[table["least A_ij"].astype(float) < 0, "metric"]) == {"proxy scores"}

@@ -14,7 +14,7 @@ from sinkutils.measuring import tally
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
 from sinkutils.model import fast
-from sinkutils.model.attention import AttentionSpec, attend, proxy_scores, visible
+from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
 
 T, TARGETS = 20, (1, 2, 5)
@@ -281,15 +281,6 @@ def test_our_model_is_left_as_it_was_and_nan_weights_are_refused() -> None:
         model.blocks[1].ffn.down.weight[0, 0] = math.nan
     with pytest.raises(NotFinite, match="nan or infinite"):
         measure(model, tokens())
-
-
-def test_signed_proxy_scores_are_what_alpha_reads() -> None:
-    # The reference's proxy_scores by hand for a signed similarity: |s| over its row sum.
-    logits = torch.tensor([[1.0, 0.0], [-3.0, 1.0]])
-    spec = AttentionSpec(similarity="linear", normalizer="max_abs_sum")
-    positions = torch.arange(2)
-    scores = proxy_scores(logits, visible(positions, positions, spec), spec)
-    torch.testing.assert_close(scores, torch.tensor([[1.0, 0.0], [0.75, 0.25]]))
 
 
 def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share() -> None:

@@ -90,7 +90,7 @@ def test_no_records_give_an_empty_table_with_its_columns(tmp_path):
 @pytest.mark.filterwarnings("ignore:record smoke/v_bias")
 def test_the_papers_rows_stand_in_its_order_with_the_mean_and_range_of_ours(runs):
     table = paper_beside_ours("Table 4", "smoke", runs)
-    assert table["row"].tolist() == ["none", "sink token", "KV biases", "K biases", "V biases"]
+    assert table["row"].tolist() == ["no bias", "sink token", "KV biases", "K biases", "V biases"]
     assert table["experiment"].tolist()[0] == "fixed_1"  # the base of this preset
     none, k_bias = table.iloc[0], table.iloc[3]
     assert (none["seeds"], none["sink_1"], none["sink_1_low"], none["sink_1_high"]) == (2, 25.0, 20.0, 30.0)
@@ -104,13 +104,13 @@ def test_the_papers_rows_stand_in_its_order_with_the_mean_and_range_of_ours(runs
 @pytest.mark.filterwarnings("ignore:record smoke/v_bias")
 def test_text_tells_failed_from_not_run_and_from_lost(runs):
     text = plain(paper_beside_ours("Table 15", "smoke", runs))
-    assert text.loc["elu + 1, sum"].tolist() == ["elu_normalised", "failed", "failed", "failed", "failed", ""]
-    assert text.loc["sigmoid, 1"].tolist()[:5] == ["sigmoid", "0.44", "0.12", "3.70", "3.10"]
-    assert text.loc["exp, sum", "Sink_1 %, ours"] == "25.00 (20.00 to 30.00)"
-    assert text.loc["mlp kernel, 1", "Sink_1 %, ours"] == "-"
+    assert text.loc["elu + 1, normalised"].tolist() == ["failed", "failed", "failed", "failed", ""]
+    assert text.loc["sigmoid, not normalised"].tolist()[:4] == ["0.44", "0.12", "3.70", "3.10"]
+    assert text.loc["softmax", "Sink₁ %, ours"] == "25.00 (20.00 to 30.00)"
+    assert text.loc["MLP kernel, not normalised", "Sink₁ %, ours"] == "-"
     lost = plain(paper_beside_ours("Table 13", "smoke", runs))
-    assert lost.loc["8", "Sink_* %, paper"] == ""
-    assert "lost in the text" in lost.loc["8", "note"]
+    assert lost.iloc[3]["Sink* %, paper"] == ""
+    assert "lost in the text" in lost.iloc[3]["note"]
     assert text.equals(plain(paper_beside_ours("Table 15", "smoke", runs)))
 
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,10 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
 
     Raises ValueError where there are none, or where they do not stand in one list of blocks.
     """
-    found = {name: module for name, module in base.named_modules()
-             if not NOT_TEXT.search(name) and (chooses_attention(module) or (
-                 "Attention" in type(module).__name__ and not NO_SOFTMAX.search(type(module).__name__)))}  # fmt: skip
+    modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
     # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = {
-        name: module for name, module in found.items() if not any(other.startswith(name + ".") for other in found)
-    }
+    leaves = {name: module for name, module in modules.items()
+              if not any(other.startswith(name + ".") for other in modules)}  # fmt: skip
     places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
     if not leaves:
         raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
@@ -64,6 +61,12 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
         indices = list(range(len(indices)))
     return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    kind = type(module).__name__
+    named = "Attention" in kind and not NO_SOFTMAX.search(kind)
+    return not NOT_TEXT.search(name) and (named or chooses_attention(module))
 
 
 def chooses_attention(module: nn.Module) -> bool:
@@ -110,60 +113,67 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | 
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
-def chunk(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | PositionMask | None,
-    kwargs: dict[str, Any],
-    rows: Tensor,
-) -> tuple[Tensor, Tensor]:
+class Call(NamedTuple):
+    """What a module hands to its attention function."""
+
+    module: nn.Module
+    q: Tensor  # (B, H, T, D)
+    k: Tensor  # (B, H or fewer, T, D), as v
+    v: Tensor
+    mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
+    kwargs: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The kind of mask, for `flash.trusted`."""
+        return "causal" if self.mask is None else "mask" if isinstance(self.mask, Tensor) else "window"
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        scale = self.kwargs.get("scaling")
+        return self.q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+    def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
+        if self.mask is None:
+            return rows[:, None] >= columns
+        if isinstance(self.mask, PositionMask):
+            return self.mask.seen(rows, columns)
+        return self.mask[: len(self.q), :, rows][..., columns]
+
+
+def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
-    positions = torch.arange(q.shape[2], device=q.device)
-    if mask is None:
-        seen = rows[:, None] >= positions
-    elif isinstance(mask, PositionMask):
-        seen = mask.seen(rows, positions)
-    else:
-        seen = mask[: len(q), :, rows]
+    seen = call.mask_of(rows, torch.arange(call.q.shape[2], device=rows.device))
     if seen.dtype == torch.bool:
-        zero = torch.zeros((), device=q.device, dtype=q.dtype)
-        seen = torch.where(seen, zero, torch.finfo(q.dtype).min)
-    function = eager_function(module)
+        zero = torch.zeros((), device=seen.device, dtype=call.q.dtype)
+        seen = torch.where(seen, zero, torch.finfo(call.q.dtype).min)
+    function = eager_function(call.module)
     assert function is not None
-    seen = seen if seen.ndim == 4 else seen[None, None]
-    out, weights = function(module, q[:, :, rows], k, v, seen, **kwargs)
-    sink = learned_sink(kwargs)
+    part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
+    out, weights = function(*part[:5], **call.kwargs)
+    sink = learned_sink(call.kwargs)
     if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
-        weights = scaled_by_sink(module, q[:, :, rows], k, v, seen, kwargs.get("scaling"), sink, out, weights)
+        weights = scaled_by_sink(part, sink, out, weights)
     return out, weights
 
 
-def scaled_by_sink(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    sink: Tensor,
-    out: Tensor,
-    weights: Tensor,
-) -> Tensor:
+def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
     """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
 
     Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
     Raises ValueError where the output is not that of the scaled weights.
     """
-    logits = q.float() @ repeat_heads(k, q.shape[1]).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    lse = (logits + seen.float()).logsumexp(dim=-1, keepdim=True)
+    q, k, v = call.q, *(repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
+    logits = q.float() @ k.float().mT * call.scale
+    lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    expected = (scaled @ repeat_heads(v, q.shape[1])).transpose(1, 2)
+    expected = (scaled @ v).transpose(1, 2)
     tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
     if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
         raise ValueError(
-            f"{type(module).__name__} has a learned sink, but returns weights that sum to one and an output that "
+            f"{type(call.module).__name__} has a learned sink, but returns weights that sum to one and an output that "
             "does not follow from them: the sink's share is not known"
         )
     return scaled

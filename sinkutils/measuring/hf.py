@@ -33,6 +33,7 @@ try:
     from sinkutils.measuring import masks
     from sinkutils.measuring.families import (
         REFUSED,
+        Call,
         attention_layers,
         chooses_attention,
         chosen_keys,
@@ -239,11 +240,9 @@ class Capture:
                 self.tally.add_norms(name, layer, x)
             for head in self.request.heads_of(layer) if "qk" in self.request.keep else ():
                 keep_products(self.tally, layer, head, q[:, head], k[:, head // (q.shape[1] // k.shape[1])])
-        if self._may_fuse(module, kwargs):
-            out = self._fused(module, layer, q, k, v, seen, kwargs)
-            if out is not None:
-                return out
-        return self._exact(module, layer, q, k, v, seen, kwargs)
+        call = Call(module, q, k, v, seen, kwargs)
+        out = self._fused(call, layer) if self._may_fuse(call) else None
+        return self._exact(call, layer) if out is None else out
 
     def _check_heads(self, layer: int, count: int) -> None:
         """Raise ValueError for a head that a layer does not have; a first pass that records nothing comes here too."""
@@ -265,95 +264,69 @@ class Capture:
             self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
         return seen
 
-    def _may_fuse(self, module: nn.Module, kwargs: dict[str, Any]) -> bool:
-        unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
-        if self.exact or unknown or not self.recording:
+    def _may_fuse(self, call: Call) -> bool:
+        """Whether a fused kernel computes what is asked for, as far as is known before it was compared."""
+        unknown = any(value is not None and name not in KNOWN for name, value in call.kwargs.items())
+        if self.exact or unknown or not self.recording or not self.fused.get((call.module, call.kind), True):
             return False
-        return not (self.request.mass or self.request.heads_of(self.layers[module]))
+        alike = call.q.shape[-1] == call.v.shape[-1] and call.q.dtype == call.k.dtype == call.v.dtype
+        layer = self.layers[call.module]
+        return alike and not (self.request.mass or self.request.heads_of(layer))
 
-    def _fused(
-        self,
-        module: nn.Module,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | PositionMask | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor | None:
+    def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
-        kind = "causal" if mask is None else "mask" if isinstance(mask, Tensor) else "window"
-        if not self.fused.get((module, kind), True):
-            return None
-        scale = kwargs.get("scaling")
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        if q.shape[-1] != v.shape[-1] or q.shape[2] != k.shape[2] or not (q.dtype == k.dtype == v.dtype):
-            return None
-        if not flash.trusted("fused", kind, q.device, q.dtype, q.shape[-1]):
+        module, q, k, v, mask, kwargs = call
+        if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:
-            found = flash.fused(q, keys, values, scale=scale)
+            result = flash.fused(q, keys, values, scale=call.scale)
         else:
-            found = flash.fused_rows(q, keys, values, mask, scale)
-        if found is None:
+            result = flash.fused_rows(q, keys, values, mask, call.scale)
+        if result is None:
             return None
-        out, lse = found
+        out, lse = result
         columns = torch.tensor(self.request.targets, device=q.device) - 1
-        logits = q.float() @ keys[:, :, columns].float().mT * scale  # (B, H, T, K)
-        rows = torch.arange(q.shape[2], device=q.device)
-        seen = rows[:, None] >= columns
-        if isinstance(mask, PositionMask):
-            seen = mask.seen(rows, columns)
-        elif mask is not None:
-            seen = mask[..., columns]
-            if mask.dtype != torch.bool:
-                logits, seen = logits + seen, seen > torch.finfo(mask.dtype).min / 2
+        logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
+        seen = call.mask_of(torch.arange(q.shape[2], device=q.device), columns)
+        if seen.dtype != torch.bool:
+            logits, seen = logits + seen, seen > torch.finfo(seen.dtype).min / 2
         shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
-        result = {"alpha": shares}
+        found = {"alpha": shares}
         if kwargs.get("s_aux") is not None:
             # A learned sink logit joins the softmax through its log-sum-exp.
             sink = kwargs["s_aux"].float().reshape(1, -1, 1)
             total = torch.logaddexp(lse, sink)
             kept = torch.exp(lse - total)
-            result = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
+            found = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
             out = out * kept[..., None].to(out.dtype)
         out = out.transpose(1, 2).contiguous()
-        if (module, kind) not in self.fused:
+        if (module, call.kind) not in self.fused:
             looked_at = masks.rows_to_compare(seen, CHECK_ROWS)
-            expected, weights = chunk(module, q[:1], k[:1], v[:1], mask, kwargs, looked_at)
+            expected, weights = chunk(call._replace(q=q[:1], k=k[:1], v=v[:1]), looked_at)
             tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
-            close = (result["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
+            close = (found["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
             tolerance *= max(1.0, float(v.abs().max()))
-            self.fused[module, kind] = bool(close and (out[:1, looked_at] - expected).abs().max() <= tolerance)
-            if not self.fused[module, kind]:
+            self.fused[module, call.kind] = bool(close and (out[:1, looked_at] - expected).abs().max() <= tolerance)
+            if not self.fused[module, call.kind]:
                 return None
         self._add(layer, {
             name: value.mean(dim=-1) if name == "star" else mean_over_queries(value, columns)
-            for name, value in result.items()
+            for name, value in found.items()
         })  # fmt: skip
         return out
 
-    def _exact(
-        self,
-        module: nn.Module,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | PositionMask | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def _exact(self, call: Call, layer: int) -> Tensor:
         """Output and weights by the family's eager function, chunk by chunk of queries."""
-        batch, heads, length, _ = q.shape
+        batch, heads, length, _ = call.q.shape
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
-        if any(isinstance(value, Tensor) and value.ndim >= 3 for value in kwargs.values()):
+        if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
-        reduce = Reduction(self.request, self.tally, layer, length, sink=learned_sink(kwargs) is not None)
+        reduce = Reduction(self.request, self.tally, layer, length, sink=learned_sink(call.kwargs) is not None)
         outs = []
         for start in range(0, length, step):
-            rows = torch.arange(start, min(start + step, length), device=q.device)
-            out, weights = chunk(module, q, k, v, mask, kwargs, rows)
+            rows = torch.arange(start, min(start + step, length), device=call.q.device)
+            out, weights = chunk(call, rows)
             outs.append(out)
             if self.recording:
                 reduce.take(weights)
@@ -374,10 +347,9 @@ class Capture:
         if local and int(module.config.window_size) < length:  # type: ignore[arg-type, union-attr]
             self.windows[layer] = int(module.config.window_size)  # type: ignore[arg-type, union-attr]
         if self.recording:
-            weights = output[found[0]]
-            reduce = Reduction(self.request, self.tally, self.layers[module], weights.shape[-1], sink=False)
-            reduce.take(weights)
-            self._add(self.layers[module], reduce.means())
+            reduce = Reduction(self.request, self.tally, layer, length, sink=False)
+            reduce.take(output[found[0]])
+            self._add(layer, reduce.means())
         return type(output)(None if i == found[0] else part for i, part in enumerate(output))
 
     def _add(self, layer: int, values: dict[str, Tensor]) -> None:

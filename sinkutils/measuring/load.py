@@ -167,7 +167,7 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     from safetensors.torch import load_file
 
     from sinkutils.data.tokenizer import open_tokenizer
-    from sinkutils.model.decoder import LMConfig
+    from sinkutils.model.config import LMConfig
     from sinkutils.study.config import from_dict
 
     try:

@@ -5,7 +5,6 @@ A_ik needs no attention map: it is |f(s_ik)| exp(-log_mass_i), with log_mass_i t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from sinkutils.measuring.report import Kept, Report
 from sinkutils.model import fast
-from sinkutils.model.attention import AttentionSpec, features, halves, visible
+from sinkutils.model.attention import AttentionSpec, Extras, features, halves, visible
 from sinkutils.model.decoder import TransformerLM
 
 COLUMNS = 128  # keys at a time where all are looked at
@@ -179,17 +178,7 @@ class OwnModelObserver:
 
 
 def chosen_shares(
-    q: Tensor,
-    k: Tensor,
-    columns: Tensor,
-    spec: AttentionSpec,
-    mass: Tensor,
-    *,
-    distance_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    mlp: Callable[[Tensor], Tensor] | None = None,
-    sink_logit: Tensor | None = None,
-    mix: Tensor | None = None,
+    q: Tensor, k: Tensor, columns: Tensor, spec: AttentionSpec, mass: Tensor, **extras: Any
 ) -> tuple[Tensor, Tensor | None]:
     """A_ik (proxy scores where weights do not sum to one) of the keys at `columns` (K,), 0-based.
 
@@ -197,6 +186,7 @@ def chosen_shares(
     where key k is hidden from query i, and the share of k* or the sink logit, (B, H, T), or None without one.
     Of differential attention |A_1 - lambda A_2| over its row sum.
     """
+    distance_bias, key_bias, _, mlp, sink_logit, mix = Extras(**extras)
     if mix is not None:
         parts, plain = halves(q, spec)
         masses = (fast.log_mass(part, k, plain, distance_bias=distance_bias).float()[..., None] for part in parts)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,10 @@ NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm", "length")
 BIASES = ("none", "kv", "k", "v")
 FIXED_VALUES = ("zero", "first", "uniform")
 SINK_LOGITS = ("none", "zero", "learned")
+CHOICES: dict[str, tuple[str, ...]] = {
+    **{"similarity": tuple(SIMILARITIES), "kernel": KERNELS, "normalizer": NORMALIZERS},
+    **{"bias": BIASES, "fixed_value": FIXED_VALUES, "sink_logit": SINK_LOGITS},
+}
 
 
 @dataclass(frozen=True)
@@ -86,20 +90,20 @@ class AttentionSpec:
     differential: bool = False  # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
 
     def __post_init__(self) -> None:
-        choice("similarity", self.similarity, tuple(SIMILARITIES))
-        choice("kernel", self.kernel, KERNELS)
-        choice("normalizer", self.normalizer, NORMALIZERS)
-        choice("bias", self.bias, BIASES)
-        choice("fixed_value", self.fixed_value, FIXED_VALUES)
-        flag("bias_shared", self.bias_shared)
-        real("p", self.p, "positive and finite")
-        require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
-        real("scale", self.scale, "positive and finite")
+        for name, allowed in CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        for name in ("bias_shared", "differential"):
+            flag(name, getattr(self, name))
+        for name in ("p", "scale"):
+            real(name, getattr(self, name), "positive and finite")
+        real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
+        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
         for name in ("window", "bias_dims"):
             value = getattr(self, name)
             require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
         require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
         require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
+        require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
         if self.kernel != "identity":
             require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
         if self.signed:
@@ -110,26 +114,25 @@ class AttentionSpec:
             )
         if self.similarity == "linear":
             require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
-        real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
-        choice("sink_logit", self.sink_logit, SINK_LOGITS)
-        flag("differential", self.differential)
-        require(self.logit_bias == 0 or self.similarity == "sigmoid",
-                "logit_bias moves a sigmoid: similarity must be 'sigmoid'")  # fmt: skip
-        require(
-            self.similarity != "softpick" or self.normalizer == "sum",
-            "softpick has its own Z: normalizer must be 'sum'",
+        sigmoid, own_z = self.similarity == "sigmoid", self.similarity != "softpick" or self.normalizer == "sum"
+        require(self.logit_bias == 0 or sigmoid, "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
+        require(own_z, "softpick has its own Z: normalizer must be 'sum'")
+        message = "sink_logit joins a softmax: similarity 'exp', normalizer 'sum', and no key bias"
+        require(self.sink_logit == "none" or (self.is_softmax and not self.has_key_bias), message)
+        message = (
+            "differential attention is of two softmax maps: similarity 'exp', normalizer 'sum', no bias, no sink_logit"
         )
-        softmax = self.similarity == "exp" and self.normalizer == "sum"
-        require(self.sink_logit == "none" or (softmax and not self.has_key_bias),
-                "sink_logit joins a softmax: similarity 'exp', normalizer 'sum', and no key bias")  # fmt: skip
-        require(not self.differential or (softmax and self.bias == "none" and self.sink_logit == "none"),
-                "differential attention is of two softmax maps: similarity 'exp', normalizer 'sum', no bias "
-                "and no sink_logit")  # fmt: skip
+        plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
+        require(not self.differential or plain, message)
         require(not self.bias_shared or self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
         require(self.bias_dims is None or self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
             require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
-        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the weights are a softmax, up to their scale."""
+        return self.similarity == "exp" and self.normalizer == "sum"
 
     @property
     def has_key_bias(self) -> bool:
@@ -160,6 +163,17 @@ class AttentionSpec:
         return self.similarity == "linear" and self.kernel in ("identity", "mlp")
 
 
+class Extras(NamedTuple):
+    """What an operation takes beside q, k and v, by the names of `attend`'s keyword arguments; each may be None."""
+
+    distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A by distance i - j
+    key_bias: Tensor | None = None  # (H, D): k* of bias 'k' and 'kv'
+    value_bias: Tensor | None = None  # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
+    mlp: Callable[[Tensor], Tensor] | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
+    sink_logit: Tensor | None = None  # (H,), of sink_logit='learned'
+    mix: Tensor | None = None  # lambda of differential attention, a scalar
+
+
 def visible(rows: Tensor, columns: Tensor, spec: AttentionSpec) -> Tensor:
     """The mask M of Eq. 4 as booleans: which keys `columns` each query of `rows` sees.
 
@@ -186,35 +200,21 @@ def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | N
     return x
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec | None = None,
-    *,
-    distance_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    value_bias: Tensor | None = None,
-    mlp: Callable[[Tensor], Tensor] | None = None,
-    sink_logit: Tensor | None = None,
-    mix: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, **extras: Any) -> tuple[Tensor, Tensor]:
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
-    q, k, v: (B, H, T, D), after rotary. distance_bias: (1 or H, >= T), g of Appendix A by distance i - j.
-    key_bias, value_bias: k* and v*, (H, D); `spec.bias` says which of them are needed.
-    mlp: the kernel of kernel='mlp'. sink_logit: (H,), of sink_logit='learned'. mix: lambda of differential, a scalar.
-
+    q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
     Returns out (B, H, T, D) and weights (B, H, T, S). S = T, or 1 + T with a key bias or sink logit: column 0 is k*,
     or what the sink logit takes.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    spec = spec or AttentionSpec()
-    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias, sink_logit, mix)
-    if mix is not None:
+    spec, given = spec or AttentionSpec(), Extras(**extras)
+    check_inputs(q, k, v, spec, given)
+    if given.mix is not None:
         parts, plain = halves(q, spec)
-        (one, first), (two, second) = (attend(part, k, v, plain, distance_bias=distance_bias) for part in parts)
-        return one - mix.to(one.dtype) * two, first - mix * second
+        first, second = (attend(part, k, v, plain, distance_bias=given.distance_bias) for part in parts)
+        return first[0] - given.mix.to(first[0].dtype) * second[0], first[1] - given.mix * second[1]
+    distance_bias, key_bias, value_bias, mlp, sink_logit, _ = given
     length, head_dim = q.shape[-2:]
     positions = torch.arange(length, device=q.device)
     seen = visible(positions, positions, spec)  # (T, T)
@@ -297,53 +297,28 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
     return (sim / total.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
-def proxy_scores(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """|f(s_ij)| / sum_j' |f(s_ij')|: what the sink metric reads where weights do not sum to one (Section 7.4).
-
-    Same shapes as `normalise`. For softmax attention these are the weights themselves.
-    """
-    if spec.similarity in ("exp", "softpick"):
-        return normalise(logits, seen, AttentionSpec(similarity=spec.similarity))
-    sim = spec.f.value(logits).masked_fill(~seen, 0).abs()
-    return divide(sim, sim.sum(-1, keepdim=True))
-
-
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    distance_bias: Tensor | None,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    sink_logit: Tensor | None = None,
-    mix: Tensor | None = None,
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
     require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
              f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
     require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
     _, heads, length, head_dim = q.shape
-    for name, bias, needed, allowed in (
-        ("key_bias", key_bias, spec.has_key_bias, spec.has_key_bias),
-        ("value_bias", value_bias, spec.bias in ("kv", "v") or spec.fixed_value != "zero", spec.bias != "none"),
+    needs_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
+    for name, needed, allowed, shape in (
+        ("key_bias", spec.has_key_bias, spec.has_key_bias, (heads, head_dim)),
+        ("value_bias", needs_value, spec.bias != "none", (heads, head_dim)),
+        ("sink_logit", spec.sink_logit == "learned", spec.sink_logit == "learned", (heads,)),
+        ("mix", spec.differential, spec.differential, None),
     ):
-        require(bias is not None or not needed, f"bias={spec.bias!r} needs the argument {name}")
-        require(bias is None or allowed, f"bias={spec.bias!r} has no place for {name}: leave it out or change bias")
-        require(bias is None or bias.shape == (heads, head_dim),
-                 f"{name} must have shape (H, D) = {(heads, head_dim)}, "
-                 f"got {None if bias is None else tuple(bias.shape)}")  # fmt: skip
-    for name, given, wanted in (
-        ("sink_logit", sink_logit, spec.sink_logit == "learned"),
-        ("mix", mix, spec.differential),
-    ):
-        require(given is not None or not wanted, f"the operation needs the argument {name}")
-        require(given is None or wanted, f"the operation has no place for the argument {name}: leave it out")
-    require(sink_logit is None or sink_logit.shape == (heads,), f"sink_logit must have shape (H,) = ({heads},)")
+        x, operation = getattr(given, name), f"bias={spec.bias!r}" if "bias" in name else "the operation"
+        require(x is not None or not needed, f"{operation} needs the argument {name}")
+        require(x is None or allowed, f"{operation} has no place for the argument {name}: leave it out")
+        if x is not None and shape is not None:
+            require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
-    if distance_bias is not None:
-        require(distance_bias.ndim == 2 and distance_bias.shape[0] in (1, heads),
-                 f"distance_bias must have shape (1 or {heads}, T), got {tuple(distance_bias.shape)}")  # fmt: skip
-        require(distance_bias.shape[1] >= length,
-                 f"distance_bias covers {distance_bias.shape[1]} distances, the sequence has {length}")  # fmt: skip
+    if given.distance_bias is not None:
+        rows, distances = given.distance_bias.shape if given.distance_bias.ndim == 2 else (0, 0)
+        require(rows in (1, heads),
+                f"distance_bias must have shape (1 or {heads}, T), got {tuple(given.distance_bias.shape)}")  # fmt: skip
+        require(distances >= length, f"distance_bias covers {distances} distances, the sequence has {length}")

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import choice, flag, instance, is_count, require
 from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.config import FFNS, LMConfig
 from sinkutils.model.positions import (
     ADDED_TO_EMBEDDING,
     NUM_BUCKETS,
-    POSITIONS,
     absolute_embedding,
     distance_table,
     relative_buckets,
@@ -31,96 +28,8 @@ from sinkutils.model.positions import (
     rotate,
 )
 
-NORMS = ("pre", "post", "sandwich")
-NORMALIZATIONS = ("rms", "dyt")
-GATES = ("none", "head", "element")
-# Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
-FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "relu": (F.relu, False),
-    "gelu": (F.gelu, False),
-    "swish": (F.silu, False),
-    "reglu": (F.relu, True),
-    "geglu": (F.gelu, True),
-    "swiglu": (F.silu, True),
-}
-HEAD_MERGES = ("concat", "add")
 DYT_START = 0.5  # alpha of tanh(alpha h)
 BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
-
-
-@dataclass(frozen=True)
-class LMConfig:
-    """A language model as a value. Raises ValueError, naming the field, for shapes that do not fit."""
-
-    vocab_size: int = 1024
-    context_length: int = 64  # C, the longest sequence the model accepts
-    num_layers: int = 4  # L
-    num_heads: int = 4  # H
-    hidden_size: int = 64  # d
-    intermediate_size: int = 128  # width of the FFN
-    position: str = "rotary"  # rotary, nope, absolute, learnable, relative, relative_learned, alibi
-    norm: str = "pre"  # pre (Eq. 2), post (Eq. 3), or sandwich: pre, and each sublayer's output is normed too
-    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
-    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
-    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
-    attention: AttentionSpec = field(default_factory=AttentionSpec)
-    # After the paper (data/paper/after_paper.csv)
-    gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
-    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
-    value_scale: bool = False  # v_j times 2 sigmoid(w x_j), a factor a head and token
-    normalization: str = "rms"  # rms, or dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale
-
-    def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "context_length",
-            "num_layers",
-            "num_heads",
-            "hidden_size",
-            "intermediate_size",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            require(is_count(value), f"{name} must be a positive integer, got {value!r}")
-        for name in ("sink_token", "qk_norm", "value_scale"):
-            flag(name, getattr(self, name))
-        instance("attention", self.attention, AttentionSpec)
-        for name, allowed in (
-            ("position", POSITIONS),
-            ("norm", NORMS),
-            ("ffn", tuple(FFNS)),
-            ("head_merge", HEAD_MERGES),
-            ("gate", GATES),
-            ("normalization", NORMALIZATIONS),
-        ):
-            choice(name, getattr(self, name), allowed)
-        if self.hidden_size % self.num_heads:
-            divisors = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
-            raise ValueError(
-                f"num_heads must divide hidden_size={self.hidden_size} (one of {divisors}), got {self.num_heads}"
-            )
-        if self.position == "rotary" and self.head_dim % 2:
-            raise ValueError(f"position='rotary' needs an even head dimension, got {self.head_dim}")
-        spec = self.attention
-        if spec.differential and self.head_dim % (4 if self.position == "rotary" else 2):
-            raise ValueError("differential attention halves each head: its dimension must be a multiple of 2, with "
-                             f"rotary positions of 4; got {self.head_dim}")  # fmt: skip
-        if spec.prefix > self.context_length:
-            raise ValueError(f"prefix must be at most context_length={self.context_length}, got {spec.prefix}")
-        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
-            raise ValueError(
-                f"bias_dims (d_a) must be at most the head dimension {self.head_dim}, got {spec.bias_dims}"
-            )
-        if spec.prefix > 1 and self.position in ("relative", "relative_learned", "alibi"):
-            raise ValueError(
-                f"position={self.position!r} has no bias for keys after the query, which a prefix of "
-                f"{spec.prefix} shows: use rotary, nope, absolute or learnable"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """d_h = d / H."""
-        return self.hidden_size // self.num_heads
 
 
 class Observer(Protocol):
@@ -174,7 +83,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         spec, width, head_dim = config.attention, config.hidden_size, config.head_dim
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
@@ -209,9 +118,9 @@ class Attention(nn.Module):
         x: Tensor,
         tables: dict[str, Tensor],
         dense: bool = False,
-        show: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None = None,
+        observer: Observer | None = None,
     ) -> Tensor:
-        """x: (B, T, d) -> (B, T, d). tables: position tables for T; show: called with q, k, v and extras."""
+        """x: (B, T, d) -> (B, T, d). tables: position tables for T; observer: sees q, k, v and extras."""
         batch, length, _ = x.shape
         q, k, v = (
             part.view(batch, length, self.config.num_heads, self.config.head_dim).transpose(1, 2)
@@ -225,9 +134,9 @@ class Attention(nn.Module):
             # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
             q, k = (rotate(x, tables["cos"], tables["sin"]).to(v.dtype) for x in (q, k))
         extras = self.extras(tables, v.dtype)
-        if show is not None:
-            show(q, k, v, extras)
         spec = self.config.attention
+        if observer is not None:
+            observer.attention(self.layer, q, k, v, spec, extras)
         out = attend(q, k, v, spec, **extras)[0] if dense else fast.attend(q, k, v, spec, **extras)
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
@@ -392,10 +301,7 @@ class TransformerLM(nn.Module):
         if observer is not None:
             observer.embedding(h)
         for layer, block in enumerate(self.blocks):
-            show = None
-            if observer is not None:
-                show = _show_layer(observer, layer, self.config.attention)
-            h, before = block(h, tables, dense, show)
+            h, before = block(h, tables, dense, observer)
             if observer is not None:
                 observer.block(layer, h, before)
         return self.norm(h[:, 1:] if self.config.sink_token else h)
@@ -408,12 +314,6 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(like.shape, generator=generator)
-
-
-def _show_layer(
-    observer: Observer, layer: int, spec: AttentionSpec
-) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None]:
-    return lambda q, k, v, extras: observer.attention(layer, q, k, v, spec, extras)
 
 
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:

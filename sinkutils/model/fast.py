@@ -16,9 +16,9 @@ Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from sinkutils.model import flash
 from sinkutils.model.attention import (
     AttentionSpec,
+    Extras,
     check_inputs,
     divide,
     features,
@@ -46,17 +47,20 @@ FORM: str | None = None  # tests set this to take a form wherever it can serve
 
 
 class Problem(NamedTuple):
-    """The arguments of `attend`."""
+    """One call of `attend`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     spec: AttentionSpec
-    distance_bias: Tensor | None
-    key_bias: Tensor | None
-    value_bias: Tensor | None
-    mlp: Callable[[Tensor], Tensor] | None
-    sink_logit: Tensor | None
+    given: Extras
+
+    def by_head(self) -> Iterator[Problem]:
+        """The same, a head at a time."""
+        for head, (q, k, v) in enumerate(zip(*(x.split(1, dim=1) for x in self[:3]), strict=True)):
+            own: dict[str, Any] = {name: x[head : head + 1] for name, x in self.given._asdict().items()
+                   if isinstance(x, Tensor) and len(x) > 1}  # fmt: skip
+            yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
 
 def choose_form(
@@ -67,7 +71,7 @@ def choose_form(
     "flex" only as far as FlexAttention takes it; whether it computes it right is for `flash.trusted` to say.
     """
     plain = not position_term and (spec.window is None or spec.window >= length)
-    softmax, linear = plain and _is_softmax(spec), plain and _is_linear(spec)
+    softmax, linear = plain and spec.is_softmax, plain and _is_linear(spec)
     can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": flash.flexible(spec)}
     if FORM is not None and can[FORM]:
         return FORM
@@ -81,32 +85,21 @@ def choose_form(
     return "flex" if flash.flex_fits(device, dtype, head_dim, spec) else "blocks"
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    distance_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    value_bias: Tensor | None = None,
-    mlp: Callable[[Tensor], Tensor] | None = None,
-    sink_logit: Tensor | None = None,
-    mix: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
-    check_inputs(q, k, v, spec, distance_bias, key_bias, value_bias, sink_logit, mix)
-    if mix is not None:
+    given, length = Extras(**extras), q.shape[2]
+    check_inputs(q, k, v, spec, given)
+    if given.mix is not None:
         parts, plain = halves(q, spec)
-        first, second = (attend(part, k, v, plain, distance_bias=distance_bias) for part in parts)
-        return first - mix.to(second.dtype) * second
+        first, second = (attend(part, k, v, plain, distance_bias=given.distance_bias) for part in parts)
+        return first - given.mix.to(second.dtype) * second
     if spec.sink_logit == "zero":
-        sink_logit = q.new_zeros(q.shape[1])
-    problem, length = Problem(q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit), q.shape[2]
-    form = choose_form(spec, q.device.type, q.dtype, length, q.shape[-1], distance_bias is not None)
+        given = given._replace(sink_logit=q.new_zeros(q.shape[1]))
+    problem = Problem(q, k, v, spec, given)
+    form = choose_form(spec, q.device.type, q.dtype, length, q.shape[-1], given.distance_bias is not None)
     if form == "flex" and FORM != "flex":
         form = "flex" if flash.trusted("flex", flash.flex_kind(spec), q.device, q.dtype, q.shape[-1]) else "blocks"
     long = q.device.type == "cpu" and length > DENSE_LENGTH.get("cpu", BLOCK)
@@ -116,8 +109,8 @@ def attend(
         out = out / keys_seen(torch.arange(length, device=q.device), length, spec).to(out.dtype)
     if spec.scale != 1:
         out = out * spec.scale
-    if value_bias is not None and spec.bias == "v":
-        out = out + value_bias[:, None]
+    if given.value_bias is not None and spec.bias == "v":
+        out = out + given.value_bias[:, None]
     return out
 
 
@@ -135,30 +128,25 @@ def _by_head(problem: Problem, form: str) -> Tensor:
 
     What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
     """
-    q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit = problem
+    spec = problem.spec
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
-    again = torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or _is_softmax(spec))
-    outs = []
-    for head, parts in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
-        rows = [None if x is None else x[head : head + 1] for x in (key_bias, value_bias, sink_logit)]
-        line = distance_bias if distance_bias is None or len(distance_bias) == 1 else distance_bias[head : head + 1]
-        one = Problem(parts[0], parts[1], parts[2], spec, line, rows[0], rows[1], mlp, rows[2])
-        if again:
-            outs.append(checkpoint(_compute, one, form, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outs.append(_compute(one, form))
+    if torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or spec.is_softmax):
+        outs = [checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
+                for head in problem.by_head()]  # fmt: skip
+    else:
+        outs = [_compute(head, form) for head in problem.by_head()]
     return torch.cat(outs, dim=1)
 
 
 def _compute(problem: Problem, form: str) -> Tensor:
     """`attend` without alpha and value bias, by a form that can serve it."""
-    q, k, v, spec, distance_bias, key_bias, value_bias, mlp, sink_logit = problem
+    q, k, v, spec, (distance_bias, key_bias, value_bias, mlp, sink_logit, _) = problem
     length, star = q.shape[2], 0
     if sink_logit is not None:
         q, k = _with_sink(q, k)
-        out = _compute(Problem(q, k, F.pad(v, (0, 1)), replace(spec, sink_logit="none", bias="k"), distance_bias,
-                               _sink_key(sink_logit, q), None, None, None), form)  # fmt: skip
-        return out[..., :-1]
+        plain = replace(spec, sink_logit="none", bias="k")
+        given = Extras(distance_bias, key_bias=_sink_key(sink_logit, q))
+        return _compute(Problem(q, k, F.pad(v, (0, 1)), plain, given), form)[..., :-1]
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
         k = _prepend(key_bias, k)
@@ -176,17 +164,7 @@ def _compute(problem: Problem, form: str) -> Tensor:
 
 
 @torch.no_grad()
-def log_mass(
-    q: Tensor,
-    k: Tensor,
-    spec: AttentionSpec,
-    *,
-    distance_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    mlp: Callable[[Tensor], Tensor] | None = None,
-    sink_logit: Tensor | None = None,
-    mix: Tensor | None = None,
-) -> Tensor:
+def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """log of sum_j |f(s_ij)| over the keys that query i sees, k* among them: (B, H, T), float32 or float64.
 
     What the sink metric needs (Section 3.2): A_ik, or its proxy of Section 7.4, is |f(s_ik)| exp(-log_mass_i).
@@ -194,14 +172,15 @@ def log_mass(
     log-sum-exp where it has passed a comparison with a dense row. Takes no part in autograd.
     The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
     """
+    given = Extras(**extras)
     checked = AttentionSpec(bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit,
                             differential=spec.differential)  # fmt: skip
-    check_inputs(q, k, k, checked, distance_bias, key_bias, None, sink_logit, mix)
+    check_inputs(q, k, k, checked, given)
+    distance_bias, key_bias, _, mlp, sink_logit, mix = given
     if mix is not None:
         return _differential_mass(q, k, spec, distance_bias, mix)
     if spec.sink_logit != "none":
-        plain = replace(spec, sink_logit="none")
-        mass = log_mass(q, k, plain, distance_bias=distance_bias)
+        mass = log_mass(q, k, replace(spec, sink_logit="none"), distance_bias=distance_bias)
         return torch.logaddexp(mass, (mass.new_zeros(q.shape[1]) if sink_logit is None else sink_logit)[:, None])
     length, star = q.shape[2], 0
     if key_bias is not None:
@@ -246,10 +225,6 @@ def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     found = flash.fused(q, k, k, causal=causal)
     assert found is not None
     return found[1]
-
-
-def _is_softmax(spec: AttentionSpec) -> bool:
-    return spec.similarity == "exp" and spec.normalizer == "sum"
 
 
 def _is_linear(spec: AttentionSpec) -> bool:
@@ -345,10 +320,10 @@ def _block(
         with torch.autocast(q.device.type, enabled=False):
             return _block(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias, start, length).to(v.dtype)
     k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
-    if _is_softmax(spec) and not _slow_kernel(q.device.type, q.dtype):
+    if spec.is_softmax and not _slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
     logits = _logits(q, k, spec, distance_bias, start, length)
-    if _is_softmax(spec) and distance_bias is None:
+    if spec.is_softmax and distance_bias is None:
         return logits.softmax(dim=-1) @ v
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.

@@ -143,7 +143,7 @@ def _lacking(row: dict[str, Any], preset: str) -> str:
 
 
 def _parsed(text: str) -> list[tuple[str, dict[str, str]]]:
-    """The ledger's "heading: run value, run value; ..": each heading and its values; what is not of that form, alone."""
+    """The ledger's "heading: run value, run value; ..": each heading and its values; else the part."""
     parts = []
     for part in filter(None, text.split("; ")):
         heading, _, rest = part.rpartition(": ")
@@ -175,7 +175,7 @@ def _page(
         folded = f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
     return (
         '<div style="border:1px solid #8c959f;border-left:6px solid '
-        f'{COLORS[row["verdict"]][0]};border-radius:6px;padding:0.5em 0.9em;margin:0.5em 0;max-width:60em;text-align:left">'
+        f'{COLORS[row["verdict"]][0]};border-radius:6px;padding:0.5em 0.9em;margin:0.5em 0;max-width:60em">'
         f"<div>{chip(row['verdict'])} <b>{safe(row['claim'])}</b> <small>{safe(row['source'])}</small></div>"
         f'<div style="font-size:0.92em">{numbers}{lines}{folded}</div></div>'
     )

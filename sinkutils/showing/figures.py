@@ -100,7 +100,7 @@ def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = Fa
     palette = sns.color_palette("flare", len(others)) if ordered else [
         OTHER_COLORS[index % len(OTHER_COLORS)] for index in range(len(others))
     ]  # fmt: skip
-    return dict(zip(others, palette, strict=True)) | ({base: BASE_COLOR} if base in labels else {})
+    return dict(zip(others, palette, strict=True)) | ({base: BASE_COLOR} if base is not None and base in labels else {})
 
 
 def along_training(

@@ -15,15 +15,21 @@ from pathlib import Path
 from sinkutils.ledger.results import Run, results
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig
-from sinkutils.study.grid import EXPERIMENTS, config, experiment, resolve
+from sinkutils.study.experiments import EXPERIMENTS, experiment
+from sinkutils.study.grid import config, resolve
 from sinkutils.study.paper import PaperRow, paper_rows
 
 SUBSCRIPTS = str.maketrans("0123456789ktij", "₀₁₂₃₄₅₆₇₈₉ₖₜᵢⱼ")
 SYMBOL = re.compile(r"\b(alpha|Sink|x|h|k|v|p|A|q)_(\d+|k|t|\*)(?![\w_])")
 NAMES = re.compile(rf"(?<![\w.-])({'|'.join(sorted((re.escape(e.name) for e in EXPERIMENTS), key=len, reverse=True))})"
                    r"(?![\w-])(?!\.\d)")  # fmt: skip
-WORDS = {r"\beps\b": "ε", "excess alpha": "excess of alpha", "valid loss": "validation loss", "norm_product": "norm product",
-         r"(python -m sinkutils[^;`]*[^;`.])": r"`\1`"}  # fmt: skip
+WORDS = {
+    r"\beps\b": "ε",
+    "excess alpha": "excess of alpha",
+    "valid loss": "validation loss",
+    "norm_product": "norm product",
+    r"(python -m sinkutils[^;`]*[^;`.])": r"`\1`",
+}
 
 
 def of(name: str, preset: str = "laptop") -> str:
@@ -43,7 +49,9 @@ def is_experiment(name: str) -> bool:
 
 def human(text: str, preset: str | None = None) -> str:
     """A line of the ledger with its symbols as one writes them and, given the preset, experiments by their names."""
-    if preset is not None:
+    if preset is None:  # a word such as "default" may stand for itself
+        text = NAMES.sub(lambda found: title(found[1]) if "_" in found[1] else found[1], text)
+    else:
         text = NAMES.sub(lambda found: of(found[1], preset), text)
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)

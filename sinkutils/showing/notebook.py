@@ -148,7 +148,7 @@ def records_of(
 
 
 def recorded(
-    names: Mapping[str, str],
+    experiments: Mapping[str, str],
     preset: str,
     seed: int = 0,
     recompute: str = "missing",
@@ -164,7 +164,7 @@ def recorded(
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
     found: dict[str, Record | None] = {}
     missing: list[str] = []
-    for label, name in names.items():
+    for label, name in experiments.items():
         run = config(name, preset, seed)
         found[label] = Runs().get(run, weights=weights)
         if found[label] is None and recompute == "missing":
@@ -191,9 +191,10 @@ def compare(
     symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
     shares = [f"{row.short} {_mean(row, SHARES[key])} ({row.paper.values.get(SHARES[key], 'no number')})"
               for key in what for row in rows if row.trained]  # fmt: skip
-    caption = (f"**{item}: {names.axis(item)}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; "
-               "seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads "
-               "and texts above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models.")  # fmt: skip
+    caption = (f"**{item}: {names.axis(item)}.** Left, a dot is one head of one run: its {symbols}, mean over 100 "
+               "texts; seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of "
+               "heads and texts above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models."
+               )  # fmt: skip
     alt = f"{item}, {names.axis(item)}: heads above epsilon in percent, ours and in brackets the paper's: "
     figures.show(figure, caption, alt + "; ".join(shares), f"{slug(item)}_{preset}")
     show(paper_beside_ours(item, preset, runs))
@@ -214,7 +215,8 @@ def show(table: pd.DataFrame) -> None:
     """Show a table of `paper_beside_ours`, rounded, the same on every run; in a page it is folded."""
     text = plain(table)
     short = text.drop(columns="note").to_string(line_width=WIDTH)
-    page = f"<details><summary>The numbers: {', '.join(table['item'].unique())}</summary>{text.to_html(border=0)}</details>"
+    items = ", ".join(table["item"].unique())
+    page = f"<details><summary>The numbers: {items}</summary>{text.to_html(border=0)}</details>"
     _display(short, page)
 
 

@@ -8,12 +8,13 @@ import html
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from IPython.display import display
 
-from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.effects import level, paired
 from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
 from sinkutils.showing.names import Row, human, of, rows
 
@@ -26,11 +27,13 @@ WORDS = {
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
 }
-SHARES = {"excess_1": (1, "sink_1", "Sink₁"), "excess_star": ("star", "sink_star", "Sink*")}
+SHARES: dict[str, tuple[int | str | None, str]] = {"excess_1": (1, "Sink₁"), "excess_star": ("star", "Sink*")}
 PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
 
-def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",), runs: Path | str | None = None) -> None:
+def show(
+    item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",), runs: Path | str | None = None
+) -> None:
     """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
 
     Raises ValueError for an unknown item or preset.
@@ -43,7 +46,7 @@ def show_text(lines: Sequence[str]) -> None:
     told = list(dict.fromkeys(lines))
     items = "".join(f"<li>{html.escape(line, quote=False)}</li>" for line in told)
     text = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in told]
-    page = f'<div style="max-width:60em;text-align:left"><b>What you see</b><ul style="margin-top:0.2em">{items}</ul></div>'
+    page = f'<div style="max-width:60em"><b>What you see</b><ul style="margin-top:0.2em">{items}</ul></div>'
     display({"text/plain": "\n".join(["What you see", *text]), "text/html": page}, raw=True)
 
 
@@ -110,7 +113,7 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     start = name[0].upper() + name[1:]
     if not runs:
         return [f"{start} is not recorded yet, so that nothing can be compared with it."]
-    k, _, symbol = SHARES.get(key, (None, "", ""))
+    k, symbol = SHARES.get(key, (None, ""))
     if k == "star":
         return []
     values = [value for run in runs if (value := sink(run, k)) is not None] if k else list(ours.values(other, key))
@@ -121,7 +124,9 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     mean = f"{np.mean(values):.{digits}f}{unit}"
     if len(values) == 1:
         return [f"{start} has {what} {mean} (one seed)."]
-    return [f"{start} has {what} {mean} ({min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds)."]
+    return [
+        f"{start} has {what} {mean} ({min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds)."
+    ]
 
 
 def _beside_paper(decided: pd.DataFrame) -> list[str]:
@@ -131,11 +136,15 @@ def _beside_paper(decided: pd.DataFrame) -> list[str]:
         return []
     same = np.sign(printed["mean"]) == np.sign(printed["paper"])
     if same.all():
-        count = {1: "The one of these rows", 2: "Both of these rows"}.get(len(printed), f"All {len(printed)} of these rows")
+        count = {1: "The one of these rows", 2: "Both of these rows"}.get(
+            len(printed), f"All {len(printed)} of these rows"
+        )
         return [f"{count} with a number in the paper {'lies' if len(printed) == 1 else 'lie'} on the same side there."]
     others = "; ".join(printed.loc[~same, "label"])
-    return [f"Of these rows, {same.sum()} of the {len(printed)} with a number in the paper lie on the same side there; the "
-            f"other way round: {others}."]  # fmt: skip
+    return [
+        f"Of these rows, {same.sum()} of the {len(printed)} with a number in the paper lie on the same side there; "
+        f"the other way round: {others}."
+    ]
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:
@@ -159,7 +168,8 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
         values = ours.values(row.experiment, key) if row.experiment else pd.Series(dtype=float)
         if len(values) > 1:
             found = level(values, quantity.log)
-            side = "Above" if found.low > threshold else "Not above" if found.high <= threshold else "Not to be told from"
+            above, below = found.low > threshold, found.high <= threshold
+            side = "Above" if above else "Not above" if below else "Not to be told from"
             sides[side].append(f"{row.short} {_effect(found, quantity.digits)}")
     sides = {f"{side} {threshold:g}": cells for side, cells in sides.items() if cells}
     heading = human(quantity.heading)
@@ -183,7 +193,7 @@ def _missing(shown: Sequence[Row]) -> list[str]:
 
 
 def by_position(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
-    """Where among the first ten positions each row has its sink (Section 5, Table 10 right, Fig. 5), in a sentence each.
+    """Where among the first positions each row has its sink (Section 5, Table 10 right, Fig. 5), a sentence each.
 
     The position with the largest mean excess, its Sink_k over the seeds, and the largest Sink at any other.
     """
@@ -211,7 +221,7 @@ def _listed(table: pd.DataFrame) -> str:
     return "; ".join(f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples())
 
 
-def _effect(found: Effect | tuple, digits: int, sign: str = "") -> str:
+def _effect(found: Any, digits: int, sign: str = "") -> str:
     mean, low, high = (f"{value:{sign}.{digits}f}".replace("-", "\N{MINUS SIGN}") for value in
                        (found.mean, found.low, found.high))  # fmt: skip
     return f"{mean} ({low} to {high})"

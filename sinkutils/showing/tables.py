@@ -46,8 +46,8 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
 
     For each value that the item or our records have: `<value>_paper`, and ours over the seeds that are done as
     `<value>`, `<value>_low` and `<value>_high` (mean, least, greatest). NaN where the paper's cell is lost or empty,
-    and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed or not run; `seeds` counts ours. Raises ValueError,
-    listing what there is, for an unknown item or preset.
+    and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed
+    or not run; `seeds` counts ours. Raises ValueError, listing what there is, for an unknown item or preset.
     """
     rows = paper_rows(item)
     results = records(preset, runs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from sinkutils.checks import choice, instance, integer, real
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.decoder import LMConfig
+from sinkutils.model.config import LMConfig
 
 PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "sgd", "muon")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sinkutils.model.decoder import FFNS, TransformerLM
+from sinkutils.model.config import FFNS
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig
 
 GIB = 2**30

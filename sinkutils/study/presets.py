@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.decoder import LMConfig
+from sinkutils.model.config import LMConfig
 from sinkutils.study.config import TrainConfig
 
 

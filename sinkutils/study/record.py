@@ -51,19 +51,12 @@ PARTS = ("config", "metrics", "provenance")  # the JSON files
 ADVICE = "delete the folder and train the run again"
 # The modules whose text decides a run's numbers.
 TRAINING_MODULES = (
-    *("model/attention", "model/fast", "model/flash", "model/positions", "model/decoder"),
+    *("model/attention", "model/config", "model/decoder", "model/fast", "model/flash", "model/positions"),
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
     *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
-    *(
-        "training/run",
-        "training/optimizers",
-        "training/trainer",
-        "training/checkpoints",
-        "training/group",
-        "training/finetune",
-    ),
+    *("training/run", "training/optimizers", "training/trainer", "training/checkpoints", "training/group"),
+    "training/finetune",
 )
-
 # The modules whose text decides the ledger's verdicts: claims, rules and what they read.
 LEDGER_MODULES = tuple(
     f"ledger/{name}"

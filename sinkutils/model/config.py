@@ -1,0 +1,87 @@
+"""The configuration of the decoder: every variant of Section 7 is a value of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinkutils.checks import choice, flag, instance, is_count, require
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
+
+NORMS = ("pre", "post", "sandwich")
+NORMALIZATIONS = ("rms", "dyt")
+GATES = ("none", "head", "element")
+# Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
+FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "swish": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
+HEAD_MERGES = ("concat", "add")
+CHOICES: dict[str, tuple[str, ...]] = {
+    **{"position": POSITIONS, "norm": NORMS, "ffn": tuple(FFNS)},
+    **{"head_merge": HEAD_MERGES, "gate": GATES, "normalization": NORMALIZATIONS},
+}
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A language model as a value. Raises ValueError, naming the field, for shapes that do not fit."""
+
+    vocab_size: int = 1024
+    context_length: int = 64  # C, the longest sequence the model accepts
+    num_layers: int = 4  # L
+    num_heads: int = 4  # H
+    hidden_size: int = 64  # d
+    intermediate_size: int = 128  # width of the FFN
+    position: str = "rotary"  # rotary, nope, absolute, learnable, relative, relative_learned, alibi
+    norm: str = "pre"  # pre (Eq. 2), post (Eq. 3), or sandwich: pre, and each sublayer's output is normed too
+    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
+    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
+    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
+    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    # After the paper (data/paper/after_paper.csv)
+    gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
+    value_scale: bool = False  # v_j times 2 sigmoid(w x_j), a factor a head and token
+    normalization: str = "rms"  # rms, or dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_length", "num_layers", "num_heads", "hidden_size", "intermediate_size"):
+            value = getattr(self, name)
+            require(is_count(value), f"{name} must be a positive integer, got {value!r}")
+        for name in ("sink_token", "qk_norm", "value_scale"):
+            flag(name, getattr(self, name))
+        instance("attention", self.attention, AttentionSpec)
+        for name, allowed in CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        if self.hidden_size % self.num_heads:
+            divisors = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
+            raise ValueError(
+                f"num_heads must divide hidden_size={self.hidden_size} (one of {divisors}), got {self.num_heads}"
+            )
+        rotary, spec = self.position == "rotary", self.attention
+        require(not rotary or self.head_dim % 2 == 0,
+                f"position='rotary' needs an even head dimension, got {self.head_dim}")  # fmt: skip
+        require(not spec.differential or self.head_dim % (4 if rotary else 2) == 0,
+                "differential attention halves each head: its dimension must be a multiple of 2, with rotary positions "
+                f"of 4; got {self.head_dim}")  # fmt: skip
+        require(spec.prefix <= self.context_length,
+                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}")  # fmt: skip
+        require((spec.bias_dims or 1) <= self.head_dim,
+                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}")  # fmt: skip
+        require(spec.prefix == 1 or self.position not in ADDED_TO_LOGITS,
+                f"position={self.position!r} has no bias for keys after the query, which a prefix of {spec.prefix} "
+                "shows: use rotary, nope, absolute or learnable")  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        """d_h = d / H."""
+        return self.hidden_size // self.num_heads

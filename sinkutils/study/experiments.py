@@ -1,0 +1,260 @@
+"""The study as data: every row of every pre-training table and figure, and the fine-tunings, at every scale.
+
+An experiment is what it changes: dotted paths into `RunConfig` and values. A preset is a scale; `grid` joins them. The
+paper's values stand beside the names in data/paper/pretraining.csv.
+
+How values scale. Learning rates, steps, batch sizes are multiples of the preset's (`times`), windows a share of C
+(`of_context`), d_a a share of d_h (`of_head_dim`), data amounts a share of the text of which the run makes four passes,
+as the paper's 20B tokens of 5B (`of_four_epochs`). All else is as printed: weight decay, prefix, positions, alpha, p,
+m and numbers of heads. The warm-up stays the preset's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sinkutils.study.config import RunConfig
+from sinkutils.study.paper import paper_rows
+from sinkutils.study.presets import PRESETS, Preset
+
+AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
+SECTIONS = ("4", "5", "6", "7", "C", "D", AFTER_PAPER)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A value of an override that depends on the preset."""
+
+    apply: Callable[[Any, RunConfig, Preset], Any]  # of the base's value, the base's run, and the preset
+
+
+def times(factor: float) -> Scaled:
+    """A multiple of the base's value; of an integer, rounded and at least 1."""
+    return Scaled(lambda old, run, scale: _whole(factor * old) if isinstance(old, int) else factor * old)
+
+
+def of_context(share: float, at_most_base: bool = False) -> Scaled:
+    """A share of the context length C, rounded, at least 1; with `at_most_base`, no more than the base's value."""
+    if at_most_base:
+        return Scaled(lambda old, run, scale: min(_whole(share * run.model.context_length), old))
+    return Scaled(lambda old, run, scale: _whole(share * run.model.context_length))
+
+
+def of_head_dim(share: float) -> Scaled:
+    """A share of the head dimension d_h, rounded, at least 1."""
+    return Scaled(lambda old, run, scale: _whole(share * run.model.head_dim))
+
+
+def of_four_epochs(share: float) -> Scaled:
+    """A share of the text of which the preset's run makes four passes (`Preset.four_epochs`)."""
+    return Scaled(lambda old, run, scale: share * scale.four_epochs)
+
+
+def same_tokens(context_length: int) -> Scaled:
+    """The batch size that makes a step as many tokens as the base's, at another context length."""
+    return Scaled(lambda old, run, scale: _whole(old * run.model.context_length / context_length))
+
+
+MINUS_LOG_CONTEXT = Scaled(lambda old, run, scale: -math.log(run.model.context_length))
+
+
+def _whole(value: float) -> int:
+    return max(1, int(value + 0.5))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of the study as the difference from its base."""
+
+    name: str
+    section: str  # 4 to 7, C or D for what stands in that appendix alone, 8 for what came after the paper
+    title: str
+    overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
+    base: bool = True  # changes the preset's base experiment; False: the preset itself
+    headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
+    weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
+    note: str = ""
+    presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
+    start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
+    download: bool = False  # needs the network: trained where it is named, not with the rest
+
+    @property
+    def items(self) -> tuple[str, ...]:
+        """The tables, then the figures and sections of the paper that report this run."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)
+        found = dict.fromkeys(row.item for row in paper_rows() if row.experiment in names)
+        return tuple(sorted(found, key=lambda item: not item.startswith("Table")))
+
+    @property
+    def item(self) -> str:
+        """The first of `items`, or nothing for what the paper does not report."""
+        return self.items[0] if self.items else ""
+
+    @property
+    def paper(self) -> dict[str, float]:
+        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)
+        return {k: v for row in paper_rows() if row.experiment in names for k, v in row.values.items()}
+
+
+def _attention(**fields: Any) -> dict[str, Any]:
+    return {f"model.attention.{name}": value for name, value in fields.items()}
+
+
+def _window(share: int) -> dict[str, Any]:
+    return _attention(window=of_context(1 / share)) | {"train.eval_length": of_context(1 / 4, at_most_base=True)}
+
+
+_SIGMOID = _attention(similarity="sigmoid", normalizer="none")
+_RATE, _STEPS, _DECAY = "train.learning_rate", "train.steps", "train.weight_decay"
+# name, kernel, in words, normaliser
+_KERNELS = (
+    ("elu_kernel", "elu", "elu + 1", "sum"),
+    ("linear", "identity", "identity", "max_abs_sum"),
+    ("mlp", "mlp", "MLP", "max_abs_sum"),
+)
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
+    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True,
+               weights=True),
+    Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
+               base=False, note="the authors' published config; the paper's text says cosine"),
+    Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
+    Experiment("lr_x2.5", "4", "learning rate x 2.5", {_RATE: times(2.5)}),
+    Experiment("lr_x2", "4", "learning rate x 2", {_RATE: times(2)}),
+    Experiment("lr_x2_steps_half", "4", "learning rate x 2, half the steps", {_RATE: times(2), _STEPS: times(1 / 2)}),
+    Experiment("lr_half", "4", "learning rate / 2", {_RATE: times(1 / 2)}),
+    Experiment("lr_half_steps_x2", "4", "learning rate / 2, steps x 2", {_RATE: times(1 / 2), _STEPS: times(2)}),
+    Experiment("lr_quarter", "4", "learning rate / 4", {_RATE: times(1 / 4)}),
+    Experiment("lr_quarter_steps_x4", "4", "learning rate / 4, steps x 4", {_RATE: times(1 / 4), _STEPS: times(4)}),
+    Experiment("lr_quarter_steps_x2", "4", "learning rate / 4, steps x 2", {_RATE: times(1 / 4), _STEPS: times(2)}),
+    Experiment("lr_x0.025", "4", "learning rate / 40, steps x 4", {_RATE: times(1 / 40), _STEPS: times(4)}),
+    *(Experiment(f"batch_{name}", "4", f"batch size x {factor:g}", {"train.batch_size": times(factor)})
+      for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
+    # Section 5: data distribution (Figure 5 right, Table 10 right)
+    *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
+                 base=False, headline=k == 1, weights=k == 1) for k in (1, 2, 3)),
+    *(Experiment(f"random_{name}", "5", f"random tokens at positions {', '.join(map(str, positions))}",
+                 {"data.random_positions": positions}, base=False)
+      for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
+                              ("1_to_5", (1, 2, 3, 4, 5)), ("1_to_10", tuple(range(1, 11))))),
+    *(Experiment(f"data_share_{share:g}", "5", f"{share:.0%} of the text", {"data.share": of_four_epochs(share)})
+      for share in (1.0, 0.5, 0.1, 0.04, 0.02, 0.01)),
+    # Section 6: loss function (Table 2, Figures 5 and 6)
+    *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
+      for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0, 10.0)),
+    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
+                 weights=p == 5)
+      for p in (2, 3, 4, 5, 10)),
+    Experiment("prefix_5_default", "6", "prefix of 5 tokens, none of them fixed", _attention(prefix=5), base=False),
+    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
+                 weights=share == 4)
+      for share in (64, 32, 16, 8, 4, 2)),
+    Experiment("window_none", "6", "no window, measured at the windows' T",
+               {"train.eval_length": of_context(1 / 4, at_most_base=True)}),
+    # Section 7.1 and 7.2: positions and norms (Table 3)
+    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable",
+                 weights=name == "learnable") for name, title in (
+        ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
+        ("relative", "relative positions, T5's bucket number as the bias"),
+        ("relative_learned", "relative positions, a learned bias a bucket (T5)"),
+        ("alibi", "ALiBi"))),
+    Experiment("learnable_default", "7", "learnable positions, no fixed token", {"model.position": "learnable"},
+               base=False, weights=True),
+    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}, headline=True),
+    # Section 7.3: biases (Tables 4 and 5)
+    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
+               weights=True),
+    Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
+               base=False, weights=True),
+    Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
+    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=True),
+    Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
+    *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
+                 _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
+      for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
+    # Section 7.4: attention operations (Tables 6 and 15, Figure 8)
+    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=True),
+    Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid"), headline=True),
+    Experiment("elu", "7", "elu + 1, no normalisation", _attention(similarity="elu", normalizer="none")),
+    Experiment("elu_normalised", "7", "elu + 1, normalised", _attention(similarity="elu")),
+    Experiment("exp_unnormalised", "7", "exp, no normalisation", _attention(normalizer="none")),
+    *(Experiment(name + suffix, "7", f"{title} kernel, {'normalised' if suffix else 'no normalisation'}",
+                 _attention(similarity="linear", kernel=kernel, normalizer=normalizer if suffix else "none"))
+      for name, kernel, title, normalizer in _KERNELS for suffix in ("_normalised", "")),
+    Experiment("softmax_1b", "7", "1B parameters, softmax", {}, base=False, presets=("paper-1b",)),
+    Experiment("sigmoid_1b", "7", "1B parameters, sigmoid without normalisation", _SIGMOID, presets=("paper-1b",)),
+    # Appendix C: FFN, heads, biases, normalisers (Tables 11 to 14, Figure 29)
+    *(Experiment(f"ffn_{name}", "C", f"{title} FFN", {"model.ffn": name}) for name, title in (
+        ("relu", "ReLU"), ("gelu", "GeLU"), ("swish", "Swish"), ("reglu", "ReGLU"), ("geglu", "GeGLU"))),
+    *(Experiment(f"heads_{h}", "C", f"{h} head{'s' * (h > 1)}", {"model.num_heads": h}) for h in (8, 4, 2, 1)),
+    Experiment("heads_add", "C", "heads added, not concatenated", {"model.head_merge": "add"}),
+    *(Experiment(f"{bias}_bias_shared", "C", f"{bias.upper()} biases shared by the heads of a block",
+                 _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k", "v")),
+    *(Experiment(f"k_bias_dims_{dims}", "C", f"K biases learnable in {dims} / 96 of their dimensions",
+                 _attention(bias="k", bias_dims=of_head_dim(dims / 96))) for dims in (1, 2, 4, 8, 16, 32, 64)),
+    *(Experiment(f"scale_{scale:g}", "C", f"softmax scaled by alpha = {scale:g}", _attention(scale=scale))
+      for scale in (2.0, 0.2, 0.1, 0.05)),
+    *(Experiment(f"sigmoid_weight_decay_{decay:g}", "C", f"sigmoid, no normalisation, weight decay {decay:g}",
+                 _SIGMOID | {_DECAY: decay}) for decay in (0.0, 0.5, 1.0)),
+    *(Experiment(f"sigmoid_lr_{name}", "C", f"sigmoid, no normalisation, learning rate x {factor:g}",
+                 _SIGMOID | {_RATE: times(factor)}) for name, factor in (("x2.5", 2.5), ("quarter", 0.25))),
+    *(Experiment(f"softmax_p{name}", "C", f"p-normalised softmax, p = {name.replace('_', '/')}",
+                 _attention(normalizer="p_norm", p=p))
+      for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),
+    *(Experiment(f"sigmoid_p{p}", "C", f"p-normalised sigmoid, p = {p}",
+                 _attention(similarity="sigmoid", normalizer="p_norm", p=float(p))) for p in (2, 3, 4)),
+    # Appendix D: supervised fine-tuning (Figure 30), as headline as what it starts from
+    *(Experiment(f"sft_{name}{suffix}", "D", f"{title}, fine-tuned{on}", changes, base=False,
+                 presets=tuple(PRESETS), start=start, download=bool(suffix))
+      for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
+      for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
+    # After the paper: data/paper/after_paper.csv says where each comes from
+    *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "laptop", "gpu"))
+      for name, title, overrides in (
+        ("gate_head", "an output gate a head", {"model.gate": "head"}),
+        ("gate_element", "an output gate an element", {"model.gate": "element"}),
+        ("sink_logit", "a learned sink logit a head", _attention(sink_logit="learned")),
+        ("softmax_plus_one", "softmax plus one", _attention(sink_logit="zero")),
+        ("softpick", "softpick", _attention(similarity="softpick")),
+        ("sigmoid_log_bias", "sigmoid with bias -log C, no normalisation",
+         _SIGMOID | _attention(logit_bias=MINUS_LOG_CONTEXT)),
+        ("relu_length", "ReLU over the number of keys", _attention(similarity="relu", normalizer="length")),
+        ("qk_norm", "queries and keys normed", {"model.qk_norm": True}),
+        ("v_scale", "values scaled by token", {"model.value_scale": True}),
+        ("dyt", "dynamic tanh instead of RMSNorm", {"model.normalization": "dyt"}),
+        ("sandwich_norm", "sandwich norm", {"model.norm": "sandwich"}),
+        ("differential", "differential attention, half the heads",
+         _attention(differential=True) | {"model.num_heads": times(1 / 2)}),
+        ("sgd", "SGD with momentum, rate x 100, no weight decay",
+         {"train.optimizer": "sgd", _RATE: times(100), _DECAY: 0.0}),
+        ("muon", "Muon for the blocks' matrices", {"train.optimizer": "muon"}),
+        *((f"depth_{layers}", f"{layers} layer{'s' * (layers > 1)}", {"model.num_layers": layers})
+          for layers in (1, 2, 3, 6)),
+        *((f"context_{length}", f"context {length}, as many tokens a step",
+           {"model.context_length": length, "train.batch_size": same_tokens(length),
+            "train.eval_length": min(length, 64)})
+          for length in (32, 128)))),
+)  # fmt: skip
+BY_NAME = {e.name: e for e in EXPERIMENTS}
+
+
+def experiments(section: str | None = None) -> list[Experiment]:
+    """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
+    if section is not None and str(section) not in SECTIONS:
+        raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
+    return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment of that name. Raises ValueError with the names that are close."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    close = difflib.get_close_matches(name, [e.name for e in EXPERIMENTS], n=5, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    raise ValueError(f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(EXPERIMENTS)}")

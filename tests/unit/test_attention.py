@@ -1,0 +1,277 @@
+"""The dense reference against the formulas of the paper and of what came after it, one number at a time."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from helpers import draw, name_of
+from torch import Tensor
+
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, divide, normalise, visible
+
+LENGTH, DIM = 5, 3
+# f of one number. A new similarity is written down here once more: the grids below and in the other tests take it up.
+BY_HAND = {
+    "exp": math.exp,
+    "sigmoid": lambda s: 1 / (1 + math.exp(-s)),
+    "elu": lambda s: s + 1 if s > 0 else math.exp(s),
+    "linear": float,
+    "relu": lambda s: max(s, 0.0),
+    "softpick": lambda s: max(math.expm1(s), 0.0),
+}
+# Z of the row of logits and of its similarities
+Z_BY_HAND = {
+    "sum": lambda s, row: sum(row),
+    "none": lambda s, row: 1.0,
+    "max_abs_sum": lambda s, row: max(abs(sum(row)), 1.0),
+    "length": lambda s, row: len(row),
+}
+
+
+def inputs(length: int = LENGTH, **fields) -> tuple[list[Tensor], dict]:
+    leaves, extras = draw(AttentionSpec(**fields), length, shape=(2, 2, DIM))
+    return [x.detach() for x in leaves[:3]], {k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)}
+
+
+def logits_of(q: Tensor, k: Tensor) -> list[float]:
+    """<q, k_j> / sqrt(d_h) for every key, as numbers."""
+    return [sum(float(a) * float(b) for a, b in zip(q, key, strict=True)) / math.sqrt(len(q)) for key in k]
+
+
+def by_hand(q, k, v, weights_of, sees=lambda i, j: j <= i) -> Tensor:
+    """sum_j A_ij v_j, head by head and query by query; weights_of maps a row of logits to weights."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for b, h, i in product(*map(range, q.shape[:3])):
+        keys = [j for j in range(k.shape[2]) if sees(i, j)]
+        for j, weight in zip(keys, weights_of(logits_of(q[b, h, i], k[b, h, keys])), strict=True):
+            out[b, h, i] += weight * v[b, h, j]
+    return out
+
+
+def over(f, z):
+    """A row of logits to f(s) / Z, zeros where Z is."""
+    return lambda s: [f(x) / (z(s, [f(y) for y in s]) or 1.0) for x in s]
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+OPERATIONS = {
+    **{
+        (("similarity", f), ("normalizer", z)): over(BY_HAND[f], Z_BY_HAND[z])
+        for f, z in product(BY_HAND, Z_BY_HAND)
+        if f != "softpick" and (f != "linear" or z in ("none", "max_abs_sum"))
+    },
+    (("similarity", "softpick"),): over(BY_HAND["softpick"], lambda s, row: sum(abs(math.expm1(x)) for x in s)),
+    (("similarity", "sigmoid"), ("normalizer", "none"), ("logit_bias", -math.log(5))): over(
+        lambda s: BY_HAND["sigmoid"](s - math.log(5)), Z_BY_HAND["none"]
+    ),
+    (("sink_logit", "zero"),): over(math.exp, lambda s, row: 1 + sum(row)),
+    **{(("scale", a),): over(math.exp, lambda s, row, a=a: sum(row) / a) for a in (0.05, 2.0)},
+    **{
+        (("similarity", f), ("normalizer", "p_norm"), ("p", p)): over(
+            BY_HAND[f], lambda s, row, p=p: sum(x**p for x in row) ** (1 / p)
+        )
+        for f, p in product(("exp", "sigmoid"), (0.25, 0.5, 1.0, 3.0))
+    },  # Eq. 43
+}
+
+
+@pytest.mark.parametrize("fields", OPERATIONS, ids=str)
+def test_an_operation_is_its_formula(fields):
+    (q, k, v), _ = inputs()
+    out, weights = attend(q, k, v, AttentionSpec(**dict(fields)))
+    same(out, by_hand(q, k, v, OPERATIONS[fields]))
+    assert (weights[..., weights.shape[-1] - LENGTH :].triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 2.0])
+def test_p_normalised_softmax_is_the_p_root_of_a_softmax_at_temperature_1_over_p_as_in_equation_44(p):
+    (q, k, v), _ = inputs()
+    same(attend(q, k, v, AttentionSpec(normalizer="p_norm", p=p))[1], attend(p * q, k, v)[1] ** (1 / p))
+
+
+def test_kernels_act_on_queries_and_keys_before_the_dot_product():
+    (q, k, v), _ = inputs()
+    phi_q, phi_k = (x.clone().apply_(BY_HAND["elu"]) for x in (q, k))
+    same(attend(q, k, v, AttentionSpec(similarity="linear", kernel="elu"))[0],
+         by_hand(phi_q, phi_k, v, over(float, Z_BY_HAND["sum"])))  # fmt: skip
+    out, _ = attend(q, k, v, AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"), mlp=torch.square)
+    same(out, by_hand(q.square(), k.square(), v, over(float, Z_BY_HAND["none"])))
+
+
+def test_biases_and_sink_logits_are_one_more_key():
+    def with_star(star: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([star[None, :, None].expand(2, -1, -1, -1), x], dim=2)
+
+    def sees(i: int, j: int) -> bool:
+        return j <= i + 1  # k* is column 0, so the sequence's own keys stand one later
+
+    softmax = over(math.exp, Z_BY_HAND["sum"])
+    (q, k, v), extras = inputs(bias="kv")
+    key, value = extras["key_bias"], extras["value_bias"]
+    out, weights = attend(q, k, v, AttentionSpec(bias="kv"), **extras)
+    same(out, by_hand(q, with_star(key, k), with_star(value, v), softmax, sees))
+    assert weights.shape == (2, 2, LENGTH, LENGTH + 1)
+    same(attend(q, k, v, AttentionSpec(bias="k"), key_bias=key)[0],
+         by_hand(q, with_star(key, k), with_star(0 * value, v), softmax, sees))  # fmt: skip
+    same(attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)[0], by_hand(q, k, v, softmax) + value[:, None])
+    sink = torch.tensor([0.7, -1.3], dtype=torch.float64)
+    out, weights = attend(q, k, v, AttentionSpec(sink_logit="learned"), sink_logit=sink)
+    for h, z in enumerate(sink.exp().tolist()):
+        part = slice(h, h + 1)
+        plus = over(math.exp, lambda s, row, z=z: z + sum(row))
+        same(out[:, part], by_hand(q[:, part], k[:, part], v[:, part], plus))
+    same(weights.sum(-1), torch.ones(2, 2, LENGTH, dtype=torch.float64))
+
+
+def test_differential_attention_is_the_difference_of_the_softmax_maps_of_half_the_dimensions():
+    (q, k, v), extras = draw(AttentionSpec(differential=True), 7)
+    out, weights = attend(q, k, v, AttentionSpec(differential=True), **extras)
+    first, second = (attend(q[..., n::2], k[..., n::2], v[..., n::2])[1] for n in (0, 1))
+    torch.testing.assert_close(weights, first - extras["mix"] * second)
+    torch.testing.assert_close(out, weights @ v)
+    torch.testing.assert_close(weights.sum(-1), (1 - extras["mix"]).expand(2, 2, 7))
+
+
+def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bias():
+    (q, k, v), extras = inputs(bias="k")
+    g = torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    _, weights = attend(q, k, v, AttentionSpec(bias="k"), distance_bias=g, **extras)
+    for h, i in product(range(2), range(LENGTH)):
+        star, *row = logits_of(q[0, h, i], [extras["key_bias"][h], *k[0, h, : i + 1]])
+        row = [math.exp(star), *(math.exp(s + float(g[h, i - j])) for j, s in enumerate(row))]
+        same(weights[0, h, i, : i + 2], torch.tensor(row, dtype=torch.float64) / sum(row))
+    hidden = torch.tensor([[0.0, 0.0, *[-math.inf] * 3]], dtype=torch.float64)
+    same(attend(q, k, v, distance_bias=hidden)[0], attend(q, k, v, AttentionSpec(window=2))[0])
+    out, weights = attend(q, k, v, distance_bias=torch.full((1, LENGTH), -math.inf, dtype=torch.float64))
+    assert (weights == 0).all() and (out == 0).all()
+
+
+def test_window_and_prefix_show_the_keys_of_section_6():
+    softmax, positions = over(math.exp, Z_BY_HAND["sum"]), torch.arange(6)
+    (q, k, v), _ = inputs(6)
+    for fields, sees in (
+        ({"window": 3}, lambda i, j: i - 3 < j <= i),
+        ({"window": 1}, lambda i, j: j == i),
+        ({"prefix": 4}, lambda i, j: j <= i or j < 4),
+    ):
+        mask = visible(positions, positions, AttentionSpec(**fields))
+        assert all(bool(mask[i, j]) == sees(i, j) for i, j in product(range(6), range(6)))
+        same(attend(q, k, v, AttentionSpec(**fields))[0], by_hand(q, k, v, softmax, sees))
+
+
+def test_repeated_tokens_give_uniform_attention_without_position():
+    q, k, v = (x[:, :, :1].expand(-1, -1, LENGTH, -1) for x in inputs()[0])
+    uniform = torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril() / torch.arange(1, LENGTH + 1)[:, None]
+    same(attend(q, k, v)[1], uniform.expand(2, 2, -1, -1))
+
+
+def test_a_key_far_ahead_of_the_others_takes_everything_without_overflow():
+    (q, k, v), _ = inputs()
+    k[:, :, 0], q = 1e3, q.abs() + 1
+    out, weights = attend(q, k, v)
+    same(weights[..., 0], torch.ones_like(weights[..., 0]))
+    assert out.isfinite().all() and attend(q, k, v, AttentionSpec(normalizer="p_norm", p=0.5))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("normalizer", ["sum", "none", "p_norm"])
+def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_gradient(normalizer):
+    logits = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    seen = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
+    for similarity in ("exp", "sigmoid", "elu"):
+        weights = normalise(logits, seen, AttentionSpec(similarity=similarity, normalizer=normalizer))
+        assert (weights[~seen] == 0).all() and weights.isfinite().all()
+        (gradient,) = torch.autograd.grad(weights.square().sum(), logits)
+        assert gradient.isfinite().all() and (gradient[1] == 0).all()
+    zeros = torch.zeros(2, 3, requires_grad=True)
+    weights = divide(zeros, zeros.sum(-1, keepdim=True))
+    assert (weights == 0).all() and torch.autograd.grad(weights.sum(), zeros)[0].isfinite().all()
+
+
+GRADIENTS = (
+    {},
+    {"similarity": "sigmoid", "normalizer": "none", "window": 2},
+    {"similarity": "elu", "prefix": 3},
+    {"normalizer": "p_norm", "p": 0.5, "bias": "kv"},
+    {"similarity": "sigmoid", "normalizer": "p_norm", "p": 2.0},
+    {"similarity": "linear", "kernel": "elu", "bias": "kv"},
+    {"similarity": "linear", "normalizer": "max_abs_sum"},
+)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(**fields) for fields in GRADIENTS], ids=name_of)
+def test_gradients_are_those_of_finite_differences(spec):
+    leaves, extras = draw(spec, 4, "heads", shape=(1, 2, DIM))
+    names = list(extras)
+
+    def out(q, k, v, *values):
+        return attend(q, k, v, spec, **dict(zip(names, values, strict=True)))[0]
+
+    assert torch.autograd.gradcheck(out, (*leaves, *extras.values()))
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_the_logarithm_of_a_similarity_is_that_of_its_value(similarity):
+    logits = torch.linspace(-4, 4, 40, dtype=torch.float64)
+    function = SIMILARITIES[similarity]
+    torch.testing.assert_close(function.log(logits), function.value(logits).abs().log(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(function.value(logits), logits.clone().apply_(BY_HAND[similarity]))
+
+
+REFUSED = {
+    "similarity must be one of exp, sigmoid, elu": {"similarity": "tanh"},
+    "normalizer must be one of sum, none, max_abs_sum, p_norm": {"normalizer": "softmax"},
+    "sink_logit must be one of none, zero, learned": {"sink_logit": True},
+    "bias_shared must be True or False": {"bias_shared": 1, "bias": "k"},
+    "p must be positive and finite, got inf": {"normalizer": "p_norm", "p": math.inf},
+    "p other than 1 needs normalizer='p_norm'": {"p": 2.0},
+    "scale must be positive and finite, got nan": {"scale": math.nan},
+    "window must be None or an integer >= 1, got 2.5": {"window": 2.5},
+    "prefix must be an integer >= 1": {"prefix": 0},
+    "window and prefix cannot be combined": {"window": 4, "prefix": 2},
+    "kernel='elu' needs similarity='linear'": {"kernel": "elu"},
+    "normalizer must be 'none' or 'max_abs_sum'": {"similarity": "linear"},
+    "kernel='mlp' can be negative": {"similarity": "linear", "kernel": "mlp", "normalizer": "p_norm"},
+    "bias='v' needs rows of weights": {"similarity": "linear", "kernel": "elu", "bias": "v"},
+    "bias_shared needs a bias": {"bias_shared": True},
+    "bias_dims describes a key bias": {"bias": "v", "bias_dims": 2},
+    "fixed_value='first' needs bias='k'": {"bias": "kv", "fixed_value": "first"},
+    "fixed_value_norm must be finite and not negative": {"bias": "k", "fixed_value_norm": -1.0},
+    "logit_bias moves a sigmoid": {"logit_bias": 1.0},
+    "sink_logit joins a softmax": {"sink_logit": "zero", "bias": "k"},
+    "softpick has its own Z": {"similarity": "softpick", "normalizer": "none"},
+    "differential attention is of two softmax maps": {"differential": True, "similarity": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_spec_without_a_meaning_is_refused_with_the_reason(message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        AttentionSpec(**REFUSED[message])
+
+
+def test_inputs_that_do_not_fit_are_refused_by_name():
+    (q, k, v), extras = inputs(bias="kv")
+    key, value = extras["key_bias"], extras["value_bias"]
+    mlp = {"similarity": "linear", "kernel": "mlp", "normalizer": "none"}
+    for message, (x, fields, given) in {
+        "q must have shape": ((q[0], k[0], v[0]), {}, {}),
+        "k and v must have the shape of q": ((q, k[:, :, 1:], v), {}, {}),
+        "at least one position": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
+        "needs the argument key_bias": ((q, k, v), {"bias": "k"}, {}),
+        "needs the argument value_bias": ((q, k, v), {"bias": "kv"}, {"key_bias": key}),
+        "bias='k' needs the argument value_bias": ((q, k, v), {"bias": "k", "fixed_value": "first"}, {"key_bias": key}),
+        "no place for the argument key_bias": ((q, k, v), {}, {"key_bias": key}),
+        "no place for the argument value_bias": ((q, k, v), {}, {"value_bias": value}),
+        "key_bias must have shape": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
+        "distance_bias must have shape": ((q, k, v), {}, {"distance_bias": torch.zeros(3, LENGTH)}),
+        "distance_bias covers 2 distances": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
+        "kernel='mlp' needs the argument mlp": ((q, k, v), mlp, {}),
+        "needs the argument sink_logit": ((q, k, v), {"sink_logit": "learned"}, {}),
+        "no place for the argument mix": ((q, k, v), {}, {"mix": torch.ones(())}),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            attend(*x, AttentionSpec(**fields), **given)

@@ -1,0 +1,416 @@
+"""The fast forms against the dense reference: values, gradients, memory, and which form is trusted when."""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import CPU, Largest, draw, name_of
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from sinkutils.model import fast, flash
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, features, visible
+
+OPERATIONS = [
+    {},
+    {"scale": 0.2},
+    {"normalizer": "none"},
+    {"normalizer": "max_abs_sum"},
+    {"normalizer": "p_norm", "p": 2.0},
+    {"normalizer": "p_norm", "p": 0.25},
+    # Every similarity that cannot be negative, so that a new one is tested by being there.
+    *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
+      if (f, z) != ("softpick", "none")),
+    {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
+    {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
+    {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},
+    {"similarity": "relu", "normalizer": "length"},
+    {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
+    {"similarity": "linear", "normalizer": "none"},
+    {"similarity": "linear", "normalizer": "max_abs_sum"},
+    *({"similarity": "linear", "kernel": "elu", "normalizer": z} for z in ("sum", "none", "max_abs_sum")),
+    {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
+    *({"similarity": "linear", "kernel": "mlp", "normalizer": z} for z in ("none", "max_abs_sum")),
+]  # fmt: skip
+MASKS = [{}, {"window": 5}, {"prefix": 4}]
+BIASES = ["none", "k", "kv", "v"]
+# Every operation under every mask; the biases take turns, so that each meets every mask and most operations.
+SPECS = [
+    *(AttentionSpec(**operation, **mask, bias=biases[(turn + other) % len(biases)])
+      for turn, operation in enumerate(OPERATIONS)
+      for biases in [BIASES[:3] if operation.get("similarity") == "linear" else BIASES]
+      for other, mask in enumerate(MASKS)),
+    *(AttentionSpec(**operation, **mask) for mask in MASKS
+      for operation in ({"sink_logit": "learned"}, {"sink_logit": "zero"}, {"differential": True})),
+]  # fmt: skip
+
+
+@pytest.fixture
+def long_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the forms of long sequences at any length, with blocks and chunks that short ones fill."""
+    for constant, value in (("DENSE_LENGTH", {"cpu": 0}), ("BLOCK", 8), ("ROWS", 8), ("CHUNK", 4)):
+        monkeypatch.setattr(fast, constant, value)
+
+
+@pytest.fixture
+def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
+
+    @functools.cache
+    def traced(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
+        return torch.compile(function, **flash.FLEX_COMPILE, backend="eager")
+
+    monkeypatch.setattr(flash, "_flex_kernel", traced)
+    monkeypatch.setattr(fast, "FORM", "flex")
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
+
+
+def assert_same_as_dense(spec: AttentionSpec, inputs: list[Tensor], extras: dict[str, Any], atol: float) -> None:
+    """Values and the gradient of every input, for one random direction of the output."""
+    leaves = inputs + [x for x in extras.values() if isinstance(x, Tensor)]
+    out = {"fast": fast.attend(*inputs[:3], spec, **extras), "dense": attend(*inputs[:3], spec, **extras)[0]}
+    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(out["dense"])
+    gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
+    torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
+    for leaf, got, expected in zip(leaves, *gradients, strict=True):
+        zero = torch.zeros_like(leaf)  # an input that one form does not touch has no gradient, or zeros
+        torch.testing.assert_close(zero if got is None else got, zero if expected is None else expected,
+                                   rtol=atol, atol=atol)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+@pytest.mark.parametrize("form", ["one dense block", "blocks and chunks"])
+def test_a_form_equals_the_reference(spec, form, request):
+    long = form == "blocks and chunks"
+    if long:
+        request.getfixturevalue("long_forms")
+    for length, position in ((1, "none"), (29, "none"), (21, "heads")) if long else ((17, "none"), (17, "heads")):
+        assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
+
+
+FLEX = zip(
+    [o for o in OPERATIONS if o.get("similarity") not in ("linear", "relu", "softpick")],
+    itertools.cycle([("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}),
+                     ("shared", {"bias": "v"})]),
+    strict=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "more"), FLEX, ids=str)
+def test_flex_attention_over_the_logarithm_equals_the_reference(operation, more, flex_forms):
+    position, changes = more
+    spec = AttentionSpec(**operation, **changes)
+    assert fast.choose_form(spec, "cpu", torch.float64, 13, 6, position != "none") == "flex"
+    assert_same_as_dense(spec, *draw(spec, 13, position), 1e-10)
+
+
+@pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_lower_precision_stays_near_the_reference(spec, form, request):
+    if form == "long":
+        request.getfixturevalue("long_forms")
+    inputs, extras = draw(spec, 33, dtype=torch.float32)
+    assert_same_as_dense(spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        half = [x.bfloat16() for x in inputs[:3]]
+        out = fast.attend(*half, spec, **extras)
+    expected = attend(*(x.float() for x in half), spec, **extras)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
+
+
+def test_minus_infinity_in_the_position_term_gives_zero_rows_in_every_form(long_forms):
+    g = torch.full((1, 20), -math.inf, dtype=torch.float64)
+    for spec in (AttentionSpec(), AttentionSpec(normalizer="p_norm", p=0.5), AttentionSpec(similarity="sigmoid")):
+        (q, k, v), _ = draw(spec, 20)
+        out = fast.attend(q, k, v, spec, distance_bias=g)
+        assert (out == 0).all()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_large_logits_neither_overflow_nor_differ(long_forms):
+    for fields in ({}, {"window": 7}, {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}):
+        spec = AttentionSpec(**fields)
+        (q, k, v), _ = draw(spec, 20)
+        with torch.no_grad():
+            q *= 1000
+        out, dense = fast.attend(q, k, v, spec), attend(q, k, v, spec)[0]
+        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        torch.testing.assert_close(out, dense, rtol=0, atol=1e-10)
+
+
+def test_neighbouring_distances_differ_in_bfloat16():
+    for fields, length in itertools.product(({}, {"normalizer": "p_norm", "p": 1.5}), (400, 600)):
+        spec = AttentionSpec(**fields)
+        q = torch.zeros(1, 2, length, 8, dtype=torch.bfloat16)
+        v = torch.zeros_like(q)
+        v[:, :, :2, 0] = torch.tensor([1.0, -1.0])  # the last query sees the difference of its two farthest keys
+        g = torch.arange(length).float()[None]
+        share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (1 / spec.p)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = fast.attend(q, q, v, spec, distance_bias=g), attend(q, q, v, spec, distance_bias=g)[0]
+        for x in out:
+            assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
+
+
+def test_refusals_are_those_of_the_reference():
+    (q, k, v), _ = draw(AttentionSpec(), 5)
+    with pytest.raises(ValueError, match="needs the argument key_bias"):
+        fast.attend(q, k, v, AttentionSpec(bias="k"))
+    with pytest.raises(ValueError, match="k and v must have the shape of q"):
+        fast.log_mass(q, k[:, :, 1:], AttentionSpec())
+    with pytest.raises(ValueError, match="needs the argument key_bias"):
+        fast.log_mass(q, k, AttentionSpec(bias="kv"))
+
+
+def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
+    """The sum of |f(s_ij)| over what row i sees, from f itself, and its logarithm."""
+    phi = [features(x, spec, extras.get("mlp")) for x in (q, k)]
+    logits, positions = phi[0] @ phi[1].mT * q.shape[-1] ** -0.5, torch.arange(q.shape[2])
+    if "distance_bias" in extras:
+        logits = logits + extras["distance_bias"][:, (positions[:, None] - positions).clamp(min=0)]
+    f = torch.expm1 if spec.similarity == "softpick" else spec.f.value
+    mass = f(logits).abs().masked_fill(~visible(positions, positions, spec), 0).sum(-1)
+    if "key_bias" in extras:
+        star = features(extras["key_bias"], spec, extras.get("mlp"))
+        mass = mass + f((phi[0] * star[:, None]).sum(-1) * q.shape[-1] ** -0.5).abs()
+    return mass.log()
+
+
+MASSES = {(s.similarity, s.kernel, s.window, s.prefix, s.has_key_bias): s for s in SPECS
+          if s.normalizer in ("sum", "none") and s.sink_logit == "none" and not s.differential}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", MASSES.values(), ids=name_of)
+def test_log_mass_is_the_logarithm_of_the_row_sum_of_absolute_similarities(spec):
+    for length, position in ((1, "none"), (70, "none"), (70, "heads")):
+        (q, k, *_), extras = draw(spec, length, position)
+        mass = fast.log_mass(q, k, spec, **extras)
+        assert not mass.requires_grad
+        torch.testing.assert_close(mass, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
+
+
+def test_log_mass_is_float32_or_better_knows_no_mass_and_how_its_inputs_lie_in_memory():
+    (q, k, _), _ = draw(AttentionSpec(), 9, dtype=torch.bfloat16)
+    mass = fast.log_mass(q, k, AttentionSpec())
+    assert mass.dtype == torch.float32
+    torch.testing.assert_close(mass, dense_mass(q.float(), k.float(), AttentionSpec()), rtol=0, atol=1e-5)
+    spec = AttentionSpec(similarity="linear", normalizer="none")
+    assert (fast.log_mass(0 * q, k, spec) == -math.inf).all()
+    across = [x.float().transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k)]
+    assert across[0].stride(-1) != 1  # the last dimension is not contiguous
+    torch.testing.assert_close(fast.log_mass(*across, AttentionSpec()), mass, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel was compared yet, and what is found here stays here."""
+    monkeypatch.setattr(flash, "TRUST", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", flash.KINDS["fused"])
+def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, dtype, untried, monkeypatch):
+    assert flash.trusted("fused", kind, CPU, dtype, 16)
+    kernel, asked = flash.fused, []
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
+        asked.append((kw.get("mask") is not None, kw.get("causal", True), q.shape[2] == k.shape[2]))
+        out, lse = kernel(q, k, v, **kw)
+        return out, lse + torch.nn.functional.one_hot(torch.tensor(3), q.shape[2]) / 4  # in one row that sees key 1
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    flash.TRUST.clear()
+    with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+        assert not flash.trusted("fused", kind, CPU, dtype, 16)
+    shapes = {"causal": (False, True, True), "full": (False, False, True), "mask": (True, True, True)}
+    assert asked[-1] == shapes.get(kind, (True, True, False))  # a window calls the kernel on a block and its keys
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", flash.KINDS["flex"])
+def test_flex_attention_with_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, untried, monkeypatch):
+    assert flash.trusted("flex", kind, CPU, torch.float32, 16)
+    run = flash.flex_attention
+
+    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, flex_attention.AuxOutput]:
+        out, aux = run(*inputs, **kw)
+        return out, aux._replace(lse=aux.lse / math.log(2))
+
+    monkeypatch.setattr(flash, "flex_attention", base_2)
+    flash.TRUST.clear()
+    with pytest.warns(UserWarning, match=f"flex kernel .*{kind} attention.* other row sums"):
+        assert not flash.trusted("flex", kind, CPU, torch.float32, 16)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(prefix=5), AttentionSpec(bias="k")], ids=name_of)
+@pytest.mark.parametrize("kernel", ["in base 2", "missing"])
+def test_row_sums_do_not_come_from_a_kernel_that_is_wrong_or_not_there(spec, kernel, untried, monkeypatch):
+    (q, k, _), extras = draw(spec, 30)
+    right = flash.fused
+
+    def other(*inputs: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        if kernel == "missing":
+            raise RuntimeError("not on this device")
+        out, lse = right(*inputs, **kw)
+        return out, lse / math.log(2)
+
+    monkeypatch.setattr(flash, "fused", other)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mass = fast.log_mass(q, k, spec, **extras)
+    assert any("using blocks of queries instead" in str(w.message) for w in caught) == (kernel == "in base 2")
+    torch.testing.assert_close(mass, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
+
+
+def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
+    def asks(x: Tensor, spec: AttentionSpec) -> Tensor:
+        return x + 1 if flash.trusted("flex", flash.flex_kind(spec), x.device, x.dtype, x.shape[-1]) else x - 1
+
+    x, spec = torch.zeros(3, 16), AttentionSpec(window=4)
+    for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):  # the second is another kind of mask
+        if kind:
+            flash.TRUST["flex", kind, x.device, x.dtype, 16] = True
+        torch.compiler.reset()
+        assert (torch.compile(asks, fullgraph=True, backend="eager")(x, spec) == expected).all()
+
+
+def test_which_kernel_serves_where():
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    plain, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+    for asked, expected in (
+        (("cuda", half, 64, False), plain),
+        (("cuda", half, 64, True), efficient),  # a mask is no reason for the slow path
+        (("cuda", half, 512, False), efficient),
+        (("cuda", single, 64, False), efficient),
+        (("cuda", single, 64, True), efficient),
+        (("cuda", double, 64, False), None),
+        (("cpu", double, 64, True), "_scaled_dot_product_flash_attention_for_cpu"),
+        (("mps", single, 64, False), None),
+    ):
+        assert flash.kernel_for(*asked) == expected
+        assert expected is None or hasattr(torch.ops.aten, expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "device", "dtype", "length", "term"),
+    [
+        ("fused", {}, "cpu", torch.float32, 64, False),
+        ("fused", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
+        ("fused", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
+        ("dense", {"window": 63}, "cpu", torch.float32, 64, False),
+        ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
+        ("fused", {}, "cpu", torch.bfloat16, 4096, False),
+        ("dense", {}, "cuda", torch.bfloat16, 64, True),
+        ("linear", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("blocks", {"similarity": "linear", "normalizer": "none", "window": 5}, "cuda", torch.float32, 4096, False),
+        ("blocks", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
+        ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {}, "cuda", torch.float32, 4096, True),
+        ("blocks", {"window": 512}, "cuda", torch.float64, 4096, False),
+    ],
+)
+def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
+    for triton, expected in ((True, form), (False, form.replace("flex", "blocks"))):
+        monkeypatch.setattr(flash, "HAS_TRITON", triton)
+        assert fast.choose_form(AttentionSpec(**fields), device, dtype, length, 64, term) == expected
+
+
+LONG = {
+    "softmax": ({}, "none"),
+    "key and value bias": ({"bias": "kv"}, "none"),
+    "prefix": ({"prefix": 1000}, "none"),
+    "window": ({"window": 100}, "none"),
+    "position term": ({}, "heads"),
+    "sigmoid": ({"similarity": "sigmoid", "normalizer": "none"}, "none"),
+    "identity": ({"similarity": "linear", "normalizer": "none"}, "none"),
+    "elu kernel": ({"similarity": "linear", "kernel": "elu"}, "none"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_no_tensor_of_a_training_step_grows_with_the_square_of_the_length(case):
+    (fields, position), length, dim = LONG[case], 4096, 16
+    spec = AttentionSpec(**fields)
+    inputs, extras = draw(spec, length, position, torch.float32, shape=(1, 2, dim))
+    given = {k: x for k, x in extras.items() if k != "value_bias"}
+    for what in (lambda: fast.attend(*inputs, spec, **extras).sum().backward(),
+                 lambda: fast.log_mass(*inputs[:2], spec, **given)):  # fmt: skip
+        with Largest() as largest:
+            what()
+        assert largest.elements <= 2 * (length + 1) * max(fast.BLOCK, 2 * dim)
+
+
+def test_what_the_backward_pass_keeps_grows_linearly_with_the_length():
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
+
+    def kept(length: int) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        inputs, _ = draw(spec, length, dtype=torch.float32, shape=(1, 2, 6))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            assert fast.attend(*inputs, spec).requires_grad
+        return sum(storages.values())
+
+    assert kept(2048) <= 2.2 * kept(1024)
+
+
+@pytest.mark.parametrize(
+    ("form", "operation"),
+    [
+        ("short", {"bias": "kv"}),
+        ("short", {"similarity": "sigmoid", "normalizer": "none"}),
+        ("long", {"window": 9}),
+        ("long", {"similarity": "linear", "kernel": "elu"}),
+    ],
+    ids=str,
+)
+def test_it_compiles_as_one_graph(form, operation, request):
+    if form == "long":
+        request.getfixturevalue("long_forms")
+    spec = AttentionSpec(**operation)
+    inputs, extras = draw(spec, 17)
+    torch.compiler.reset()
+    compiled = torch.compile(fast.attend, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*inputs, spec, **extras), attend(*inputs, spec, **extras)[0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The extras on a device; a kernel without weights of its own in place of the MLP."""
+    return {k: x.detach().to(device, dtype) if isinstance(x, Tensor) else torch.tanh for k, x in given.items()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_cuda_equals_the_reference(operation):
+    settings = itertools.product((torch.float32, torch.bfloat16), ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40}))
+    for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
+        spec = AttentionSpec(**operation, **changes)
+        leaves, given = draw(spec, 333, position, dtype, shape=(2, 2, 64))
+        inputs, wide = ([x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]] for t in (dtype, torch.float32))
+        out = fast.attend(*inputs, spec, **there(given, "cuda"))
+        expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
+        gradients = (torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide)))
+        given.pop("value_bias", None)
+        masses = (fast.log_mass(*inputs[:2], spec, **there(given, "cuda")).cpu(),
+                  fast.log_mass(*(x.cpu() for x in wide[:2]), spec, **there(given, "cpu", torch.float32)))  # fmt: skip
+        pairs = [(out, expected), masses, *zip(*gradients, strict=True)]
+        if spec.signed and dtype == torch.bfloat16:
+            pairs = pairs[1:2]  # signed sums cancel: 8 bits of each logit leave none of a small sum
+        for got, want in pairs:
+            error = (got.float() - want).norm() / want.norm()
+            assert error < (5e-3 if dtype == torch.float32 else 0.1), (spec, position, float(error))
