@@ -13,6 +13,8 @@ myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = project
+html_static_path = ["static"]
+html_css_files = ["book.css"]
 html_use_index = False
 html_show_search_summary = False  # it would fetch the pages found, which a browser refuses to a file
 html_context = {"default_mode": "auto"}

@@ -47,7 +47,7 @@ class Picture:
             '<div style="overflow-x:auto">'
             f'<img src="data:image/svg+xml;base64,{image}" alt="{html.escape(self.alt)}" '
             'style="width:100%;min-width:440px;display:block"></div>'
-            f"<figcaption>{html.escape(self.caption, quote=False)}</figcaption>{script}</figure>"
+            f'<figcaption style="color:#222">{html.escape(self.caption, quote=False)}</figcaption>{script}</figure>'
         )
 
     def __repr__(self) -> str:
