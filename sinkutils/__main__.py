@@ -12,13 +12,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sinkutils.arguments import WRONG, parser
 from sinkutils.checks import device as find_device
 from sinkutils.study.presets import PRESETS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LOCKED, INTERRUPTED, BROKEN_PIPE = 3, 130, 141  # exit statuses
 
@@ -220,14 +223,25 @@ def scores_command(options: argparse.Namespace) -> int:
 
 
 def claims_command(options: argparse.Namespace) -> int:
-    """Print the ledger: a paragraph a claim, as wide as the terminal, and how many there are of each verdict."""
-    from sinkutils.ledger.claims import claims
+    """Print the ledger, the paper's claims and those of later papers: a paragraph a claim, as wide as the terminal, and
+    how many there are of each verdict.
+    """
+    import pandas as pd
+
+    from sinkutils.ledger.claims import PARTS, claims
 
     note_no_records(options.runs)
-    ledger = claims(options.preset, options.runs)
+    ledgers = {part: claims(options.preset, options.runs, part) for part in PARTS}
     if options.csv:
-        print(ledger.to_csv(index=False), end="")
+        print(pd.concat([ledger.assign(part=part) for part, ledger in ledgers.items()]).to_csv(index=False), end="")
         return 0
+    for part, ledger in ledgers.items():
+        print_claims(ledger, f"claims {'of later papers ' * (part == 'later')}at {options.preset}", options.long)
+    return 0
+
+
+def print_claims(ledger: pd.DataFrame, title: str, long: bool) -> None:
+    """Print one part of the ledger."""
     rows = ledger.astype(object).where(ledger.notna(), "").astype(str).to_dict("records")
     verdicts = max(len(row["verdict"]) for row in rows) + 2
     names = max(len(row["id"]) for row in rows) + 2
@@ -236,12 +250,11 @@ def claims_command(options: argparse.Namespace) -> int:
     for row in rows:
         print(textwrap.fill(f"{row['claim']} ({row['source']})", width, subsequent_indent=margin,
                             initial_indent=f"{row['verdict']:<{verdicts}}{row['id']:<{names}}"))  # fmt: skip
-        for name in [name for name in ("paper", "ours", "interval", *LONG) if options.long and row.get(name)]:
+        for name in [name for name in ("paper", "ours", "interval", *LONG) if long and row.get(name)]:
             print(textwrap.fill(f"{name}: {row[name]}", width, initial_indent=" " * verdicts + "- ",
                                 subsequent_indent=" " * verdicts + "  "))  # fmt: skip
     counts = ledger["verdict"].value_counts().sort_index()
-    print(f"{len(rows)} claims at {options.preset}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-    return 0
+    print(f"{len(rows)} {title}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -150,11 +150,11 @@ def test_a_name_without_its_seed_gets_the_seeds_there_are(capsys, measured_runs)
     assert f"of this experiment take {name}\n" in capsys.readouterr().err
 
 
-def ledger(preset, runs):
+def ledger(preset, runs, part):
     words = "The sink is found wherever it was looked for, " * 4
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28"}
     rows = [{**row, "verdict": verdict, "reason": "a reason"} for verdict in ("not reproduced", "partly", "partly")]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows[: 3 if part == "paper" else 1])
 
 
 def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
@@ -164,13 +164,14 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
     short = capsys.readouterr().out
     assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
     assert short.splitlines()[0].startswith("not reproduced  sink")
-    assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"
+    assert "3 claims at laptop: 1 not reproduced, 2 partly" in short.splitlines()
+    assert short.splitlines()[-1] == "1 claims of later papers at laptop: 1 not reproduced"
     assert main(["claims", "--runs", str(tmp_path), "--long"]) == 0
     long = capsys.readouterr().out
     assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "reason: a reason" in long
     assert main(["claims", "--runs", str(tmp_path), "--csv"]) == 0
     table = pd.read_csv(io.StringIO(capsys.readouterr().out))
-    assert len(table) == 3 and table["paper"][0] == 18.18
+    assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
 
 
 def test_no_records_at_all_are_said_to_be_none(capsys, tmp_path):

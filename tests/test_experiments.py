@@ -33,6 +33,7 @@ SAME = {
         **DEFAULT,
         **{"constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"},
         "k_bias_dims_2": "k_bias_dims_1",
+        "context_512": "default",
     },
     "paper": {
         **DEFAULT,

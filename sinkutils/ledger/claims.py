@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sinkutils.checks import choice
 from sinkutils.ledger import open_models, proofs
 from sinkutils.ledger.conclusions import CLAIMS, Claim
 from sinkutils.ledger.effects import Effect, level, paired
+from sinkutils.ledger.later import LATER
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, results, sink
 from sinkutils.ledger.rules import GATES, HOLDS, MISSING, NOT_RUN, NOT_VISIBLE, TRAINED, Check, Outcome, judge
 from sinkutils.ledger.rules import verdict as of_outcomes
@@ -26,23 +28,27 @@ PRINTED = {
     **{f"excess_{k}": (f"sink_{k}", f"Sink_{k} %") for k in (2, 3)},
     "valid_loss": ("valid_loss", "valid loss"),
 }
+PARTS = {"paper": CLAIMS, "later": LATER}  # the paper's own claims, and those of later papers
 Judged = dict[str, tuple[str, list[tuple[Check | None, Outcome]]]]  # by claim: its verdict, and each check's outcome
 
 
-def claims(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
+def claims(preset: str = "laptop", runs: Path | str | None = None, part: str = "paper") -> pd.DataFrame:
     """The ledger at a preset: a row a claim, columns COLUMNS; text, but for the numbers effect, low and high.
+
+    part: "paper", the paper's own claims, or "later", those of later papers.
 
     ours, interval: the means over seeds of what the checks read, and their 95 % intervals. holds: "k of n" checks.
     effect, low, high: the claim's first paired difference of an excess, or that of its first run's alpha_1 from the
     base's, with the 95 % interval; of a claim on the base alone or on another quantity, its level. reason: of the
     verdict.
-    Raises ValueError for an unknown preset.
+    Raises ValueError for an unknown preset or part.
     """
     import pandas as pd
 
+    choice("part", part, tuple(PARTS))
     ours = results(preset, runs)
     judged = _judged(ours)
-    return pd.DataFrame([_row(claim, ours, *judged[claim.id]) for claim in CLAIMS], columns=list(COLUMNS))
+    return pd.DataFrame([_row(claim, ours, *judged[claim.id]) for claim in PARTS[part]], columns=list(COLUMNS))
 
 
 def verdicts(ours: Results) -> dict[str, str]:
@@ -77,31 +83,35 @@ def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> p
 
 
 def _claim(id: str) -> Claim:
-    found = next((claim for claim in CLAIMS if claim.id == id), None)
-    if found is None:
-        raise ValueError(f"id must be one of {', '.join(claim.id for claim in CLAIMS)}; got {id!r}")
-    return found
+    known = {claim.id: claim for part in PARTS.values() for claim in part}
+    if id not in known:
+        raise ValueError(f"id must be one of {', '.join(known)}; got {id!r}")
+    return known[id]
 
 
 def _judged(ours: Results) -> Judged:
-    """Every claim's verdict and outcomes; directional checks after Holm over the whole ledger."""
+    """Every claim's verdict and outcomes; directional checks after Holm over their part of the ledger."""
     key = ("ledger", open_models.state())
     if key not in ours.cache:
-        visible = {claim.id: _held(claim, ours) for claim in CLAIMS if ours.preset not in GATES[claim.gate][0]}
-        asked = dict.fromkeys(check for checks in visible.values() for check in checks)
-        raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
-        corrected = _holm(raw)
-        judged: Judged = {}
-        for claim in CLAIMS:
-            outcomes: list[tuple[Check | None, Outcome]] = []
-            for check in visible.get(claim.id, ()):
-                outcomes.append((check, judge(check, ours, corrected)))
-            if claim.elsewhere and claim.id in visible:
-                outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
-            result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
-            judged[claim.id] = result, outcomes
-        ours.cache[key] = judged
+        ours.cache[key] = {id: result for part in PARTS.values() for id, result in _judged_part(part, ours).items()}
     return ours.cache[key]
+
+
+def _judged_part(part: tuple[Claim, ...], ours: Results) -> Judged:
+    visible = {claim.id: _held(claim, ours) for claim in part if ours.preset not in GATES[claim.gate][0]}
+    asked = dict.fromkeys(check for checks in visible.values() for check in checks)
+    raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
+    corrected = _holm(raw)
+    judged: Judged = {}
+    for claim in part:
+        outcomes: list[tuple[Check | None, Outcome]] = []
+        for check in visible.get(claim.id, ()):
+            outcomes.append((check, judge(check, ours, corrected)))
+        if claim.elsewhere and claim.id in visible:
+            outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
+        result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
+        judged[claim.id] = result, outcomes
+    return judged
 
 
 def _elsewhere(name: str) -> list[Outcome]:

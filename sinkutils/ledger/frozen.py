@@ -2,7 +2,8 @@
 
 A record's provenance holds the hash of the ledger that it was made under; `results` reads only records of a ledger that
 is listed in frozen.json, so none that was made before the claims and rules were fixed. After a change of the ledger
-`python -m sinkutils.ledger.frozen "reason"` adds the entry.
+`python -m sinkutils.ledger.frozen "reason"` adds the entry. The claims of later papers (`ledger.later`) were written
+after the paper's own: the records of their variants count from the entry on that says so ("later": true).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from sinkutils.study.record import ledger_sha256
 PATH = Path(__file__).with_name("frozen.json")
 
 
-@lru_cache(maxsize=1)
-def ledgers() -> tuple[str, ...]:
-    """The hashes of the ledger, the frozen one first."""
-    return tuple(entry["sha256"] for entry in json.loads(PATH.read_text(encoding="utf-8")))
+@lru_cache
+def ledgers(later: bool = False) -> tuple[str, ...]:
+    """The hashes of the ledger, the frozen one first; later: of those that hold the claims of later papers."""
+    entries = json.loads(PATH.read_text(encoding="utf-8"))
+    first = next((i for i, entry in enumerate(entries) if entry.get("later")), len(entries)) if later else 0
+    return tuple(entry["sha256"] for entry in entries[first:])
 
 
 def change(reason: str) -> None:

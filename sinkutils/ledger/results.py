@@ -16,6 +16,7 @@ import pandas as pd
 from sinkutils.ledger import trials
 from sinkutils.ledger.frozen import ledgers
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
+from sinkutils.study.experiments import AFTER_PAPER, experiment
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS, Record, history
@@ -136,6 +137,32 @@ def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | No
     return largest / trials.untrained_ratio(model, run.report["T"], name, positions)
 
 
+def _peak_of(run: Run) -> float | None:
+    """The largest element of a hidden state over the sequence's median one, before the last block, beside that of the
+    untrained model: massive activations as Sun et al. (2024) define them.
+    """
+    rows = run.report.get("hidden_peaks")
+    if not rows:
+        return None
+    model = json.dumps(run.record.config["model"], sort_keys=True)
+    return max(map(max, rows[:-1] or rows)) / trials.untrained_peak(model, run.report["T"])
+
+
+def _gradient(run: Run) -> float | None:
+    """The gradient at x_1 over the mean of that at x_2 to x_32, where attention reads; median over layers."""
+    rows = run.final.get("gradients", {}).get("input")
+    return median(norm_ratio([row[:32]])[0] for row in rows) if rows else None
+
+
+def _in_block(run: Run, block: int) -> float | None:
+    """Mean excess alpha_1 of one block's heads; of the last one where there are fewer."""
+    alpha = run.report.get("alpha")
+    if alpha is None:
+        return None
+    mean, uniform = _mean([alpha[0][min(block, len(alpha[0])) - 1]]), uniform_alpha(run.report["T"])
+    return (mean - uniform) / (1 - uniform)
+
+
 def _ratio_at_sink(run: Run, name: str) -> float | None:
     """The ratio of the first key's (or value's) norm to the others' in the layer with the largest mean alpha_1."""
     norms, alpha = run.report.get(name), run.report.get("alpha")
@@ -214,6 +241,9 @@ QUANTITIES: dict[str, Quantity] = {
     "before_norm": Quantity(
         "norm ratio of h_1 before LN, times the untrained", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True
     ),
+    "peak": Quantity("largest element of h over the median, times the untrained", _peak_of, 2.0, 2, log=True),
+    "gathered": Quantity("gradient at x_1 over that at x_2 to x_32", _gradient, digits=2, log=True),
+    "third_block": Quantity("excess alpha_1 in the third block", lambda r: _in_block(r, 3), "sink"),
     "key": Quantity("norm ratio of k_1 where the sink is", lambda r: _ratio_at_sink(r, "key_norms"), 1.0, 2, log=True),
     "value": Quantity(
         "norm ratio of v_1 where the sink is", lambda r: _ratio_at_sink(r, "value_norms"), 1.0, 2, log=True
@@ -296,7 +326,8 @@ def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) ->
     for entry in store.entries(preset):
         if entry.record is None or entry.status == "stale":
             continue
-        if entry.record.provenance.get("ledger") in ledgers():
+        later = experiment(entry.experiment).section == AFTER_PAPER
+        if entry.record.provenance.get("ledger") in ledgers(later):
             found.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
         else:
             older.append(f"{entry.experiment}/{entry.seed}")

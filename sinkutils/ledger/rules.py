@@ -21,7 +21,7 @@ theirs, and a ratio of Sink_1 between two rows is the ratio of mean excess.
   (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
 - The levels of norm ratios (`results.QUANTITIES`): the figures draw 1 where activations are not massive and print no
   number. Twice the ratio of the same model before its first step counts as massive, in blocks before the last: an
-  untrained model has 3 already, because x_1 sees only itself.
+  untrained model has 3 already, because x_1 sees only itself. The same factor counts for the largest element.
 """
 
 from __future__ import annotations
@@ -183,6 +183,18 @@ def _not(judged: Judge) -> Judge:
     return mirrored
 
 
+def _together(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
+    """The run has both a sink and massive activations, or neither; one without the other, it fails."""
+    known = len(ours.values(check.runs[0], "peak"))
+    if known < ours.least:
+        return Outcome("", MISSING, why=f"{known} of {ours.least} seeds hold {QUANTITIES['peak'].heading}")
+    sink, peak = (_present(replace(check, key=key), ours, corrected) for key in (check.key, "peak"))
+    state = OPEN if OPEN in (sink.state, peak.state) else HOLDS if sink.state == peak.state else FAILS
+    there = {HOLDS: "there", FAILS: "not there", OPEN: "undecided"}
+    why = f"sink {there[sink.state]}, massive activations {there[peak.state]}"
+    return Outcome("", state, peak.effect, why=why)
+
+
 def _trained(check: Check, ours: Results, says: str) -> Outcome:
     runs = ours.seeds(check.runs[0]).values()
     failed = sum(run.failed for run in runs)
@@ -202,6 +214,8 @@ KINDS: dict[str, tuple[str, Judge]] = {
     "kept": ("{q}: {0} keeps that of {1}", partial(_within, True, False, MARGIN)),
     "alike": ("{q}: {0} within a factor of two of {1}", partial(_within, True, True, ALIKE - 1)),
     "comparable": ("{q}: {0} no worse than {1}", partial(_within, False, True, LOSS)),
+    "together": ("{0}: sink and massive activations go together", _together),
+    "apart": ("{0}: sink and massive activations come apart", _not(_together)),
     "worse": ("{q}: {0} worse than {1}", _not(partial(_within, False, True, LOSS))),
 }
 

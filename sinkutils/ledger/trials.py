@@ -19,6 +19,7 @@ from sinkutils.study.config import from_dict
 
 if TYPE_CHECKING:
     from sinkutils.measuring.own import Subject
+    from sinkutils.measuring.report import Report
 
 SEQUENCES = 50
 EDITED = (5, 10, 15, 20, 25, 30)  # t of Table 7; its sixth column is headed 25 again
@@ -78,20 +79,32 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
     return norm_ratio(seen.blocks)
 
 
-@lru_cache(maxsize=512)
 def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
-    """The largest norm ratio at these positions of a model before its first step, on 2 texts of random tokens.
+    """The largest norm ratio at these positions of a model before its first step.
 
     model: the LMConfig of a record, as JSON. x_1 sees only itself, so that its state is not a mean of others': with
     softmax its norm is about three times theirs without any training.
     """
+    report = _untrained(model, length)
+    return max(max(report.norm_ratio(name, k)) for k in positions)
+
+
+def untrained_peak(model: str, length: int) -> float:
+    """The largest of `Report.hidden_peaks` before the last block, of a model before its first step."""
+    peaks = _untrained(model, length).hidden_peaks
+    assert peaks is not None
+    return float((peaks[:-1] if len(peaks) > 1 else peaks).max())
+
+
+@lru_cache(maxsize=512)
+def _untrained(model: str, length: int) -> Report:
+    """The report of a model before its first step, on 2 texts of random tokens."""
     from sinkutils.measuring.measure import measure
 
     untrained = TransformerLM(from_dict(LMConfig, json.loads(model))).eval()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(untrained.config.vocab_size, (2, length), generator=generator)
-    report = measure(untrained, ids, targets=(1,))
-    return max(max(report.norm_ratio(name, k)) for k in positions)
+    return measure(untrained, ids, targets=(1,))
 
 
 def _star_hidden(own: Subject) -> float:

@@ -363,7 +363,7 @@ class Capture:
     def _see_block(self, layer: int, output: Any) -> None:
         self.last_hidden = self._streams(output if isinstance(output, Tensor) else output[0])
         if self.recording:
-            self.tally.add_norms("hidden", layer, self.last_hidden)
+            self.tally.add_hidden(layer, self.last_hidden)
 
     def _streams(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, S, T, C) of a block; most families have one stream, (B, T, C), some several."""

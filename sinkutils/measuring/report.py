@@ -18,6 +18,7 @@ from sinkutils.checks import choice, integer, numbers
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 NORMS = ("embedding_norms", "hidden_norms", "before_norm_norms", "query_norms", "key_norms", "value_norms")
+BY_POSITION = (*NORMS, "hidden_peaks")
 
 
 class NotFinite(ValueError):
@@ -51,6 +52,7 @@ class Report:
     query_norms: Tensor | None = None
     embedding_norms: Tensor | None = None  # (positions,): h^0
     before_norm_norms: Tensor | None = None  # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
+    hidden_peaks: Tensor | None = None  # (blocks, positions): largest |element| of h^l over the sequence's median one
     star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
     renormalised: Tensor | None = None  # alpha of the rows divided by their sum, where a sink logit takes a part
     mass: Tensor | None = None  # (samples, layers, heads, positions): alpha of every key
@@ -195,10 +197,10 @@ class Report:
             }
         if self.renormalised is not None:
             result["alpha_renormalised"] = _rounded(self.renormalised.mean(dim=0), digits)
-        for name in NORMS:
-            norms = getattr(self, name)
-            if norms is not None:
-                result[name] = _rounded(norms, digits)
+        for name in BY_POSITION:
+            rows = getattr(self, name)
+            if rows is not None:
+                result[name] = _rounded(rows, digits)
         return result
 
     @classmethod
@@ -208,7 +210,7 @@ class Report:
         alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
         text was kept beside the summary: then Sink is known at any eps, as of a live report.
         """
-        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in NORMS if name in summary}
+        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
         means |= {name: torch.tensor(summary[key])[None] for name, key in (("star", "alpha_star"),
                   ("renormalised", "alpha_renormalised")) if key in summary}  # fmt: skip
         by_text = alpha is not None

@@ -51,13 +51,26 @@ class Tally:
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of x (B, H, T, D), mean over heads."""
-        if not self.norms:
-            return
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1).sum(dim=0).float()
-        norms = F.pad(norms, (0, self.length - len(norms)))
+        if self.norms:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            self._sum(f"{name}_norms", layer, torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1))
+
+    def add_hidden(self, layer: int, hidden: Tensor) -> None:
+        """Add a block's output (B, S, T, d), of S streams: its norms, and its largest element at each position over
+        the median element of the sequence (magnitudes; Sun et al. 2024).
+        """
+        self.add_norms("hidden", layer, hidden)
+        if self.norms:
+            sizes = hidden.abs().float()
+            usual = sizes.flatten(1).median(dim=1).values.clamp(min=1e-30)
+            self._sum("hidden_peaks", layer, sizes.amax(dim=(1, 3)) / usual[:, None])
+
+    def _sum(self, name: str, layer: int, rows: Tensor) -> None:
+        """Add a number a position, (B, T), to the sum over samples."""
+        total = rows.sum(dim=0).float()
+        total = F.pad(total, (0, self.length - len(total)))
         layers = self.sums.setdefault(name, {})
-        layers[layer] = layers[layer] + norms if layer in layers else norms
+        layers[layer] = layers[layer] + total if layer in layers else total
 
     def keep(self, layer: int, head: int, name: str, value: Tensor) -> None:
         """Keep (B, T, T) of one head for figures; shorter sequences are padded with zeros."""
@@ -82,7 +95,7 @@ class Tally:
             if name in stacked:
                 stacked[name] = stacked[name].transpose(1, 2)  # (samples, layers, targets, heads) before
         mean = {
-            f"{name}_norms": torch.stack([total.cpu() / self.counts for _, total in sorted(layers.items())])
+            name: torch.stack([total.cpu() / self.counts for _, total in sorted(layers.items())])
             for name, layers in self.sums.items()
         }
         if "embedding_norms" in mean:
@@ -149,7 +162,7 @@ class OwnModelObserver:
             self._all_keys(layer, q, k, spec, mass, given)
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self._norms("hidden", layer, hidden[:, None])
+        self.tally.add_hidden(layer, hidden[:, None, self.first :])
         if before_norm is not hidden:
             self._norms("before_norm", layer, before_norm[:, None])
 

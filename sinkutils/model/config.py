@@ -13,7 +13,7 @@ from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
 
 NORMS = ("pre", "post", "sandwich")
-NORMALIZATIONS = ("rms", "dyt")
+NORMALIZATIONS = ("rms", "dyt", "gated")
 GATES = ("none", "head", "element")
 # Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
 FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -50,8 +50,9 @@ class LMConfig:
     # After the paper (data/paper/after_paper.csv)
     gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
-    value_scale: bool = False  # v_j times 2 sigmoid(w x_j), a factor a head and token
-    normalization: str = "rms"  # rms, or dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale
+    value_scale: bool = False  # v_j times r / (r + c), r = |v_j|^2, with a learned c a head (Chen and Yao 2026)
+    # rms, dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale, or gated: rms times a gate
+    normalization: str = "rms"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "num_layers", "num_heads", "hidden_size", "intermediate_size"):

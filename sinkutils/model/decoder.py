@@ -28,6 +28,8 @@ from sinkutils.model.positions import (
     rotate,
 )
 
+VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
+GATE_RANK = 16
 DYT_START = 0.5  # alpha of tanh(alpha h)
 BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 
@@ -73,9 +75,22 @@ class DyT(nn.Module):
         return torch.tanh(self.alpha.to(x.dtype) * x) * self.weight.to(x.dtype)
 
 
+class GatedNorm(RMSNorm):
+    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and a gate of rank 16 (Qiu et al. 2026)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.down = nn.Linear(size, GATE_RANK, bias=False)
+        self.up = nn.Linear(GATE_RANK, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * self.up(F.silu(self.down(y))).sigmoid().to(y.dtype)
+
+
 def norm_layer(config: LMConfig) -> nn.Module:
     """LN of Section 3.1, or what stands in its place."""
-    return (DyT if config.normalization == "dyt" else RMSNorm)(config.hidden_size)
+    return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](config.hidden_size)
 
 
 class Attention(nn.Module):
@@ -109,7 +124,7 @@ class Attention(nn.Module):
         if config.gate != "none":
             self.gate = nn.Linear(width, config.num_heads if config.gate == "head" else width, bias=False)
         if config.value_scale:
-            self.value_scale = nn.Linear(width, config.num_heads, bias=False)
+            self.value_scale = nn.Parameter(torch.empty(config.num_heads))  # log of c over what it starts as
         if config.qk_norm:
             self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
@@ -127,7 +142,9 @@ class Attention(nn.Module):
             for part in self.qkv(x).chunk(3, dim=-1)
         )  # (B, H, T, D) each
         if self.config.value_scale:
-            v = v * 2 * self.by_head(self.value_scale(x)).sigmoid()
+            squared = v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
+            c = VALUE_VARIANCE * self.config.head_dim * self.value_scale.exp()[:, None, None]
+            v = v * (squared / (squared + c)).to(v.dtype)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
@@ -250,7 +267,8 @@ class TransformerLM(nn.Module):
         """Initialise as the authors' code is written (the paper says nothing of it).
 
         Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
-        After the paper: alpha of DyT 0.5 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2).
+        After the paper: alpha of DyT 0.5 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and
+        the c of V-scale the expected |v|^2.
         The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
 
         What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants of a seed start
@@ -259,7 +277,7 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                starts = {"alpha": DYT_START, "embedding_scale": self.config.hidden_size**0.5}
+                starts = {"alpha": DYT_START, "embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}
                 parameter.fill_(starts.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]

@@ -226,8 +226,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
          _SIGMOID | _attention(logit_bias=MINUS_LOG_CONTEXT)),
         ("relu_length", "ReLU over the number of keys", _attention(similarity="relu", normalizer="length")),
         ("qk_norm", "queries and keys normed", {"model.qk_norm": True}),
-        ("v_scale", "values scaled by token", {"model.value_scale": True}),
+        ("v_scale", "V-scale: small values made smaller", {"model.value_scale": True}),
         ("dyt", "dynamic tanh instead of RMSNorm", {"model.normalization": "dyt"}),
+        ("gated_norm", "RMSNorm with a gate", {"model.normalization": "gated"}),
         ("sandwich_norm", "sandwich norm", {"model.norm": "sandwich"}),
         ("differential", "differential attention, half the heads",
          _attention(differential=True) | {"model.num_heads": times(1 / 2)}),
@@ -239,7 +240,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         *((f"context_{length}", f"context {length}, as many tokens a step",
            {"model.context_length": length, "train.batch_size": same_tokens(length),
             "train.eval_length": min(length, 64)})
-          for length in (32, 128)))),
+          for length in (32, 128, 256, 512)))),
 )  # fmt: skip
 BY_NAME = {e.name: e for e in EXPERIMENTS}
 

@@ -60,7 +60,7 @@ TRAINING_MODULES = (
 # The modules whose text decides the ledger's verdicts: claims, rules and what they read.
 LEDGER_MODULES = tuple(
     f"ledger/{name}"
-    for name in ("claims", "conclusions", "effects", "open_models", "proofs", "results", "rules", "trials")
+    for name in ("claims", "conclusions", "effects", "later", "open_models", "proofs", "results", "rules", "trials")
 )
 
 

@@ -28,6 +28,7 @@ ARRAYS = {
     "alpha_renormalised": (3, -1e-3, 1.001),
     "embedding_norms": (1, 0, math.inf),
     "hidden_norms": (2, 0, math.inf),
+    "hidden_peaks": (2, 0, math.inf),
     "before_norm_norms": (2, 0, math.inf),
     "query_norms": (2, 0, math.inf),
     "key_norms": (2, 0, math.inf),

@@ -20,6 +20,7 @@ from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
+from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
@@ -212,11 +213,17 @@ def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor
 
 
 def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
-    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, where the attention goes."""
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
+
+    The weights of a group may be cut over its processes, so that gradients are those of a run in one process only.
+    """
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
     if report is not None and reason is None:
         final["report"] = report.to_dict()
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
+        if run.group.size == 1:
+            with run.autocast():
+                final["gradients"] = gradient_norms(run.model, run.probe)
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
