@@ -52,4 +52,4 @@ def requests(driver: webdriver.Chrome) -> set[str]:
     """The addresses that pages have asked for since it was last asked here, without those of Chromium's own new tab."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return {one["request"]["url"] for one in sent if not one["documentURL"].startswith(("chrome:", "chrome-untrusted:"))}
+    return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")}
