@@ -137,10 +137,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x: (B, T, d) -> (B, T, d). tables: position tables for T; observer: sees q, k, v and extras."""
         batch, length, _ = x.shape
-        q, k, v = (
-            part.view(batch, length, self.config.num_heads, self.config.head_dim).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )  # (B, H, T, D) each
+        # Cut by head at once: the gradients of chunks, viewed by head, are put together one number at a time.
+        qkv = self.qkv(x).view(batch, length, 3, self.config.num_heads, self.config.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
         if self.config.value_scale:
             squared = v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
             c = VALUE_VARIANCE * self.config.head_dim * self.value_scale.exp()[:, None, None]
@@ -149,7 +148,7 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
-            q, k = (rotate(x, tables["cos"], tables["sin"]).to(v.dtype) for x in (q, k))
+            q, k = (rotate(x, tables["cos"], tables["sin"], v.dtype) for x in (q, k))
         extras = self.extras(tables, v.dtype)
         spec = self.config.attention
         if observer is not None:

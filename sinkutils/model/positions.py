@@ -62,10 +62,11 @@ def rotary_tables(length: int, head_dim: int, base: float = 10_000.0) -> tuple[T
     return angle.cos().float(), angle.sin().float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2), in `dtype` or that of the products.
 
     The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K permuted.
     """
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    halves = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([half.to(dtype or half.dtype) for half in halves], dim=-1)
