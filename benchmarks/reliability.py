@@ -6,7 +6,7 @@
     python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
     python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
 
-Counts of other parts that are in the JSON already stay there. tests/test_reliability.py does the same in short.
+Counts of other parts that are in the JSON already stay there. In short: tests/end_to_end/test_reliability.py.
 """
 
 from __future__ import annotations
@@ -210,11 +210,11 @@ def damage(folder: Path) -> dict[str, int]:
 
 
 def inputs(cases: int) -> dict[str, dict[str, int]]:
-    """Run the property tests of tests/test_inputs.py on that many cases; returns what came of them, by property."""
+    """Run tests/property/test_inputs.py on that many cases; returns what came of them, by property."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
         environment = {**os.environ, "SINKUTILS_CASES": str(cases), "SINKUTILS_COUNTS": str(counts)}
-        command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "test_inputs.py")]
+        command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "property" / "test_inputs.py")]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         return json.loads(counts.read_text())
 

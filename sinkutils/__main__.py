@@ -79,17 +79,17 @@ def list_command(options: argparse.Namespace) -> int:
     frame = records(options.preset, options.runs)
     refused = unavailable(options.preset)
     print(f"{'experiment':<28}{'item':<18}{'paper Sink_1':>13}{'valid':>7}  recorded at {options.preset}: title")
-    for one in experiments(options.section):
-        paper = one.paper
-        if one.name in refused:
+    for row in experiments(options.section):
+        paper = row.paper
+        if row.name in refused:
             state = "not available"
         else:
-            name = resolve(one.name, options.preset)
-            found = frame[(frame["experiment"] == name) & frame["status"].isin(["done", "failed"])]
-            state = f"{len(found)} seed{'s' * (len(found) != 1)}" if len(found) else "missing"
-            state += "" if name == one.name else f" (as {name})"
+            name = resolve(row.name, options.preset)
+            recorded = frame[(frame["experiment"] == name) & frame["status"].isin(["done", "failed"])]
+            state = f"{len(recorded)} seed{'s' * (len(recorded) != 1)}" if len(recorded) else "missing"
+            state += "" if name == row.name else f" (as {name})"
         cells = [f"{paper[key]:.2f}" if key in paper else "" for key in ("sink_1", "valid_loss")]
-        print(f"{one.name:<28}{one.item:<18}{cells[0]:>13}{cells[1]:>7}  {state}: {one.title}")
+        print(f"{row.name:<28}{row.item:<18}{cells[0]:>13}{cells[1]:>7}  {state}: {row.title}")
     return 0
 
 
@@ -181,8 +181,9 @@ def measure_command(options: argparse.Namespace) -> int:
     results = {}
     for kind in options.probe:
         ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
-        report = measured.measure(ids, targets=options.targets, epsilons=options.eps, bos=options.bos,
-                                  batch_size=options.batch_size)  # fmt: skip
+        report = measured.measure(
+            ids, targets=options.targets, epsilons=options.eps, bos=options.bos, batch_size=options.batch_size
+        )
         report.name = f"{identity(options.model)}, {kind} input" + (", x_fix first" if first == X_FIX else "")
         results[kind] = report
     if options.json:

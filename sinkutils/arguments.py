@@ -76,42 +76,44 @@ def parser() -> argparse.ArgumentParser:
     listing.add_argument("--section", help="only those of a section: 4, 5, 6, 7, C, D or 8")
     scale(listing)
 
-    one = add("train", "train (or fine-tune) one experiment and write its record; a killed run goes on where it was")
-    one.add_argument("experiment")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--device", help=where)
-    one.add_argument("--keep-weights", action="store_true", help="keep the trained weights in the record")
-    one.add_argument(
+    training = add(
+        "train", "train (or fine-tune) one experiment and write its record; a killed run goes on where it was"
+    )
+    training.add_argument("experiment")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--device", help=where)
+    training.add_argument("--keep-weights", action="store_true", help="keep the trained weights in the record")
+    training.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="use torch.compile, which needs a C++ compiler (default: as the preset says)",
     )
-    one.add_argument(
+    training.add_argument(
         "--parallel",
         choices=["ddp", "fsdp"],
         help="how the processes of torchrun share the run (default: as the preset says)",
     )
-    one.add_argument("--corpus", help=other_text)
-    one.add_argument("--checkpoint-seconds", type=number, default=20.0, metavar="SECONDS", help=saving)
-    scale(one)
+    training.add_argument("--corpus", help=other_text)
+    training.add_argument("--checkpoint-seconds", type=number, default=20.0, metavar="SECONDS", help=saving)
+    scale(training)
 
-    many = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
-    many.add_argument("--jobs", type=count, default=1, help="workers, one thread each")
-    many.add_argument("--seeds", type=int, nargs="+", help="only these seeds (default: those of the study's plan)")
-    many.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    many.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
-    many.add_argument("--device", help="cpu, cuda, .. (default: the GPUs of this machine in turn; on a cluster, what "
-                      "the preset is made for)")  # fmt: skip
-    many.add_argument("--corpus", help=other_text)
-    many.add_argument("--checkpoint-seconds", type=number, default=20.0, metavar="SECONDS", help=saving)
-    many.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
-    scale(many)
+    sweeping = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
+    sweeping.add_argument("--jobs", type=count, default=1, help="workers, one thread each")
+    sweeping.add_argument("--seeds", type=int, nargs="+", help="only these seeds (default: those of the study's plan)")
+    sweeping.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
+    sweeping.add_argument("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
+    spread = "cpu, cuda, .. (default: the GPUs of this machine in turn; on a cluster, what the preset is made for)"
+    sweeping.add_argument("--device", help=spread)
+    sweeping.add_argument("--corpus", help=other_text)
+    sweeping.add_argument("--checkpoint-seconds", type=number, default=20.0, metavar="SECONDS", help=saving)
+    sweeping.add_argument("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
+    scale(sweeping)
 
-    price = add("cost", "estimate parameters, FLOPs, memory and hours of a run on named GPUs")
-    price.add_argument("--preset", default="paper", choices=list(PRESETS), help="scale of the study")
-    price.add_argument("--experiment", default="base", help="which run (default: the base of the preset)")
-    price.add_argument("--mfu", type=share, default=0.4, help="share of the GPU's peak that training reaches")
-    price.add_argument("--gpus", type=count, default=8, help="GPUs that share the run")
+    costing = add("cost", "estimate parameters, FLOPs, memory and hours of a run on named GPUs")
+    costing.add_argument("--preset", default="paper", choices=list(PRESETS), help="scale of the study")
+    costing.add_argument("--experiment", default="base", help="which run (default: the base of the preset)")
+    costing.add_argument("--mfu", type=share, default=0.4, help="share of the GPU's peak that training reaches")
+    costing.add_argument("--gpus", type=count, default=8, help="GPUs that share the run")
 
     measuring = add("measure", "measure the attention sink of a causal language model")
     which = "hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0"

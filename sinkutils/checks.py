@@ -32,8 +32,9 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
 def real(name: str, value: Any, wanted: str, low: float = 0.0, high: float = math.inf, ends: str = "") -> None:
     """A finite number between low and high, `ends` ("low", "high", "both") included; `wanted` says it in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    inside = number and (low < value < high or (value == low and ends in ("low", "both")) or
-                         (value == high and ends in ("high", "both")))  # fmt: skip
+    inside = number and (
+        low < value < high or (value == low and ends in ("low", "both")) or (value == high and ends in ("high", "both"))
+    )
     require(inside, f"{name} must be {wanted}, got {value!r}")
 
 
@@ -72,14 +73,14 @@ def device(name: str | torch.device | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(name)
+        target = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps; got {name!r}") from error
-    if found.type not in ("cpu", "cuda", "mps", "xpu"):
+    if target.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps, where a model has weights; got {name!r}")
-    if found.type != "cpu":
-        module = torch.get_device_module(found)
+    if target.type != "cpu":
+        module = torch.get_device_module(target)
         count = module.device_count() if module.is_available() else 0
-        require((found.index or 0) < count, f"device {str(name)!r} was asked for, but PyTorch sees "
+        require((target.index or 0) < count, f"device {str(name)!r} was asked for, but PyTorch sees "
                 f"{count or 'none'} of that kind here: give another, or cpu")  # fmt: skip
-    return found
+    return target

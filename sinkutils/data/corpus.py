@@ -247,8 +247,8 @@ def _build(
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     special = special_ids(tokenizer, tokenizer_name)
-    found = tokenizer.get_vocab_size(with_added_tokens=True)
-    dtype = "uint16" if found <= 2**16 else "uint32"
+    size_of_vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    dtype = "uint16" if size_of_vocabulary <= 2**16 else "uint32"
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
@@ -276,7 +276,7 @@ def _build(
         folder,
         {
             "name": public_name(name),
-            "vocab_size": found,
+            "vocab_size": size_of_vocabulary,
             "dtype": dtype,
             "fingerprint": fingerprint.hexdigest(),
             **special,

@@ -50,16 +50,17 @@ COMMENT_OR_STRING = re.compile(
 
 def installed() -> dict[str, Distribution | None]:
     """The distributions whose text is used, by name; None for those that are not installed with a list of files."""
-    found: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
+    packages: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(PackageNotFoundError):  # .files would parse every line, at each opening of the text
-            found[name] = one if (one := distribution(name)).read_text("RECORD") is not None else None
-    return found
+            packages[name] = package if (package := distribution(name)).read_text("RECORD") is not None else None
+    return packages
 
 
 def installed_versions() -> list[str]:
     """What the text depends on: the version of Python and of every distribution that is used."""
-    return [platform.python_version(), *(f"{name} {one and one.version}" for name, one in installed().items())]
+    versions = (f"{name} {package and package.version}" for name, package in installed().items())
+    return [platform.python_version(), *versions]
 
 
 def text_digest(text: str) -> bytes:
@@ -80,10 +81,10 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     """
     paths = tqdm(_files(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
     files = (docstrings_of(_text(path)) for path in paths)
-    found = {text_digest("\0".join(parts)): parts for parts in files if parts}
+    documents = {text_digest("\0".join(parts)): parts for parts in files if parts}
     seen: set[str] = set()
-    for digest in sorted(found):
-        new = [part for part in dict.fromkeys(found[digest]) if part not in seen]
+    for digest in sorted(documents):
+        new = [part for part in dict.fromkeys(documents[digest]) if part not in seen]
         seen.update(new)
         document = "\n\n".join(new)
         if len(document) >= MIN_CHARACTERS:
@@ -201,20 +202,20 @@ def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
 
     Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders.
     """
-    found = [path for path in _standard_library() if wanted(path.name)]
+    files = [path for path in _standard_library() if wanted(path.name)]
     distributions = installed()
-    if missing := [name for name, one in distributions.items() if one is None]:
+    if missing := [name for name, package in distributions.items() if package is None]:
         warnings.warn(
             f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what pyproject.toml "
             "pins, or bring a file of pack_corpus",
             stacklevel=2,
         )
-    for one in filter(None, distributions.values()):
-        for file in one.files or ():
+    for package in filter(None, distributions.values()):
+        for file in package.files or ():
             outside = file.parts[0] == ".." or (not dist_info and file.parts[0].endswith("-info"))
             if not outside and wanted(file.name) and file.as_posix() not in OF_THE_BUILD:
-                found.append(Path(str(one.locate_file(file))))
-    return found
+                files.append(Path(str(package.locate_file(file))))
+    return files
 
 
 def _standard_library() -> Iterator[Path]:

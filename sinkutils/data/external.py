@@ -94,14 +94,7 @@ def local_conversations(file: Path) -> Iterator[list[dict[str, str]]]:
     """
     if not file.is_file() or file.suffix.lower() != ".jsonl":
         raise FileNotFoundError(f"instructions path:{file}: there is no such .jsonl file")
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
-                yield messages_of(row, f"{file}, line {number}")
+    return (messages_of(row, where) for where, row in _json_lines(file))
 
 
 def messages_of(row: Any, where: str) -> list[dict[str, str]]:
@@ -128,7 +121,10 @@ def local(path: Path) -> Iterator[str]:
     """
     for file in local_files(path):
         if file.suffix.lower() == ".jsonl":
-            yield from _json_lines(file)
+            for where, row in _json_lines(file):
+                if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                    raise ValueError(f'{where}: expected an object with a string under "text", got {row!r:.60}')
+                yield row["text"]
             continue
         try:
             text = file.read_text(encoding="utf-8-sig")
@@ -152,24 +148,17 @@ def local_files(path: Path) -> list[Path]:
     return files
 
 
-def _json_lines(file: Path) -> Iterator[str]:
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line of a .jsonl file stands, and its value. Raises ValueError for a line that is not JSON."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _field(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f'{file}, line {number}: expected a JSON object with a string under "text", '
-                    f"got {line[:60].decode(errors='replace')!r}"
-                ) from error
-
-
-def _field(row: dict[str, Any]) -> str:
-    if not isinstance(row["text"], str):
-        raise TypeError("text is not a string")
-    return row["text"]
+            where = f"{file}, line {number}"
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{where}: not JSON ({error})") from error
+                yield where, value
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -74,8 +74,8 @@ def _natural(
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
         if tokenizer is source.tokenizer:
             documents = list(source.documents("probe"))
-            found = _long_enough(documents, needed, generator, lambda document: document)
-            return _stack(found, n, needed, len(documents), f"corpus {source.name!r}")
+            documents_of = _long_enough(documents, needed, generator, lambda document: document)
+            return _stack(documents_of, n, needed, len(documents), f"corpus {source.name!r}")
         where, texts = f"corpus {source.name!r}", source.texts("probe")
     else:
         where = "texts"
@@ -96,8 +96,8 @@ def _long_enough(
             yield np.asarray(ids[:needed])
 
 
-def _stack(found: Iterator[np.ndarray], n: int, needed: int, available: int, where: str) -> np.ndarray:
-    chosen = [ids for ids, _ in zip(found, range(n), strict=False)]
+def _stack(documents: Iterator[np.ndarray], n: int, needed: int, available: int, where: str) -> np.ndarray:
+    chosen = [ids for ids, _ in zip(documents, range(n), strict=False)]
     if len(chosen) < n:
         raise ValueError(
             f"{where} has {len(chosen)} documents of at least {needed} tokens (of {available}), n={n} are needed: "

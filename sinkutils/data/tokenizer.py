@@ -50,9 +50,9 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({reason}). Check the id and the "
             "network, give the path of a tokenizer.json, or leave `tokenizer` out to train one"
         ) from error
-    found = tokenizer.get_vocab_size(with_added_tokens=True)
-    if found > vocab_size:
-        raise ValueError(f"tokenizer {name!r} has {found} tokens: vocab_size must be at least that, got {vocab_size}")
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > vocab_size:
+        raise ValueError(f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}")
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -72,10 +72,10 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
 
 def bos_id(tokenizer: Any) -> int:
     """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
-    found = _first(tokenizer, BOS_NAMES) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
-    if found is None:
+    token = _first(tokenizer, BOS_NAMES) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
+    if token is None:
         raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
-    return int(found)
+    return int(token)
 
 
 def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:

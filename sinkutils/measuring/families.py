@@ -47,8 +47,9 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
     """
     modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
     # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = {name: module for name, module in modules.items()
-              if not any(other.startswith(name + ".") for other in modules)}  # fmt: skip
+    leaves = {
+        name: module for name, module in modules.items() if not any(other.startswith(name + ".") for other in modules)
+    }
     places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
     if not leaves:
         raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")

@@ -67,7 +67,7 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
     handles = []
-    found = {module: _hooks(module) for module in model.modules()}
+    before_hooks = {module: _hooks(module) for module in model.modules()}
     try:
         for config in configs.values():
             config._attn_implementation = "eager" if capture.legacy else NAME
@@ -76,7 +76,7 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     finally:
         for handle in handles:
             handle.remove()
-        for module, hooks in found.items():
+        for module, hooks in before_hooks.items():
             if _hooks(module) != hooks:  # some families record their weights by hooks that they never take off
                 for hook in set(_hooks(module)) - set(hooks):
                     del module._forward_hooks[hook]
@@ -153,8 +153,8 @@ class Capture:
         """How alpha was computed."""
         if self.legacy:
             return "eager weights"
-        found = {module: [right for (of, _), right in self.fused.items() if of is module] for module in self.layers}
-        trusted = sum(bool(kinds) and all(kinds) for kinds in found.values())
+        kinds_of = {module: [right for (of, _), right in self.fused.items() if of is module] for module in self.layers}
+        trusted = sum(bool(kinds) and all(kinds) for kinds in kinds_of.values())
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
     @property
@@ -336,21 +336,21 @@ class Capture:
 
     def _see_weights(self, module: nn.Module, _: Any, output: tuple | list) -> tuple | list:
         """Legacy families: reduce the weights that a module returns, and drop them."""
-        found = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
+        places = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
                  and part.shape[-2:] == self.shape[-1:] * 2]  # fmt: skip
-        if len(found) != 1:
+        if len(places) != 1:
             return output
         self.calls[module] += 1
-        layer, (_, heads, length, _) = self.layers[module], output[found[0]].shape
+        layer, (_, heads, length, _) = self.layers[module], output[places[0]].shape
         self._check_heads(layer, heads)
         local = getattr(module, "attention_type", "") == "local"  # of GPT-Neo
         if local and int(module.config.window_size) < length:  # type: ignore[arg-type, union-attr]
             self.windows[layer] = int(module.config.window_size)  # type: ignore[arg-type, union-attr]
         if self.recording:
             reduce = Reduction(self.request, self.tally, layer, length, sink=False)
-            reduce.take(output[found[0]])
+            reduce.take(output[places[0]])
             self._add(layer, reduce.means())
-        return type(output)(None if i == found[0] else part for i, part in enumerate(output))
+        return type(output)(None if i == places[0] else part for i, part in enumerate(output))
 
     def _add(self, layer: int, values: dict[str, Tensor]) -> None:
         for name, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import PAPER
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CorruptRecord, read_record
 from sinkutils.study.store import Runs
@@ -40,68 +42,18 @@ class ZooModel:
     sink_1: float | None = None  # the paper's Sink_1 in percent on natural text (Table 1, Appendix B.3), where printed
 
 
-def _pythia(size: str, parameters: float) -> ZooModel:
-    return ZooModel(f"Pythia-{size}", f"EleutherAI/pythia-{size.lower()}", "Pythia", parameters)
+def _table(name: str) -> list[dict[str, str]]:
+    with open(PAPER / name, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-def _opt(size: str, parameters: float) -> ZooModel:
-    return ZooModel(f"OPT-{size}", f"facebook/opt-{size.lower()}", "OPT", parameters)
-
-
-def _newer(name: str, hub_id: str, family: str, parameters: float, chat: bool = False) -> ZooModel:
-    return ZooModel(name, hub_id, family, parameters, chat, in_paper=False)
-
-
-MODELS = (
-    ZooModel("LLaMA2-7B Base", "meta-llama/Llama-2-7b-hf", "LLaMA2", 7e9, sink_1=92.47),
-    ZooModel("LLaMA2-7B Chat", "meta-llama/Llama-2-7b-chat-hf", "LLaMA2", 7e9, True, sink_1=92.88),
-    ZooModel("LLaMA2-13B Base", "meta-llama/Llama-2-13b-hf", "LLaMA2", 13e9, sink_1=91.69),
-    ZooModel("LLaMA2-13B Chat", "meta-llama/Llama-2-13b-chat-hf", "LLaMA2", 13e9, True, sink_1=90.94),
-    ZooModel("LLaMA3-8B Base", "meta-llama/Meta-Llama-3-8B", "LLaMA3", 8e9, sink_1=99.02),
-    ZooModel("LLaMA3-8B Instruct", "meta-llama/Meta-Llama-3-8B-Instruct", "LLaMA3", 8e9, True, sink_1=98.85),
-    ZooModel("LLaMA3.1-8B Base", "meta-llama/Meta-Llama-3.1-8B", "LLaMA3", 8e9),
-    ZooModel("LLaMA3.1-8B Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct", "LLaMA3", 8e9, True),
-    ZooModel("GPT2", "openai-community/gpt2", "GPT2", 124e6),
-    ZooModel("GPT2-Medium", "openai-community/gpt2-medium", "GPT2", 355e6),
-    ZooModel("GPT2-Large", "openai-community/gpt2-large", "GPT2", 774e6),
-    ZooModel("GPT2-XL", "openai-community/gpt2-xl", "GPT2", 1.5e9, sink_1=77.00),
-    ZooModel("Mistral-7B", "mistralai/Mistral-7B-v0.1", "Mistral", 7e9, sink_1=97.49),
-    ZooModel("Mistral-7B Instruct", "mistralai/Mistral-7B-Instruct-v0.1", "Mistral", 7e9, True, sink_1=88.34),
-    _pythia("14M", 14e6),
-    _pythia("31M", 31e6),
-    _pythia("70M", 70e6),
-    _pythia("160M", 160e6),
-    _pythia("410M", 410e6),
-    _pythia("1B", 1e9),
-    _pythia("1.4B", 1.4e9),
-    _pythia("2.8B", 2.8e9),
-    _pythia("6.9B", 6.9e9),
-    _pythia("12B", 12e9),
-    _opt("125M", 125e6),
-    _opt("350M", 350e6),
-    _opt("1.3B", 1.3e9),
-    _opt("2.7B", 2.7e9),
-    _opt("6.7B", 6.7e9),
-    _opt("13B", 13e9),
-    ZooModel("Jamba-v0.1", "ai21labs/Jamba-v0.1", "Jamba", 52e9, sink_1=88.48),
-    ZooModel("Jamba-1.5 Mini", "ai21labs/AI21-Jamba-1.5-Mini", "Jamba", 52e9, True, sink_1=87.88),
-    _newer("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", "SmolLM2", 135e6),
-    _newer("SmolLM2-360M", "HuggingFaceTB/SmolLM2-360M", "SmolLM2", 360e6),
-    _newer("SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-1.7B", "SmolLM2", 1.7e9),
-    _newer("TinyStories-33M", "roneneldan/TinyStories-33M", "TinyStories", 33e6),
-    _newer("Qwen3-0.6B Base", "Qwen/Qwen3-0.6B-Base", "Qwen3", 0.6e9),
-    _newer("Qwen3-8B Base", "Qwen/Qwen3-8B-Base", "Qwen3", 8e9),
-    _newer("Qwen3-Next-80B Instruct", "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next", 80e9, True),
-    _newer("Gemma2-2B", "google/gemma-2-2b", "Gemma2", 2e9),
-    _newer("Gemma3-270M", "google/gemma-3-270m", "Gemma3", 270e6),
-    _newer("Gemma3-1B", "google/gemma-3-1b-pt", "Gemma3", 1e9),
-    _newer("OLMo2-1B", "allenai/OLMo-2-0425-1B", "OLMo2", 1e9),
-    _newer("OLMo2-7B", "allenai/OLMo-2-1124-7B", "OLMo2", 7e9),
-    _newer("Phi-2", "microsoft/phi-2", "Phi", 2.7e9),
-    _newer("gpt-oss-20b", "openai/gpt-oss-20b", "gpt-oss", 21e9, True),
-    _newer("BLOOM-560M", "bigscience/bloom-560m", "BLOOM", 560e6),
-    _newer("Falcon-7B", "tiiuae/falcon-7b", "Falcon", 7e9),
-)
+_TABLE_8 = [row for row in _table("open_lms.csv") if row["item"] == "Table 8"]
+_PRINTED = {row["hub_id"]: float(row["sink_1"]) for row in _TABLE_8 if row["sink_1"]}
+MODELS = tuple(
+    ZooModel(row["name"], row["hub_id"], row["family"], float(row["parameters"]), row["chat"] == "1",
+             row["in_paper"] == "1", _PRINTED.get(row["hub_id"]))
+    for row in _table("models.csv")
+)  # fmt: skip
 
 
 def find(name: str) -> ZooModel | None:

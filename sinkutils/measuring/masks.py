@@ -22,8 +22,8 @@ class WindowMask(PositionMask):
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
 
         def seen(rows: Tensor, columns: Tensor) -> Tensor:
-            found = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
-            return found.expand(1, 1, len(rows), len(columns))[0, 0]
+            mask = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
+            return mask.expand(1, 1, len(rows), len(columns))[0, 0]
 
         super().__init__(seen, asked["q_length"], device)
 

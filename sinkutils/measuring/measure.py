@@ -184,8 +184,8 @@ def check_weights(model: nn.Module) -> None:
 
 def token_ids(config: Any, name: str) -> set[int]:
     """A special token's ids by a model's config, which may name none, one or a list."""
-    found = getattr(config, name, None)
-    return set() if found is None else {int(x) for x in (found if isinstance(found, list | tuple) else [found])}
+    ids = getattr(config, name, None)
+    return set() if ids is None else {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
 
 
 def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

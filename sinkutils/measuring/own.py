@@ -90,5 +90,6 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
         known = find(name)
         return Subject(known.name if known else Path(name).name, model, tokenizer)
     record = read_record(folder).config
-    return Subject(record["experiment"], model, tokenizer, record["data"]["fixed_position"],
-                   length=record["train"]["eval_length"])  # fmt: skip
+    return Subject(
+        record["experiment"], model, tokenizer, record["data"]["fixed_position"], length=record["train"]["eval_length"]
+    )

@@ -57,25 +57,26 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
 
     Raises ValueError for a file that `measure --save` did not write.
     """
-    found = {}
+    reports = {}
     for path in sorted(MEASUREMENTS.glob("*.json")):
         if path.stem.partition("@")[2] == quote(domain):
             saved = _read(path, "measure MODEL --save")
             try:
                 if saved["model"] in LISTED and kind in saved:
                     measured_sink(saved[kind])
-                    found[_name(saved["model"])] = saved[kind]
+                    reports[_name(saved["model"])] = saved[kind]
             except (KeyError, TypeError) as error:
-                raise ValueError(f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
-                                 ) from error  # fmt: skip
-    return found
+                raise ValueError(
+                    f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
+                ) from error
+    return reports
 
 
 def measured_domains(model: str) -> dict[str, dict[str, Any]]:
     """A model's reports on natural text by domain of the Pile; model: its name in the paper."""
     domains = sorted({unquote(path.stem.partition("@")[2]) for path in MEASUREMENTS.glob("*@*.json")})
-    found = {domain: measurements("natural", domain).get(model) for domain in domains}
-    return {domain: report for domain, report in found.items() if report}
+    reports = {domain: measurements("natural", domain).get(model) for domain in domains}
+    return {domain: report for domain, report in reports.items() if report}
 
 
 def measured_sink(report: dict[str, Any]) -> float:

@@ -49,12 +49,12 @@ def evaluate(
         raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
     scorer = _scorer_class()(model, tokenizer, [bos_id(tokenizer)] if bos else [])
     output = simple_evaluate(scorer, tasks=[task], num_fewshot=0, limit=limit, task_manager=tasks)
-    found = output["results"][task]
+    results = output["results"][task]
     scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
     for metric in METRICS:
-        if f"{metric},none" in found:
-            scores[metric] = round(100 * found[f"{metric},none"], 3)
-            scores[f"{metric}_stderr"] = round(100 * float(found[f"{metric}_stderr,none"]), 3)
+        if f"{metric},none" in results:
+            scores[metric] = round(100 * results[f"{metric},none"], 3)
+            scores[f"{metric}_stderr"] = round(100 * float(results[f"{metric}_stderr,none"]), 3)
     if not set(METRICS) & set(scores):
         raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
     return scores

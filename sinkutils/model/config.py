@@ -69,8 +69,9 @@ class LMConfig:
                 f"num_heads must divide hidden_size={self.hidden_size} (one of {divisors}), got {self.num_heads}"
             )
         rotary, spec = self.position == "rotary", self.attention
-        require(not rotary or self.head_dim % 2 == 0,
-                f"position='rotary' needs an even head dimension, got {self.head_dim}")  # fmt: skip
+        require(
+            not rotary or self.head_dim % 2 == 0, f"position='rotary' needs an even head dimension, got {self.head_dim}"
+        )
         require(not spec.differential or self.head_dim % (4 if rotary else 2) == 0,
                 "differential attention halves each head: its dimension must be a multiple of 2, with rotary positions "
                 f"of 4; got {self.head_dim}")  # fmt: skip

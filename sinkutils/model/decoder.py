@@ -109,9 +109,7 @@ class Attention(nn.Module):
             self.value_bias = nn.Parameter(torch.empty(heads, head_dim))
         if spec.kernel == "mlp":
             self.mlp = nn.Sequential(
-                nn.Linear(head_dim, head_dim, bias=False),
-                nn.ReLU(),
-                nn.Linear(head_dim, head_dim, bias=False),
+                nn.Linear(head_dim, head_dim, bias=False), nn.ReLU(), nn.Linear(head_dim, head_dim, bias=False)
             )
         if config.position == "relative_learned":
             self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, NUM_BUCKETS))
@@ -129,11 +127,7 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
     def forward(
-        self,
-        x: Tensor,
-        tables: dict[str, Tensor],
-        dense: bool = False,
-        observer: Observer | None = None,
+        self, x: Tensor, tables: dict[str, Tensor], dense: bool = False, observer: Observer | None = None
     ) -> Tensor:
         """x: (B, T, d) -> (B, T, d). tables: position tables for T; observer: sees q, k, v and extras."""
         batch, length, _ = x.shape
@@ -309,8 +303,10 @@ class TransformerLM(nn.Module):
         if self.config.sink_token:
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
-        tables = {name: table[..., :length, :] if name in ("cos", "sin", "absolute") else table[..., :length]
-                  for name, table in self.named_buffers(recurse=False)}  # fmt: skip
+        tables = {
+            name: table[..., :length, :] if name in ("cos", "sin", "absolute") else table[..., :length]
+            for name, table in self.named_buffers(recurse=False)
+        }
         if self.config.position == "learnable":
             h = h + self.position_embedding[:length].to(h.dtype)
         elif self.config.position == "absolute":

@@ -58,8 +58,11 @@ class Problem(NamedTuple):
     def by_head(self) -> Iterator[Problem]:
         """The same, a head at a time."""
         for head, (q, k, v) in enumerate(zip(*(x.split(1, dim=1) for x in self[:3]), strict=True)):
-            own: dict[str, Any] = {name: x[head : head + 1] for name, x in self.given._asdict().items()
-                   if isinstance(x, Tensor) and len(x) > 1}  # fmt: skip
+            own: dict[str, Any] = {
+                name: x[head : head + 1]
+                for name, x in self.given._asdict().items()
+                if isinstance(x, Tensor) and len(x) > 1
+            }
             yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
 
@@ -173,8 +176,9 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
     The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
     """
     given = Extras(**extras)
-    checked = AttentionSpec(bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit,
-                            differential=spec.differential)  # fmt: skip
+    checked = AttentionSpec(
+        bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit, differential=spec.differential
+    )
     check_inputs(q, k, k, checked, given)
     distance_bias, key_bias, _, mlp, sink_logit, mix = given
     if mix is not None:
@@ -211,9 +215,9 @@ def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias:
     parts, plain = halves(q, spec)
     length, blocks = q.shape[2], []
     with torch.autocast(q.device.type, enabled=False):
-        k, one, two = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
+        k, even, odd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
         for start in range(0, length, BLOCK):
-            rows = [part[:, :, start : start + BLOCK] for part in (one, two)]
+            rows = [part[:, :, start : start + BLOCK] for part in (even, odd)]
             seen = _seen_keys(k, rows[0], plain, start, length)
             first, second = (_logits(x, seen, plain, distance_bias, start, length).softmax(dim=-1) for x in rows)
             blocks.append((first - mix * second).abs().sum(dim=-1).log())
@@ -222,9 +226,9 @@ def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias:
 
 def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """The log-sum-exp (B, H, T) of a kernel that `flash.trusted` has found; it wants values, any will do."""
-    found = flash.fused(q, k, k, causal=causal)
-    assert found is not None
-    return found[1]
+    result = flash.fused(q, k, k, causal=causal)
+    assert result is not None
+    return result[1]
 
 
 def _is_linear(spec: AttentionSpec) -> bool:
@@ -306,13 +310,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias:
 
 
 def _block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    distance_bias: Tensor | None,
-    start: int,
-    length: int,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
 ) -> Tensor:
     """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
     wide = torch.promote_types(q.dtype, torch.float32)

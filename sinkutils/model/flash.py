@@ -23,12 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from sinkutils.model.attention import AttentionSpec, attend, visible
 
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
-FLEX_COMPILE: dict[str, Any] = {
-    "fullgraph": True,
-    "dynamic": False,
-    "isolate_recompiles": True,
-    "recompile_limit": 64,
-}
+FLEX_COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True, "recompile_limit": 64}
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
 # kernel -> the kinds of mask that it is compared under. "full" has none; "mask" is an arbitrary one, such as a prefix
@@ -70,13 +65,7 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> 
 
 
 def fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of softmax attention, or None if no kernel fits.
 
@@ -96,13 +85,13 @@ def fused(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if name == "_scaled_dot_product_flash_attention":
-        found = op(q, k, v, 0.0, causal, scale=scale)
+        results = op(q, k, v, 0.0, causal, scale=scale)
     else:
         if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
             mask = F.pad(mask.to(q.dtype), (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
             mask = mask.expand(*q.shape[:3], k.shape[2])
-        found = op(q, k, v, mask, True, 0.0, causal, scale=scale)
-    return found[0], found[1][..., : q.shape[2]]  # some pad their rows
+        results = op(q, k, v, mask, True, 0.0, causal, scale=scale)
+    return results[0], results[1][..., : q.shape[2]]  # some pad their rows
 
 
 def fused_rows(
@@ -118,10 +107,10 @@ def fused_rows(
     else:
         starts = range(0, q.shape[2], ROWS)
         blocks = ((slice(i, i + ROWS), slice(None), mask[..., i : i + ROWS, :]) for i in starts)
-    found = [fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=part, scale=scale) for rows, keys, part in blocks]
-    if any(pair is None for pair in found):
+    parts = [fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=part, scale=scale) for rows, keys, part in blocks]
+    if any(pair is None for pair in parts):
         return None
-    outs, masses = zip(*found, strict=True)  # type: ignore[arg-type]
+    outs, masses = zip(*parts, strict=True)  # type: ignore[arg-type]
     return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
 
 
@@ -176,20 +165,25 @@ def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | N
         bias = -0.25 * (positions[:, None] - positions).abs().to(q.dtype).sqrt()
     logits = (q.double() @ k.double().mT * q.shape[-1] ** -0.5 + bias.double()).masked_fill(~seen, -torch.inf)
     if kind in ("causal", "full"):
-        found = fused(q, k, v, causal=kind == "causal")
+        result = fused(q, k, v, causal=kind == "causal")
     elif kind == "window":
         mask = PositionMask(lambda i, j: visible(i, j, AttentionSpec(window=33)), length, q.device, rows=50)
-        found = fused_rows(q, k, v, mask)
+        result = fused_rows(q, k, v, mask)
     else:
-        found = fused_rows(q, k, v, bias.masked_fill(~seen, -torch.inf)[None, None])
+        result = fused_rows(q, k, v, bias.masked_fill(~seen, -torch.inf)[None, None])
     dense = torch.cat([logits.softmax(-1) @ v.double(), logits.logsumexp(-1, keepdim=True)], dim=-1)
-    return None if found is None else torch.cat([found[0].double(), found[1][..., None].double()], dim=-1), dense
+    return None if result is None else torch.cat([result[0].double(), result[1][..., None].double()], dim=-1), dense
 
 
 def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Un-normalised sigmoid attention, which hangs on the log-sum-exp, with k* and a position term."""
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=33 if kind == "window" else None,
-                         prefix=40 if kind == "prefix" else 1)  # fmt: skip
+    spec = AttentionSpec(
+        similarity="sigmoid",
+        normalizer="none",
+        bias="k",
+        window=33 if kind == "window" else None,
+        prefix=40 if kind == "prefix" else 1,
+    )
     star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
     dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
     keys = torch.cat([star[None, :, None].expand(len(k), -1, -1, -1), k], dim=2)

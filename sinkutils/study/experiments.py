@@ -86,8 +86,8 @@ class Experiment:
     def items(self) -> tuple[str, ...]:
         """The tables, then the figures and sections of the paper that report this run."""
         names = (self.name, "base") if self.name == "default" else (self.name,)
-        found = dict.fromkeys(row.item for row in paper_rows() if row.experiment in names)
-        return tuple(sorted(found, key=lambda item: not item.startswith("Table")))
+        items = dict.fromkeys(row.item for row in paper_rows() if row.experiment in names)
+        return tuple(sorted(items, key=lambda item: not item.startswith("Table")))
 
     @property
     def item(self) -> str:

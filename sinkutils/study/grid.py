@@ -46,8 +46,9 @@ def keeps_weights(run: RunConfig) -> bool:
     some experiments at small presets.
     """
     shown = experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
-    return shown or any(run.experiment == other.start for other in _all(run.preset)[0].values()
-                        if isinstance(other, FinetuneConfig))  # fmt: skip
+    return shown or any(
+        run.experiment == other.start for other in _all(run.preset)[0].values() if isinstance(other, FinetuneConfig)
+    )
 
 
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:

@@ -39,113 +39,81 @@ class Preset:
     keeps_weights: bool = False  # a few records keep their weights: see `Experiment.weights`
 
 
-# 60M without embeddings; the batch is 1M tokens. lr_floor 0.1 is the cosine of the text (see default_constant_lr).
-_PAPER_TRAIN = TrainConfig(
-    steps=20_000, batch_size=512, learning_rate=4e-4, warmup_steps=100, precision="bf16", eval_every=250, micro_batch=16
-)
+# In LMConfig's order: vocabulary, C, L, H, d, width of the FFN. In TrainConfig's: steps, batch, rate, warm-up.
+# The paper's 60M are without embeddings; its batch is 1M tokens. lr_floor 0.1 is the cosine of the text (see
+# default_constant_lr).
+_PAPER_TRAIN = TrainConfig(20_000, 512, 4e-4, 100, precision="bf16", eval_every=250, micro_batch=16)
+_PAPER_DATA = DataConfig("pile", validation="pile:Pile-CC")
 _PAPER_TUNING = Tuning("ultrachat", 200_000, eval_every=250)
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            "smoke",
-            "seconds a run: tests, CI and live demonstrations",
-            LMConfig(
-                vocab_size=512, context_length=64, num_layers=2, num_heads=2, hidden_size=32, intermediate_size=64
-            ),
-            DataConfig("docstrings"),
-            TrainConfig(
-                steps=500,
-                batch_size=16,
-                learning_rate=3e-2,  # so that a K bias has its sink within the run
-                warmup_steps=20,
-                eval_every=50,
-                eval_sequences=8,
-                valid_chunks=8,
-            ),
-            Tuning("docstrings", 160, 8, 10),
-            base="fixed_1",
-            four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
-            seconds=10,
-        ),
-        Preset(
-            "laptop",
-            "minutes a run on one core; the base is a fixed first token, as a BOS is (Table 10 right)",
-            LMConfig(
-                vocab_size=1024, context_length=64, num_layers=4, num_heads=4, hidden_size=64, intermediate_size=128
-            ),
-            DataConfig("docstrings"),
-            TrainConfig(
-                steps=12_000, batch_size=32, learning_rate=6e-3, warmup_steps=100, precision="bf16", eval_every=300
-            ),
-            Tuning("docstrings", 20_000),  # a tenth of the paper's
-            base="fixed_1",
-            four_epochs=0.474,  # a quarter of the 24.6M tokens that the run sees, of 13.0M
-            seconds=400,
-            compile=True,
-            keeps_weights=True,
-        ),
-        Preset(
-            "gpu",
-            "one data-centre GPU, about a minute a run; the base is the paper's default",
-            LMConfig(
-                vocab_size=4096, context_length=512, num_layers=8, num_heads=8, hidden_size=512, intermediate_size=1024
-            ),
-            DataConfig("embedded"),
-            TrainConfig(
-                steps=1500, batch_size=128, learning_rate=1e-3, warmup_steps=100, precision="bf16", eval_every=50
-            ),
-            Tuning("docstrings", 60_000),
-            base="default",
-            four_epochs=0.33,  # 98M tokens of 75.0M
-            seconds=80,
-            device="cuda",
-            compile=True,
-        ),
-        Preset(
-            "paper",
-            "the paper's 60M: C 2048, 1M tokens a step, 20k steps on the Pile (Section 4)",
-            LMConfig(
-                vocab_size=50_432,
-                context_length=2048,
-                num_layers=10,
-                num_heads=8,
-                hidden_size=768,
-                intermediate_size=1536,
-            ),
-            DataConfig("pile", validation="pile:Pile-CC"),
-            _PAPER_TRAIN,
-            _PAPER_TUNING,
-            base="default",
-            four_epochs=1.0,
-            seconds=80_000,  # a GPU at 160 TFLOP/s
-            device="cuda",
-            compile=True,
-        ),
-        Preset(
-            "paper-1b",
-            "the paper's 1B (Section 7.4), the shape of the config that the authors' scripts use. The text gives no "
-            "recipe: 60M's, with the 40k steps of their config",
-            LMConfig(
-                vocab_size=50_432,
-                context_length=2048,
-                num_layers=22,
-                num_heads=16,
-                hidden_size=2048,
-                intermediate_size=5632,
-            ),
-            DataConfig("pile", validation="pile:Pile-CC"),
-            dataclasses.replace(_PAPER_TRAIN, steps=40_000, micro_batch=4),
-            _PAPER_TUNING,
-            base="softmax_1b",
-            four_epochs=1.0,
-            seconds=2_000_000,
-            device="cuda",
-            compile=True,
-            parallel="fsdp",
-        ),
-    )
-}
+_ALL = (
+    Preset(
+        "smoke",
+        "seconds a run: tests, CI and live demonstrations",
+        LMConfig(512, 64, 2, 2, 32, 64),
+        DataConfig("docstrings"),
+        # A rate by which a K bias has its sink within the run.
+        TrainConfig(500, 16, 3e-2, 20, eval_every=50, eval_sequences=8, valid_chunks=8),
+        Tuning("docstrings", 160, 8, 10),
+        base="fixed_1",
+        four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
+        seconds=10,
+    ),
+    Preset(
+        "laptop",
+        "minutes a run on one core; the base is a fixed first token, as a BOS is (Table 10 right)",
+        LMConfig(1024, 64, 4, 4, 64, 128),
+        DataConfig("docstrings"),
+        TrainConfig(12_000, 32, 6e-3, 100, precision="bf16", eval_every=300),
+        Tuning("docstrings", 20_000),  # a tenth of the paper's
+        base="fixed_1",
+        four_epochs=0.474,  # a quarter of the 24.6M tokens that the run sees, of 13.0M
+        seconds=400,
+        compile=True,
+        keeps_weights=True,
+    ),
+    Preset(
+        "gpu",
+        "one data-centre GPU, about a minute a run; the base is the paper's default",
+        LMConfig(4096, 512, 8, 8, 512, 1024),
+        DataConfig("embedded"),
+        TrainConfig(1500, 128, 1e-3, 100, precision="bf16", eval_every=50),
+        Tuning("docstrings", 60_000),
+        base="default",
+        four_epochs=0.33,  # 98M tokens of 75.0M
+        seconds=80,
+        device="cuda",
+        compile=True,
+    ),
+    Preset(
+        "paper",
+        "the paper's 60M: C 2048, 1M tokens a step, 20k steps on the Pile (Section 4)",
+        LMConfig(50_432, 2048, 10, 8, 768, 1536),
+        _PAPER_DATA,
+        _PAPER_TRAIN,
+        _PAPER_TUNING,
+        base="default",
+        four_epochs=1.0,
+        seconds=80_000,  # a GPU at 160 TFLOP/s
+        device="cuda",
+        compile=True,
+    ),
+    Preset(
+        "paper-1b",
+        "the paper's 1B (Section 7.4), the shape of the config that the authors' scripts use. The text gives no "
+        "recipe: 60M's, with the 40k steps of their config",
+        LMConfig(50_432, 2048, 22, 16, 2048, 5632),
+        _PAPER_DATA,
+        dataclasses.replace(_PAPER_TRAIN, steps=40_000, micro_batch=4),
+        _PAPER_TUNING,
+        base="softmax_1b",
+        four_epochs=1.0,
+        seconds=2_000_000,
+        device="cuda",
+        compile=True,
+        parallel="fsdp",
+    ),
+)
+PRESETS = {scale.name: scale for scale in _ALL}
 
 
 def preset(name: str) -> Preset:

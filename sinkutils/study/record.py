@@ -278,9 +278,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(
-            error.errno, f"could not save {path.name} ({error.strerror}): free some space and run the same command "
-            "again; what was saved before is intact"
-        ) from error  # fmt: skip
+            error.errno,
+            f"could not save {path.name} ({error.strerror}): free some space and run the same command "
+            "again; what was saved before is intact",
+        ) from error
     _sync_folder(path.parent)
 
 

@@ -159,9 +159,9 @@ class Group:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        found: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=options)}
+        state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=options)}
         names = [name for name, _ in model.named_parameters()]
-        return {index: found["state"][name] for index, name in enumerate(names)} if self.first else {}
+        return {index: state["state"][name] for index, name in enumerate(names)} if self.first else {}
 
     def load(
         self,

@@ -58,8 +58,9 @@ def make_optimizer(model: torch.nn.Module, train: TrainConfig, group: Group = AL
     Raises ValueError for muon in a group of processes.
     """
     if train.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=train.learning_rate, momentum=train.beta1,
-                               weight_decay=train.weight_decay)  # fmt: skip
+        return torch.optim.SGD(
+            model.parameters(), lr=train.learning_rate, momentum=train.beta1, weight_decay=train.weight_decay
+        )
     if train.optimizer == "muon":
         if group.size > 1:
             raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")

@@ -11,22 +11,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMOKE
+from helpers import CPU
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from sinkutils.data import corpus as corpora
 from sinkutils.data.cache import SPLITS, pack_corpus, write_meta
 from sinkutils.data.corpus import Corpus
+from sinkutils.paths import ROOT
 from sinkutils.study.grid import config
-from sinkutils.study.record import read_record, record_folder
+from sinkutils.study.record import history, read_record, record_folder
 from sinkutils.study.store import Runs
-from sinkutils.training.group import Group, joined
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.sweep import sweep
 from sinkutils.training.trainer import train
-
-ROOT = Path(__file__).resolve().parent.parent
-CPU = torch.device("cpu")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -56,7 +52,8 @@ from sinkutils.study import presets
 from sinkutils.training import group as distributed
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
-from sinkutils.training.group import joined
+from sinkutils.training.group import ALONE, joined
+from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.training.trainer import train
 
@@ -98,11 +95,20 @@ with joined("ddp", torch.device("cpu")) as ddp:
     except RuntimeError as error:
         (out / f"agree-{group.rank}").write_text(str(error))
 
-    # A process joins once; the command line gets the group that is there.
-    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    # Two processes take a micro batch each of what one process takes as two.
     smoke = presets.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
     presets.PRESETS["smoke"] = dataclasses.replace(smoke, train=short)
+    tuning = grid.config("sft_softmax", "smoke")
+    schedule = dataclasses.replace(tuning.train, steps=4, eval_every=2, batch_size=8, micro_batch=4, valid_chunks=8)
+    tuning = dataclasses.replace(tuning, train=schedule, pairs=32, instructions=f"path:{sys.argv[5]}")
+    for mode in ("one", "ddp", "fsdp"):
+        group = ALONE if mode == "one" else dataclasses.replace(ddp, parallel=mode)
+        if mode != "one" or ddp.first:
+            train(dataclasses.replace(tuning, experiment=mode), out / "sft", corpus=corpus, progress=False, group=group)
+
+    # A process joins once; the command line gets the group that is there.
+    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
     arguments = ["train", "nope", "--preset", "smoke", "--corpus", f"packed:{sys.argv[4]}", "--runs", str(out / "cli")]
     assert main(arguments) == 0
 """
@@ -126,7 +132,11 @@ def modes(corpus, packed, tmp_path_factory):
     train(run, out / "one", corpus=corpus, progress=False, keep_weights=True)
     worker = out / "worker.py"
     worker.write_text(WORKER)
-    arguments = [json.dumps(dataclasses.asdict(run)), str(corpus.folder), str(out), str(packed)]
+    chats = out / "chats.jsonl"
+    said = [{"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"} for n in range(60)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in row.items()]} for row in said]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    arguments = [json.dumps(dataclasses.asdict(run)), *map(str, (corpus.folder, out, packed, chats))]
     done = torchrun(str(worker), *arguments, SINKUTILS_CACHE=str(out / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     (out / "stdout").write_text(done.stdout)
@@ -163,6 +173,16 @@ def test_a_group_resumes_from_its_checkpoint_to_the_unbroken_bits(modes, mode):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
+    one, two = (read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode))
+    assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
+    assert [step["step"] for step in history(two.metrics)] == [1, 2, 3, 4]
+    for a, b in zip(history(one.metrics), history(two.metrics), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert two.metrics["final"]["valid_loss"] == pytest.approx(one.metrics["final"]["valid_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_bf16_comes_to_about_the_same_loss(modes, mode):
     one, two = record_of(modes, "one").metrics["final"], record_of(modes, f"{mode}-bf16").metrics["final"]
     assert two["valid_loss"] == pytest.approx(one["valid_loss"], rel=0.02)
@@ -183,45 +203,7 @@ def test_the_command_line_joins_the_group_and_rank_0_alone_prints(modes):
     assert (record.provenance["processes"], record.provenance["parallel"]) == (2, "ddp")
 
 
-def test_processes_that_cannot_share_a_batch_evenly_are_refused():
-    Group(size=4).check_batch(512, 16)
-    Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
-    with pytest.raises(ValueError, match="3 processes cannot share batches of 512"):
-        Group(size=3).check_batch(512, 16)
-    with pytest.raises(ValueError, match="start as many as divide 32"):
-        Group(size=24).check_batch(96, 3)
-
-
-def test_the_ranks_shares_are_the_batch():
-    batch = torch.arange(24).reshape(8, 3)
-    shares = [Group(rank=rank, size=4).share(batch) for rank in range(4)]
-    assert torch.equal(torch.cat(shares), batch) and {len(share) for share in shares} == {2}
-
-
-def test_an_unknown_way_to_share_a_run_is_refused():
-    with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
-        pass
-
-
 # ---- the paper's 60M
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "tokenizer", "tokens"), [(50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)]
-)
-def test_the_pile_at_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(
-    monkeypatch, tmp_path, vocabulary, tokenizer, tokens
-):
-    asked = []
-
-    def build(name, source, vocab_size, tokenizer, max_tokens, progress, folder):
-        asked.append((tokenizer, max_tokens))
-        raise ConnectionError("enough")
-
-    monkeypatch.setattr(corpora, "_build", build)
-    with pytest.raises(ConnectionError, match="enough"):
-        corpora.load_corpus("pile", vocabulary, cache_dir=tmp_path)
-    assert asked == [(tokenizer, tokens)]
 
 
 @pytest.fixture
@@ -282,12 +264,3 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpu
     assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
     run = dataclasses.replace(config("fixed_1", "smoke"), train=SMOKE.train)
     assert Runs(runs).get(run), "the record is the preset's: its config has not changed"
-
-
-def test_a_sweep_hands_the_corpus_to_its_workers(packed, tmp_path, monkeypatch):
-    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    commands = []
-    answer = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or answer)
-    sweep("smoke", seeds=(0,), only=("nope",), runs=tmp_path / "runs", corpus=f"packed:{packed}", progress=False)
-    assert commands and commands[0][-2:] == ["--corpus", f"packed:{packed}"]

@@ -1,4 +1,4 @@
-"""Any config, probe or input of `measure`: a right answer, or a ValueError that names what is wrong. Nothing else.
+"""Any config, probe, operation or input: a right answer, or a ValueError that names what is wrong. Nothing else.
 
 SINKUTILS_CASES says how many cases (benchmarks/reliability.py --cases 10000); the cases are the same on every run.
 """
@@ -15,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from helpers import DenseMaps, alpha_by_definition, draw, own_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from sinkutils.data.packing import DataConfig
+from sinkutils.data import corpus as corpora
+from sinkutils.data import external
+from sinkutils.data.packing import Chunks, DataConfig
 from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
 from sinkutils.model import fast
 from sinkutils.model.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
 from sinkutils.model.config import FFNS, HEAD_MERGES, NORMS, LMConfig
@@ -130,39 +134,6 @@ TRAIN = {
 RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-1, 2**65)}
 
 
-class Dense:
-    """An observer that computes alpha by definition: the reference's |f(s)| over its row sum, and then means."""
-
-    def __init__(self, first: int) -> None:
-        self.first, self.alpha, self.rows = first, [], []
-
-    def embedding(self, hidden) -> None: ...
-
-    def block(self, layer, hidden, before_norm) -> None: ...
-
-    def attention(self, layer, q, k, v, spec, extras) -> None:
-        raw = "sum" if spec.similarity == "exp" else "none"
-        weights = attend(q, k, v, dataclasses.replace(spec, normalizer=raw, p=1.0, scale=1.0), **extras)[1].abs()
-        total = weights.sum(-1, keepdim=True)
-        shares = (weights / total.masked_fill(total == 0, 1))[..., int(spec.has_key_bias) :]
-        shares = shares[:, :, self.first :, self.first :]
-        length = shares.shape[-1]
-        means = [shares[:, :, k:, k].mean(-1) for k in range(length)]
-        self.alpha.append(torch.stack(means, 1))  # (B, T, H)
-        if spec.similarity == "exp" and spec.normalizer == "sum":
-            self.rows.append(attend(q, k, v, spec, **extras)[1].sum(-1) / spec.scale)
-
-
-def alpha_by_definition(model: TransformerLM, ids: torch.Tensor) -> torch.Tensor:
-    """alpha of every key, (B, T, L, H); softmax rows must sum to the scale."""
-    dense = Dense(int(model.config.sink_token))
-    with torch.no_grad():
-        model(ids, dense)
-    for rows in dense.rows:
-        torch.testing.assert_close(rows, torch.ones_like(rows))
-    return torch.stack(dense.alpha, 2)
-
-
 @cases(0.4)
 @given(changes(SPEC, 4), changes(MODEL, 3), changes(DATA, 2), changes(TRAIN, 3), changes(RUN, 1), st.integers(0, 9))
 def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(spec, model, data, train, run, seed):
@@ -185,50 +156,9 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
     torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(report.alpha, alpha_by_definition(net, ids), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets), rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (TrainConfig, {"clip_norm": -1.0}),
-        (TrainConfig, {"learning_rate": math.nan}),
-        (TrainConfig, {"weight_decay": math.inf}),
-        (TrainConfig, {"warmup_steps": -1}),
-        (TrainConfig, {"beta2": 1.0}),
-        (TrainConfig, {"adam_eps": -1e-8}),
-        (TrainConfig, {"steps": 1.5}),
-        (TrainConfig, {"micro_batch": 0}),
-        (TrainConfig, {"micro_batch": -2}),
-        (DataConfig, {"random_positions": 3}),
-        (DataConfig, {"random_positions": (1.5,)}),
-        (DataConfig, {"fixed_position": True}),
-        (DataConfig, {"share": "all"}),
-        (LMConfig, {"sink_token": "yes"}),
-        (LMConfig, {"attention": "softmax"}),
-        (AttentionSpec, {"p": "2", "normalizer": "p_norm"}),
-        (AttentionSpec, {"bias_shared": 1, "bias": "k"}),
-        (AttentionSpec, {"similarity": ["exp"]}),
-    ],
-)
-def test_values_that_would_spoil_a_run_are_refused_by_name(kind, fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        kind(**fields)
-
-
-@pytest.mark.parametrize("field", ["seed", "model", "data", "train"])
-def test_a_run_config_takes_no_part_of_another_kind(field):
-    with pytest.raises(ValueError, match=field):
-        RunConfig(**{"experiment": "x", "preset": "y", field: -1})
-
-
-def test_the_row_sums_do_not_depend_on_how_q_and_k_lie_in_memory():
-    q, k = (torch.randn(2, 2, 2, 2, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    across = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k)]  # the last dimension is not contiguous
-    assert across[0].stride(-1) != 1
-    torch.testing.assert_close(fast.log_mass(*across, AttentionSpec()), fast.log_mass(q, k, AttentionSpec()))
 
 
 SPECIAL = ("<eos>", "<bos>", "<fix>")
@@ -286,26 +216,18 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     answered("probes")
 
 
-def own(**fields) -> TransformerLM:
-    net = TransformerLM(LMConfig(**SMALL, **fields), 0)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(2)
-    return net
-
-
 def of_transformers(kind: type, config: object) -> torch.nn.Module:
     torch.manual_seed(0)
     return kind(config).eval()
 
 
 MODELS = {
-    "softmax": own(),
-    "window": own(attention=AttentionSpec(window=3)),
-    "k bias": own(attention=AttentionSpec(bias="k")),
-    "sink token": own(sink_token=True),
-    "sigmoid": own(attention=AttentionSpec(similarity="sigmoid", normalizer="none")),
-    "mlp kernel": own(attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")),
+    "softmax": own_model(**SMALL),
+    "window": own_model(**SMALL, attention=AttentionSpec(window=3)),
+    "k bias": own_model(**SMALL, attention=AttentionSpec(bias="k")),
+    "sink token": own_model(**SMALL, sink_token=True),
+    "sigmoid": own_model(**SMALL, attention=AttentionSpec(similarity="sigmoid", normalizer="none")),
+    "mlp kernel": own_model(**SMALL, attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")),
     "gpt2": of_transformers(
         tf.GPT2LMHeadModel, tf.GPT2Config(vocab_size=30, n_embd=8, n_layer=2, n_head=2, n_positions=12)
     ),
@@ -359,15 +281,15 @@ def mask_of(kind: str, ids: torch.Tensor):
 
 
 @torch.no_grad()
-def alpha_of(model: torch.nn.Module, row: torch.Tensor) -> torch.Tensor:
-    """alpha of every key of one sequence without padding, (T, L, H), from whole attention maps."""
+def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor:
+    """alpha of one sequence without padding, (K, L, H), from whole attention maps."""
     if isinstance(model, TransformerLM):
-        return alpha_by_definition(model, row[None])[0]
+        return DenseMaps(model, row[None]).alpha(targets)[0]
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     maps = model(row[None], output_attentions=True, use_cache=False).attentions
     model.set_attn_implementation(before)
-    return torch.stack([torch.stack([m[0, :, k:, k].mean(-1) for k in range(len(row))]) for m in maps], 1)
+    return alpha_by_definition(maps, targets)[0]
 
 
 @cases(0.3)
@@ -398,7 +320,7 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtyp
     assert not broken and vocabulary >= 30
     rows = ids.long() if mask is None else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
     rows = [row for row in rows if len(row) >= max(report.targets)]
-    expected = torch.stack([alpha_of(model, row)[[k - 1 for k in report.targets]] for row in rows])
+    expected = torch.stack([alpha_of(model, row, report.targets) for row in rows])
     torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k, eps) <= 100 for k in report.targets for eps in report.epsilons)
     assert str(report) and json.dumps(report.to_dict(), allow_nan=False)
@@ -433,3 +355,60 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
     if spec.similarity == "exp" and spec.normalizer == "sum":
         torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
     answered("attend")
+
+
+@cases(0.1)
+@given(changes({k: SPEC[k] for k in ("similarity", "kernel", "normalizer", "p", "scale", "window", "prefix")}, 4),
+       st.integers(1, 40), st.sampled_from(["none", "kv"]), st.sampled_from(["none", "shared", "heads"]),
+       st.integers(1, 12))  # fmt: skip
+def test_the_forms_of_long_sequences_equal_the_reference_at_any_block_size(fields, length, bias, position, block):
+    try:
+        spec = AttentionSpec(**{**fields, "bias": bias})
+    except ValueError as error:
+        return refused("forms", error, names_of(AttentionSpec))
+    inputs, extras = draw(spec, length, position)
+    with pytest.MonkeyPatch.context() as patch:
+        for constant, value in (("DENSE_LENGTH", {}), ("BLOCK", block), ("ROWS", block), ("CHUNK", block)):
+            patch.setattr(fast, constant, value)
+        quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
+        pairs = [(quick, dense), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True)]
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    answered("forms")
+
+
+@cases(0.1)
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30))
+def test_the_curve_falls_with_eps_and_the_interval_holds_the_estimate(values):
+    alpha = torch.tensor(values)[:, None, None, None]
+    report = Report(alpha, (1,), (0.3,), torch.full((len(values),), 64), (0,))
+    assert (np.diff(report.curve()) <= 1e-9).all()
+    low, high = report.interval(draws=200)
+    assert 0 <= low <= high <= 100 and report.interval(draws=200) == (low, high)
+    if len({bool(value > 0.3) for value in alpha.flatten()}) == 1:
+        assert low == high == report.sink()
+
+
+@given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
+def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
+    probe_below, valid_below = corpora._thresholds(fractions, complete=True)
+    probes, valid = (
+        [f for f in fractions if low <= f < high] for low, high in ((0, probe_below), (probe_below, valid_below))
+    )
+    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(valid) < len(fractions)
+
+
+@given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
+def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
+    text = " ".join(words)
+    pieces = list(external._pieces(text))
+    assert max(map(len, pieces)) <= external.PIECE_CHARACTERS
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    assert len(text) > external.PIECE_CHARACTERS or pieces == [text]
+
+
+@given(step=st.integers(0, 2000), size=st.integers(1, 64), seed=st.integers(0, 3))
+def test_a_batch_depends_on_seed_and_step_only_not_on_what_was_asked_before(corpus, step, size, seed):
+    fresh, used = (Chunks(corpus, "valid", 32, DataConfig(random_positions=(1,))) for _ in range(2))
+    used.batch(step + 1, size, seed), used.batch(0, size, seed + 1)
+    assert torch.equal(fresh.batch(step, size, seed), used.batch(step, size, seed))

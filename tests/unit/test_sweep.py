@@ -13,6 +13,8 @@ from sinkutils.training import sweep as sweep_module
 from sinkutils.training.sweep import devices, engine, estimate, run_one, spread, sweep
 from sinkutils.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def quick(monkeypatch, corpus):
@@ -72,16 +74,17 @@ def test_no_more_runs_than_jobs_are_under_way_and_an_interrupt_leaves_no_queue(m
     assert len(begun) == 2
 
 
-def test_one_failing_run_does_not_stop_the_others(quick, tmp_path):
-    outcomes = sweep("smoke", seeds=(0,), only=("v_bias", "k_bias"), runs=tmp_path / "runs", progress=False)
-    assert {o.experiment: o.status for o in outcomes} == {"v_bias": "crashed", "k_bias": "done"}
-    assert "the machine went away" in next(o.detail for o in outcomes if o.experiment == "v_bias")
-
-
-def test_a_run_that_another_worker_holds_is_left_to_it(quick, tmp_path):
-    with run_lock(record_folder("smoke", "k_bias", 0, tmp_path / "runs")):
-        (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=tmp_path / "runs", progress=False)
-    assert outcome.status == "elsewhere"
+def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, tmp_path):
+    runs = tmp_path / "runs"
+    with run_lock(record_folder("smoke", "k_bias", 0, runs)):
+        outcomes = sweep("smoke", seeds=(0,), only=("v_bias", "k_bias", "fixed_1"), runs=runs, progress=False)
+    ended = {outcome.experiment: outcome for outcome in outcomes}
+    assert {name: o.status for name, o in ended.items()} == {
+        "v_bias": "crashed",
+        "k_bias": "elsewhere",
+        "fixed_1": "done",
+    }
+    assert "the machine went away" in ended["v_bias"].detail
 
 
 def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, tmp_path):
@@ -112,19 +115,24 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_p
     assert len(estimate("smoke", (0,), tmp_path / "runs")) == len(before)
 
 
-def test_an_unknown_engine_is_refused_and_lists_the_engines(tmp_path):
-    with pytest.raises(ValueError, match="local, slurm, ray"):
-        engine("abacus", 1, tmp_path)
-
-
 def test_workers_take_the_gpus_of_a_machine_in_turn():
     assert spread(5, 2) == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
-    assert spread(2, 4) == ("cuda:0", "cuda:1")
-    assert spread(2, 0) == ("cpu", "cpu")
+    assert spread(2, 4) == ("cuda:0", "cuda:1") and spread(2, 0) == ("cpu", "cpu")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let PyTorch see so many GPUs."""
+
+    def see(count):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+    return see
 
 
 @pytest.mark.parametrize(
-    ("preset", "engine_name", "gpus", "asked", "expected"),
+    ("preset", "engine_name", "count", "asked", "expected"),
     [
         ("laptop", "local", 0, None, ("cpu", "cpu")),
         ("laptop", "local", 2, None, ("cuda:0", "cuda:1")),
@@ -137,9 +145,8 @@ def test_workers_take_the_gpus_of_a_machine_in_turn():
         ("gpu", "ray", 0, "cpu", ("cpu", "cpu")),
     ],
 )
-def test_a_sweeps_devices(monkeypatch, preset, engine_name, gpus, asked, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
+    gpus(count)
     assert devices(preset, engine_name, 2, asked) == expected
 
 
@@ -148,16 +155,16 @@ def test_a_sweeps_devices(monkeypatch, preset, engine_name, gpus, asked, expecte
     [("gpu", None, "made for a GPU and there is none here"), ("laptop", "cuda", "sees none of that kind"),
      ("laptop", "abacus", "device must be")],
 )  # fmt: skip
-def test_a_sweep_never_falls_back_to_the_cpu_unasked(monkeypatch, preset, asked, message, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, message, tmp_path):
+    gpus(0)
     with pytest.raises(ValueError, match=message):
         sweep(preset, device=asked, runs=tmp_path, progress=False)
+    with pytest.raises(ValueError, match="local, slurm, ray"):
+        engine("abacus", 1, tmp_path)
 
 
-def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkeypatch, tmp_path, quick):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkeypatch, tmp_path, quick, gpus):
+    gpus(2)
     running, seen = set(), []
 
     class Done:
@@ -180,12 +187,11 @@ def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkey
     assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
 
 
-def test_a_worker_is_told_its_device(monkeypatch, tmp_path):
-    commands = []
-    ended = SimpleNamespace(returncode=0)
+def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
+    commands, ended = [], SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or ended)
-    run_one("smoke", "k_bias", 0, str(tmp_path), str(tmp_path / "log"), 20.0, None, "cuda:1")
-    assert commands[0][-2:] == ["--device", "cuda:1"]
+    run_one("smoke", "k_bias", 0, str(tmp_path), str(tmp_path / "log"), 20.0, "packed:text", "cuda:1")
+    assert commands[0][-4:] == ["--device", "cuda:1", "--corpus", "packed:text"]
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -15,16 +15,20 @@ from sinkutils.study.grid import config
 from sinkutils.training.trainer import train
 
 
-def test_list_shows_every_experiment_with_the_papers_value(capsys):
-    assert main(["list", "--preset", "smoke"]) == 0
-    out = capsys.readouterr().out
+def said(capsys, *arguments, status=0) -> str:
+    """What a command prints, of a mistake on stderr."""
+    assert main([str(argument) for argument in arguments]) == status
+    captured = capsys.readouterr()
+    return captured.err if status else captured.out
+
+
+def test_list_shows_every_experiment_with_the_papers_value_or_one_section(capsys, tmp_path):
+    out = said(capsys, "list", "--preset", "smoke")
     assert "k_bias" in out and "Table 4" in out and "18.18" in out and "missing" in out
-
-
-def test_list_can_show_one_section(capsys):
-    assert main(["list", "--section", "6"]) == 0
-    out = capsys.readouterr().out
+    out = said(capsys, "list", "--section", "6")
     assert "weight_decay_0.5" in out and "k_bias" not in out
+    assert main(["list", "--preset", "smoke", "--runs", str(tmp_path / "nothing")]) == 0
+    assert "there are no records in" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -75,9 +79,7 @@ def test_a_mistake_gives_one_line_that_helps_and_status_2(capsys, arguments):
 
 
 def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
-    arguments = ["sweep", "--preset", "smoke", "--dry-run", "--runs", str(tmp_path), "--only", "k_bias", "--seeds", "0"]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+    out = said(capsys, "sweep", "--preset", "smoke", "--dry-run", "--runs", tmp_path, "--only", "k_bias", "--seeds", 0)
     assert "k_bias" in out and "about 10 s" in out and "1 runs" in out and " 0.0 " not in out
     assert not list(tmp_path.iterdir())
 
@@ -102,6 +104,7 @@ def test_the_version_is_printed(capsys):
     assert stop.value.code == 0 and capsys.readouterr().out == f"sinkutils {sinkutils.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As `list | head -1`."""
     command = [sys.executable, "-m", "sinkutils", "list", "--preset", "smoke"]
@@ -119,35 +122,18 @@ def runs(tmp_path_factory, corpus):
     return folder
 
 
-@pytest.fixture(scope="module")
-def measured_runs(runs):
-    """The folder of the records, as options of `measure`, whatever their corpus is called."""
-    top = next(path for path in runs.iterdir() if path.is_dir())
-    return lambda name: [f"{top.name}/{name}/0", "--runs", str(runs)]
-
-
-def test_measure_prints_a_table_or_json_for_a_recorded_model(capsys, measured_runs, text_folder):
-    arguments = ["measure", *measured_runs("k_bias"), "-n", "5", "-T", "32", "--probe", "random", "repeat"]
-    assert main([*arguments, "--batch-size", "2"]) == 0
-    table = capsys.readouterr().out
+@pytest.mark.slow
+def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its_training(capsys, runs):
+    arguments = ("measure", "smoke/k_bias/0", "--runs", runs, "-n", 5, "-T", 32, "--probe", "random", "repeat")
+    table = said(capsys, *arguments, "--batch-size", 2)
     assert "BOS first: no" in table and "Sink" in table
-    assert main([*arguments, "--json"]) == 0
-    reports = json.loads(capsys.readouterr().out)
+    reports = json.loads(said(capsys, *arguments, "--json"))
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
-
-
-def test_a_record_is_measured_with_the_first_token_that_it_was_trained_with(capsys, measured_runs):
-    arguments = ["measure", *measured_runs("fixed_1"), "-n", "5", "--probe", "random", "--json"]
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["random"]["name"].endswith("x_fix first")
-    assert main([*arguments, "--any-first"]) == 0
-    assert json.loads(capsys.readouterr().out)["random"]["name"].endswith("random input")
-
-
-def test_a_name_without_its_seed_gets_the_seeds_there_are(capsys, measured_runs):
-    name, *where = measured_runs("k_bias")
-    assert main(["measure", name.removesuffix("/0"), *where]) == 2
-    assert f"of this experiment take {name}\n" in capsys.readouterr().err
+    arguments = ("measure", "smoke/fixed_1/0", "--runs", runs, "-n", 5, "--probe", "random", "--json")
+    assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
+    assert json.loads(said(capsys, *arguments, "--any-first"))["random"]["name"].endswith("random input")
+    advice = said(capsys, "measure", "smoke/k_bias", "--runs", runs, status=2)
+    assert "of this experiment take smoke/k_bias/0\n" in advice
 
 
 def ledger(preset, runs, part):
@@ -160,25 +146,18 @@ def ledger(preset, runs, part):
 def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sinkutils.ledger.claims.claims", ledger)
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(["claims", "--runs", str(tmp_path)]) == 0
-    short = capsys.readouterr().out
+    short = said(capsys, "claims", "--runs", tmp_path)
     assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
     assert short.splitlines()[0].startswith("not reproduced  sink")
     assert "3 claims at laptop: 1 not reproduced, 2 partly" in short.splitlines()
     assert short.splitlines()[-1] == "1 claims of later papers at laptop: 1 not reproduced"
-    assert main(["claims", "--runs", str(tmp_path), "--long"]) == 0
-    long = capsys.readouterr().out
+    long = said(capsys, "claims", "--runs", tmp_path, "--long")
     assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "reason: a reason" in long
-    assert main(["claims", "--runs", str(tmp_path), "--csv"]) == 0
-    table = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    table = pd.read_csv(io.StringIO(said(capsys, "claims", "--runs", tmp_path, "--csv")))
     assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
 
 
-def test_no_records_at_all_are_said_to_be_none(capsys, tmp_path):
-    assert main(["list", "--preset", "smoke", "--runs", str(tmp_path / "nothing")]) == 0
-    assert "there are no records in" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():
     code = (
         "import sinkutils.study.record, sinkutils.ledger.claims, sinkutils.study.grid, sinkutils as su\n"

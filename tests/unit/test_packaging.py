@@ -4,7 +4,6 @@ import ast
 import graphlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import sinkutils
+from sinkutils.arguments import parser
+from sinkutils.ledger import conclusions
 from sinkutils.study import experiments
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PINS = PROJECT["project"]["dependencies"]
 
@@ -65,46 +66,6 @@ def test_importing_the_package_loads_few_modules():
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The package as `pip install .` puts it into site-packages, away from any checkout, and an empty folder."""
-    top = tmp_path_factory.mktemp("installed")
-    source, site, elsewhere = (top / name for name in ("source", "site", "elsewhere"))
-    elsewhere.mkdir()
-    for name in ("sinkutils", "data/paper"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
-
-    def call(*arguments, **environment):
-        environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
-        return subprocess.run([sys.executable, *arguments], cwd=elsewhere, env=environment, text=True,
-                              capture_output=True)  # fmt: skip
-
-    return call, site, elsewhere
-
-
-def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its_code(installed, tmp_path):
-    call, site, elsewhere = installed
-    before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
-    listing = call("-m", "sinkutils", "list", "--section", "6")
-    assert listing.returncode == 0 and "weight_decay_0.5" in listing.stdout and "41.08" in listing.stdout
-    assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
-    notebooks = call("-m", "sinkutils", "run")
-    assert notebooks.returncode == 2
-    assert notebooks.stderr.splitlines()[-1] == (
-        "sinkutils: the notebooks are in a checkout of the repository: run this command in one"
-    )
-    where = "from sinkutils import paths; print(paths.RUNS, paths.MEASUREMENTS, paths.RENDERED)"
-    for home in ("", str(tmp_path)):
-        folders = call("-c", where, SINKUTILS_HOME=home).stdout.split()
-        assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
-    assert before == {path for path in site.rglob("*") if "__pycache__" not in path.parts}
-    assert (site / "bin" / "sinkutils").exists() and not list(elsewhere.iterdir())
-
-
 def test_what_is_made_by_using_the_repository_is_ignored_by_git():
     made = [
         "data/runs/smoke/base/0/config.json",
@@ -121,11 +82,22 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
     assert ignored == made
 
 
-def test_what_contributing_says_to_paste_is_an_experiment():
+def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
-    (made,) = eval(f"({line})", vars(experiments))  # in a tuple, as EXPERIMENTS is
-    assert isinstance(made, experiments.Experiment)
+    for module, kind in ((experiments, "Experiment"), (conclusions, "Claim")):
+        (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{kind}(")]
+        (row,) = eval(f"({line})", vars(module))  # in a tuple, as EXPERIMENTS and CLAIMS are
+        assert isinstance(row, getattr(module, kind))
+
+
+def test_the_scripts_of_a_study_call_commands_that_there_are():
+    stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
+    lines = []
+    for script in sorted((ROOT / "studies").glob("*.sh")):
+        lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
+    assert len(lines) > 10
+    for line in lines:
+        parser().parse_args(line.partition("-m sinkutils ")[2].split())
 
 
 ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")

@@ -16,16 +16,15 @@ TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(
 
 
 def raw(bos: bool = True) -> Tokenizer:
-    vocabulary = dict(WORDS) if bos else {("none" if w == "<bos>" else w): i for w, i in WORDS.items()}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    tokenizer = Tokenizer(WordLevel({"none" if w == "<bos>" and not bos else w: i for w, i in WORDS.items()}, "w0"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(["<eos>", "<bos>", "<fix>"] if bos else ["<eos>", "<fix>"])
     return tokenizer
 
 
-def wrapped(**names: str) -> tf.PreTrainedTokenizerFast:
-    names = names or {"bos_token": "<bos>"}
-    return tf.PreTrainedTokenizerFast(tokenizer_object=raw(), eos_token="<eos>", pad_token="<fix>", **names)
+def wrapped(bos: str = "<bos>") -> tf.PreTrainedTokenizerFast:
+    names = {"eos_token": "<eos>", "pad_token": "<fix>", "bos_token": bos}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw(), **names)
 
 
 @pytest.mark.parametrize("make", [raw, wrapped])
@@ -33,31 +32,24 @@ def wrapped(**names: str) -> tf.PreTrainedTokenizerFast:
 @pytest.mark.parametrize("bos", [False, True])
 def test_probes_have_the_shape_asked_for_and_bos_only_when_asked(make, kind: str, bos: bool) -> None:
     ids = probe(kind, make(), 5, 12, bos=bos, texts=TEXTS)
-    assert ids.shape == (5, 12)
-    assert ids.dtype == torch.int64
-    assert ((ids[:, 0] == 1) == bos).all()
-    assert (ids[:, int(bos) :] >= 3).all()  # no other special token
+    assert ids.shape == (5, 12) and ids.dtype == torch.int64
+    assert ((ids[:, 0] == 1) == bos).all() and (ids[:, int(bos) :] >= 3).all()  # no other special token
     assert torch.equal(ids, probe(kind, make(), 5, 12, bos=bos, texts=TEXTS))
     assert not torch.equal(ids, probe(kind, make(), 5, 12, seed=1, bos=bos, texts=TEXTS))
 
 
-def test_a_repeated_probe_is_one_token_a_sequence() -> None:
+def test_random_probes_draw_from_the_whole_vocabulary_and_repeated_ones_one_token_a_sequence() -> None:
+    assert probe("random", wrapped(), 100, 64).unique().tolist() == list(range(3, 43))
     ids = probe("repeat", raw(), 50, 9)
-    assert (ids == ids[:, :1]).all()
-    assert len(ids[:, 0].unique()) > 10
-
-
-def test_random_probes_draw_from_the_whole_vocabulary_without_special_tokens() -> None:
-    ids = probe("random", wrapped(), 100, 64)
-    assert ids.unique().tolist() == list(range(3, 43))
+    assert (ids == ids[:, :1]).all() and len(ids[:, 0].unique()) > 10
 
 
 def test_natural_probes_are_the_first_tokens_of_documents() -> None:
-    ids = probe("natural", raw(), 8, 20, texts=TEXTS)
+    rows = probe("natural", raw(), 8, 20, texts=TEXTS).tolist()
     starts = [raw().encode(text).ids[:20] for text in TEXTS if len(text.split()) >= 20]
-    rows = ids.tolist()
-    assert all(row in starts for row in rows)
-    assert len({tuple(row) for row in rows}) == 8  # no document twice
+    assert all(row in starts for row in rows) and len({tuple(row) for row in rows}) == 8  # no document twice
+    long = " ".join(f"w{i % 40}" for i in range(5000))  # cut before it is tokenised
+    assert probe("natural", raw(), 1, 8, texts=[long]).tolist() == [list(range(3, 11))]
 
 
 def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus: Corpus) -> None:
@@ -69,28 +61,21 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus: Corpus) ->
     assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)  # tokenised again, the same
 
 
-def test_a_long_text_is_cut_before_it_is_tokenised_without_changing_its_first_tokens() -> None:
-    long = " ".join(f"w{i % 40}" for i in range(5000))
-    assert probe("natural", raw(), 1, 8, texts=[long]).tolist() == [list(range(3, 11))]
-
-
-def test_too_few_documents_say_how_many_there_are() -> None:
-    with pytest.raises(ValueError, match=r"has 11 documents of at least 29 tokens \(of 30\), n=12"):
-        probe("natural", raw(), 12, 29, texts=TEXTS)
-
-
-def test_bad_requests_are_clear() -> None:
-    with pytest.raises(ValueError, match="natural, random, repeat"):
-        probe("words", raw())
-    with pytest.raises(ValueError, match=r"a tokenizers\.Tokenizer or a transformers tokenizer, got None"):
-        probe("natural", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="this one has none"):
-        probe("random", raw(bos=False), bos=True)
-    with pytest.raises(ValueError, match="length must be at least 2"):
-        probe("random", raw(), length=1, bos=True)
-    with pytest.raises(ValueError, match="n must be at least 1"):
-        probe("random", raw(), n=0)
-    assert bos_id(wrapped(bos_token="w5")) == 8
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("words", raw()), "natural, random, repeat"),
+        (("natural", None), r"a tokenizers\.Tokenizer or a transformers tokenizer, got None"),
+        (("random", raw(bos=False), 5, 5, 0, True), "this one has none"),
+        (("random", raw(), 5, 1, 0, True), "length must be at least 2"),
+        (("random", raw(), 0), "n must be at least 1"),
+        (("natural", raw(), 12, 29), r"has 11 documents of at least 29 tokens \(of 30\), n=12"),
+    ],
+)
+def test_bad_requests_are_clear(arguments, message: str) -> None:
+    *rest, bos = arguments if len(arguments) == 6 else (*arguments, False)
+    with pytest.raises(ValueError, match=message):
+        probe(*rest, bos=bos, texts=TEXTS)
 
 
 @pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])
@@ -98,4 +83,4 @@ def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos: 
     tokenizer = Tokenizer(WordLevel({"</s>": 0, bos: 1, "<pad>": 2, "w0": 3}, unk_token="w0"))
     tokenizer.add_special_tokens(["</s>", bos, "<pad>"])
     assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]).all()
-    assert bos_id(tokenizer) == 1
+    assert bos_id(tokenizer) == 1 and bos_id(wrapped("w5")) == 8

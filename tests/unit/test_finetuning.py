@@ -1,7 +1,10 @@
 """Fine-tuning: pairs made of sources and chats, loss on answers only, and a run that is recorded like any other."""
 
+import ast
 import dataclasses
+import inspect
 import json
+import textwrap
 
 import datasets
 import numpy as np
@@ -9,9 +12,12 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import CPU, DONE, made_up
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from sinkutils.data import external, instructions
+from sinkutils.data.corpus import load_corpus
 from sinkutils.data.embedded import definitions_of
 from sinkutils.data.instructions import (
     IGNORED,
@@ -35,7 +41,6 @@ from sinkutils.training.run import Run
 from sinkutils.training.sweep import _next
 from sinkutils.training.trainer import train
 
-CPU = torch.device("cpu")
 SOURCE = '''"""A module about nothing."""
 
 def first(a, b):  # a comment
@@ -81,30 +86,21 @@ def chats(text_folder, tmp_path_factory):
     rng = np.random.default_rng(0)
     words = (text_folder / "000.txt").read_text().split()
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    rows = []
-    for number in range(120):
-        question, answer = (" ".join(rng.choice(words, 6)) for _ in range(2))
-        rows.append({"prompt": question, "prompt_id": str(number), "messages": chat(question, answer)})
+    rows = [
+        {"prompt_id": str(n), "messages": chat(*(" ".join(rng.choice(words, 6)) for _ in "qa"))} for n in range(120)
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
 
-def test_definitions_are_found_with_their_docstrings_and_their_class():
-    found = [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)]
-    assert found == [
+def test_definitions_are_found_with_their_docstrings_and_their_class_as_parsing_finds_them():
+    assert [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)] == [
         ("class", "Sink", "A place where attention goes,"),
         ("method", "Sink.drain", "Let it out at some rate."),
         ("method", "Sink.fill", "Let it in at a rate, \\alpha."),
         ("function", "last", "Give back the last of all."),
         ("function", "inner", "Too short."),
     ]
-
-
-def test_definitions_of_the_standard_library_are_those_that_parsing_finds():
-    import ast
-    import inspect
-    import textwrap
-
     source = inspect.getsource(textwrap)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     parsed = sorted((node.name, text.split()) for node in nodes if (text := ast.get_docstring(node)))
@@ -120,7 +116,7 @@ def test_a_definition_is_asked_for_and_its_first_paragraph_is_the_answer():
     assert len(pairs) == 4  # two words are no answer
 
 
-def test_only_the_answer_and_its_end_carry_loss_and_the_fixed_token_stands_first(layout):
+def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first(layout):
     ids, targets = encode_conversation(chat("the sink ?", "attention shows where"), layout)
     assert ids[0] == layout.first[0] and ids[-1] == layout.eos_id and len(ids) == len(targets)
     kept = [token for token, target in zip(ids, targets, strict=True) if target != IGNORED]
@@ -128,22 +124,14 @@ def test_only_the_answer_and_its_end_carry_loss_and_the_fixed_token_stands_first
     assert layout.tokenizer.decode(kept[:-1]) == " attention shows where" and kept[-1] == layout.eos_id
     asked = [token for token, target in zip(ids[1:], targets[1:], strict=True) if target == IGNORED]
     assert layout.tokenizer.decode(asked) == "Q: the sink ?\nA:"
-
-
-def test_every_answer_of_a_longer_chat_carries_loss(layout):
-    wide = dataclasses.replace(layout, context_length=200)
     messages = [{"role": "system", "content": "a"}, *chat("the sink", "attention"), *chat("when", "the first")]
-    ids, targets = encode_conversation(messages, wide)
-    assert targets.count(layout.eos_id) == 2
+    ids, targets = encode_conversation(messages, dataclasses.replace(layout, context_length=200))
+    assert targets.count(layout.eos_id) == 2 and layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
     kept = [target for target in targets if target not in (IGNORED, layout.eos_id)]
     assert layout.tokenizer.decode(kept) == " attention the first"
-    assert layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
-
-
-def test_long_conversations_are_cut_and_left_out_where_no_answer_is_within_reach(layout):
-    ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)
+    ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)  # cut
     assert len(ids) == len(targets) == layout.context_length + 1 and layout.eos_id not in targets
-    assert encode_conversation(chat("sink " * 100, "attention"), layout) is None
+    assert encode_conversation(chat("sink " * 100, "attention"), layout) is None  # no answer is within reach
 
 
 def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
@@ -156,59 +144,9 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
         assert row[0, : len(ids)].tolist() == ids and set(row[0, len(ids) :].tolist()) == {layout.eos_id}
         assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {IGNORED}
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
-
-
-def test_too_few_conversations_are_counted_in_the_error(layout):
-    source = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
+    few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
     with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens \(of 3\), and 4 are needed"):
-        make_pairs(iter(source), layout, (1, 3), "made up", progress=False)
-
-
-@pytest.mark.parametrize("name", ["docstring", "hub:someone", "path:", "ultrachat:train", ""])
-def test_unknown_instructions_list_what_there_is(name):
-    with pytest.raises(ValueError, match="there are: docstrings, ultrachat, hub:"):
-        conversations(name)
-
-
-def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats, tmp_path, monkeypatch):
-    local = list(conversations(f"path:{chats}"))
-    assert len(local) == 120 and [message["role"] for message in local[0]] == ["user", "assistant"]
-    (tmp_path / "data").mkdir()
-    frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
-    frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
-    monkeypatch.setattr(instructions, "ULTRACHAT", (str(tmp_path), "train_sft"))
-    assert list(conversations("ultrachat")) == local
-
-
-def test_hub_names_are_read_as_data_set_and_split(monkeypatch):
-    asked = []
-    monkeypatch.setattr(external, "conversations", lambda *arguments: asked.append(arguments))
-    for name in ("ultrachat", "hub:owner/chats", "hub:owner/chats/test"):
-        conversations(name)
-    assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
-
-
-def test_without_network_one_line_says_what_was_asked(monkeypatch):
-    def unreachable(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError("could not\nbe found")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConnectionError, match="'HuggingFaceH4/ultrachat_200k' could not be read") as error:
-        next(conversations("ultrachat"))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"messages": "hello"}', '{"messages": [{"role": "robot", "content": "x"}]}', '{"text": "x"}',
-             '{"messages": [{"role": "user", "content": null}]}'],
-)  # fmt: skip
-def test_a_line_that_is_no_chat_is_named(tmp_path, line):
-    path = tmp_path / "odd.jsonl"
-    path.write_text(json.dumps({"messages": chat("a", "b")}) + "\n\n" + line + "\n")
-    with pytest.raises(ValueError, match=r"odd\.jsonl, line 3: (not JSON|expected \"messages\")"):
-        list(conversations(f"path:{path}"))
-    with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
-        list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
+        make_pairs(iter(few), layout, (1, 3), "made up", progress=False)
 
 
 def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
@@ -222,6 +160,52 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
     other = rows.clone()
     other[:, 0, -1] = 5  # padding, and the targets of questions, are never looked at
     torch.testing.assert_close(answer_loss(model, other), answer_loss(model, rows))
+
+
+# ---- where conversations come from
+
+
+def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats, tmp_path, monkeypatch):
+    local = list(conversations(f"path:{chats}"))
+    assert len(local) == 120 and [message["role"] for message in local[0]] == ["user", "assistant"]
+    (tmp_path / "data").mkdir()
+    frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
+    frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
+    monkeypatch.setattr(instructions, "ULTRACHAT", (str(tmp_path), "train_sft"))
+    assert list(conversations("ultrachat")) == local
+
+
+def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(monkeypatch, tmp_path):
+    for name in ("docstring", "hub:someone", "path:", "ultrachat:train", ""):
+        with pytest.raises(ValueError, match="there are: docstrings, ultrachat, hub:"):
+            conversations(name)
+    with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
+        list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
+
+    def unreachable(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("could not\nbe found")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConnectionError, match="'HuggingFaceH4/ultrachat_200k' could not be read") as error:
+        next(conversations("ultrachat"))
+    assert "\n" not in str(error.value)
+    asked = []
+    monkeypatch.setattr(external, "conversations", lambda *arguments: asked.append(arguments))
+    for name in ("ultrachat", "hub:owner/chats", "hub:owner/chats/test"):
+        conversations(name)
+    assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
+
+
+ODD = ("{", "[]", '{"messages": "hello"}', '{"messages": [{"role": "robot", "content": "x"}]}', '{"text": "x"}',
+       '{"messages": [{"role": "user", "content": null}]}')  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ODD)
+def test_a_line_that_is_no_chat_is_named(tmp_path, line):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"messages": chat("a", "b")}) + "\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"odd\.jsonl, line 3: (not JSON|expected \"messages\")"):
+        list(conversations(f"path:{path}"))
 
 
 # ---- configs
@@ -248,165 +232,12 @@ def test_at_the_papers_1b_it_is_what_appendix_d_says():
     assert config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
 
 
-def test_names_and_starts_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="unknown experiment 'sft_elu': did you mean"):
-        config("sft_elu")
+def test_starts_that_make_no_sense_are_refused():
     run = config("sft_softmax", "smoke")
     with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):
         dataclasses.replace(run, data=dataclasses.replace(run.data, fixed_position=2))
     with pytest.raises(ValueError, match="pairs must be at least the batch size 8"):
         dataclasses.replace(run, pairs=7)
-
-
-# ---- runs
-
-
-def shortened(run, steps=8, **changes):
-    """A config with the training of a second or two."""
-    settings = dict(steps=steps, eval_every=2, eval_sequences=2, valid_chunks=16) | changes
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, **settings))
-
-
-@pytest.fixture(scope="module")
-def started(corpus, tmp_path_factory):
-    """Records of the smoke preset's base and sigmoid, with weights: short ones under the names of the real ones."""
-    runs = tmp_path_factory.mktemp("runs")
-    for name in ("base", "sigmoid"):
-        run = config(name, "smoke")
-        made = train(shortened(run, steps=12), runs / "short", corpus=corpus, keep_weights=True, progress=False)
-        weights = torch_weights(made)
-        write_record(record_folder("smoke", run.experiment, 0, runs), run, made.metrics, {"wall_seconds": 1.0}, weights,
-                     corpus.tokenizer)  # fmt: skip
-    return runs
-
-
-def torch_weights(record):
-    from safetensors.torch import load_file
-
-    return load_file(record.weights)
-
-
-def start_of(run, runs):
-    return Runs(runs).get(config(run.start, run.preset, run.seed), weights=True)
-
-
-def small(name, chats, **changes):
-    run = shortened(config(name, "smoke"), **changes)
-    return dataclasses.replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
-
-
-def test_a_fine_tuning_starts_from_the_records_weights_and_its_sink(started, chats, corpus):
-    run = small("sft_softmax", chats)
-    start = start_of(run, started)
-    state = FinetuneRun(run, corpus, CPU, start=start)
-    weights = torch_weights(start)
-    assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
-    before, _ = state.evaluate()
-    assert before["step"] == 0 and state.steps([]) == {"losses": [], "gradient_norms": []}
-    assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
-    assert before["sink_1"] == start.metrics["final"]["sink_1"]
-
-
-def test_another_corpus_keeps_the_tokenizer_of_the_weights(started, chats, corpus, tmp_path):
-    from sinkutils.data.corpus import load_corpus
-
-    texts = tmp_path / "other"
-    texts.mkdir()
-    for index in range(40):
-        (texts / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
-    other = load_corpus(f"path:{texts}", 290, cache_dir=tmp_path / "cache", progress=False)
-    run = small("sft_softmax", chats)
-    state = FinetuneRun(run, other, CPU, start=start_of(run, started))
-    assert state.tokenizer is not other.tokenizer
-    assert state.tokenizer.to_str() == corpus.tokenizer.to_str()
-
-
-def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(started, chats, corpus, tmp_path):
-    for name in ("sft_softmax", "sft_sigmoid"):
-        run = small(name, chats, steps=8)
-        record = train(run, started, corpus=corpus, keep_weights=True, progress=False)
-        assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
-        assert record.config["instructions"] == f"path:{chats.name}"  # nothing of the machine
-        steps = history(record.metrics)
-        assert [step["step"] for step in steps] == list(range(1, 9))
-        assert all(step["gradient_norm"] > 0 and step["train_loss"] > 0 for step in steps)
-        assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
-        assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
-        assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
-        assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()
-        again = train(run, started, corpus=corpus, keep_weights=True, progress=False)
-        assert again.metrics == record.metrics and again.provenance == record.provenance
-
-
-def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
-    runs = []
-    for clip in (1.0, 1e-6):
-        run = small("sft_softmax", chats, clip_norm=clip)
-        state = FinetuneRun(run, corpus, CPU, start=start_of(run, started))
-        state.advance(state.loss)
-        runs.append(float(state.passed[0][1]))
-    assert runs[0] == runs[1] > 1e-3
-
-
-def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
-    started, chats, corpus, tmp_path, monkeypatch
-):
-    run = small("sft_softmax", chats)
-    outcomes = []
-    for number in range(3):
-        copy = tmp_path / str(number)
-        (copy / "smoke" / "fixed_1").mkdir(parents=True)
-        (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
-        if number == 2:  # stopped after its first checkpoint
-            with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", interrupted(Run.advance))
-                with pytest.raises(KeyboardInterrupt):
-                    train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
-        folder = train(run, copy, corpus=corpus, progress=False).folder
-        outcomes.append((folder / "metrics.json").read_bytes())
-    assert outcomes[0] == outcomes[1] == outcomes[2]
-
-
-def interrupted(advance):
-    """`Run.advance` that is stopped in the sixth step."""
-
-    def stop(self, forward):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        advance(self, forward)
-
-    return stop
-
-
-def test_a_diverging_fine_tuning_is_recorded_as_failed(started, chats, corpus, tmp_path):
-    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
-    record = train(run, started, corpus=corpus, progress=False)
-    assert record.status == "failed" and "not finite" in record.metrics["reason"]
-    assert record.metrics["curve"][0]["step"] == 0
-
-
-def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_failed_one_is_refused(
-    tmp_path, chats, corpus, monkeypatch
-):
-    quick = dataclasses.replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
-    monkeypatch.setitem(PRESETS, "smoke", quick)
-    for cached in (grid._all, grid._build):
-        cached.cache_clear()
-    try:
-        run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
-        none = {"status": "done", "reason": None, "curve": [], "final": {}}
-        write_record(record_folder("smoke", "sigmoid", 0, tmp_path), start, none, {"wall_seconds": 1.0})
-        record = train(run, tmp_path, corpus=corpus, progress=False)
-        trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
-        assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
-        assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
-        failed = none | {"status": "failed", "reason": "no"}
-        write_record(record_folder("smoke", "sigmoid", 1, tmp_path), config("sigmoid", "smoke", 1), failed, {})
-        with pytest.raises(ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
-            train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)
-    finally:
-        for cached in (grid._all, grid._build):
-            cached.cache_clear()
 
 
 def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
@@ -422,12 +253,136 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
     assert not any("ultrachat" in name for name, _ in order), "what needs the network is trained where it is named"
 
 
+# ---- runs
+
+
+def shortened(run, steps=8, **changes):
+    """A config with the training of a second or two."""
+    settings = dict(steps=steps, eval_every=2, eval_sequences=2, valid_chunks=16) | changes
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, **settings))
+
+
+def small(name, chats, **changes):
+    run = shortened(config(name, "smoke"), **changes)
+    return dataclasses.replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
+
+
+@pytest.fixture(scope="module")
+def started(corpus, tmp_path_factory):
+    """Records of the smoke preset's base and sigmoid, with weights: short ones under the names of the real ones."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name in ("base", "sigmoid"):
+        run = config(name, "smoke")
+        short = train(shortened(run, steps=12), runs / "short", corpus=corpus, keep_weights=True, progress=False)
+        write_record(record_folder("smoke", run.experiment, 0, runs), run, short.metrics, {"wall_seconds": 1.0},
+                     load_file(short.weights), corpus.tokenizer)  # fmt: skip
+    return runs
+
+
+def state_of(run, runs, corpus) -> FinetuneRun:
+    start = Runs(runs).get(config(run.start, run.preset, run.seed), weights=True)
+    return FinetuneRun(run, corpus, CPU, start=start)
+
+
+@pytest.mark.slow
+def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(started, chats, corpus, tmp_path):
+    state = state_of(small("sft_softmax", chats), started, corpus)
+    weights = load_file(state.start.weights)
+    assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
+    before, _ = state.evaluate()
+    assert before["step"] == 0 and state.steps([]) == {"losses": [], "gradient_norms": []}
+    assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
+    assert before["sink_1"] == state.start.metrics["final"]["sink_1"]
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
+    other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache", progress=False)
+    state = state_of(small("sft_softmax", chats), started, other)
+    assert state.tokenizer is not other.tokenizer and state.tokenizer.to_str() == corpus.tokenizer.to_str()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft_softmax", "sft_sigmoid"])
+def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, started, chats, corpus):
+    run = small(name, chats, steps=8)
+    record = train(run, started, corpus=corpus, keep_weights=True, progress=False)
+    assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
+    assert record.config["instructions"] == f"path:{chats.name}"  # nothing of the machine
+    steps = history(record.metrics)
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert all(step["gradient_norm"] > 0 and step["train_loss"] > 0 for step in steps)
+    assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
+    assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
+    assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
+    assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()
+    assert train(run, started, corpus=corpus, keep_weights=True, progress=False) == record
+
+
+@pytest.mark.slow
+def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
+    norms = []
+    for clip in (1.0, 1e-6):
+        state = state_of(small("sft_softmax", chats, clip_norm=clip), started, corpus)
+        state.advance(state.loss)
+        norms.append(float(state.passed[0][1]))
+    assert norms[0] == norms[1] > 1e-3
+    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
+    record = train(run, started, corpus=corpus, progress=False)
+    assert record.status == "failed" and "not finite" in record.metrics["reason"]
+    assert record.metrics["curve"][0]["step"] == 0
+
+
+@pytest.mark.slow
+def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
+    started, chats, corpus, tmp_path, monkeypatch
+):
+    run, outcomes = small("sft_softmax", chats), []
+
+    def interrupted(self, forward, advance=Run.advance):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        advance(self, forward)
+
+    for number in range(3):
+        copy = tmp_path / str(number)
+        (copy / "smoke" / "fixed_1").mkdir(parents=True)
+        (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
+        if number == 2:  # stopped in the sixth step, after a checkpoint
+            with monkeypatch.context() as patch:
+                patch.setattr(Run, "advance", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
+        outcomes.append((train(run, copy, corpus=corpus, progress=False).folder / "metrics.json").read_bytes())
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.slow
+def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_failed_one_is_refused(
+    tmp_path, chats, corpus, monkeypatch
+):
+    quick = dataclasses.replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
+    monkeypatch.setitem(PRESETS, "smoke", quick)
+    for cached in (grid._all, grid._build):
+        cached.cache_clear()
+    try:
+        run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
+        made_up(tmp_path, "sigmoid")
+        record = train(run, tmp_path, corpus=corpus, progress=False)
+        trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
+        assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
+        assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
+        made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
+        with pytest.raises(ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
+            train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)
+    finally:
+        for cached in (grid._all, grid._build):
+            cached.cache_clear()
+
+
 def test_records_of_fine_tunings_are_rows_like_others_and_stale_ones_say_so(tmp_path):
     final = {"step": 20, "sink_1": 3.0, "valid_loss": 2.0, "train_loss": 2.5}
-    metrics = {"status": "done", "reason": None, "curve": [], "final": final}
-    for seed, run in enumerate((config("sft_softmax", "smoke"), small("sft_softmax", "x"))):
-        write_record(record_folder("smoke", "sft_softmax", seed, tmp_path), dataclasses.replace(run, seed=seed),
-                     metrics, {"wall_seconds": 1.0})  # fmt: skip
+    made_up(tmp_path, "sft_softmax", final=final)
+    stale = dataclasses.replace(small("sft_softmax", "x"), seed=1)
+    write_record(record_folder("smoke", "sft_softmax", 1, tmp_path), stale, DONE | {"final": final}, {})
     table = records("smoke", tmp_path)
     assert table["status"].tolist() == ["done", "stale"]
     assert table.loc[0, ["section", "item", "sink_1"]].tolist() == ["D", "Figure 30", 3.0]

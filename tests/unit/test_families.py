@@ -16,6 +16,7 @@ from sinkutils.measuring.families import REFUSED
 from sinkutils.measuring.measure import measure
 from sinkutils.paths import ROOT
 
+pytestmark = pytest.mark.slow
 MEASURED = {
     "bart": "fused", "bert": "fused", "bloom": "eager weights", "deepseek_v3": "exact", "deepseek_v32": "exact",
     "falcon": "eager weights", "gemma2": "exact", "gemma3": "fused", "gemma3n_text": "fused", "git": "eager weights",

@@ -1,6 +1,7 @@
 """`measure` on models of transformers, against the attention maps of their own eager attention."""
 
 import copy
+import functools
 import json
 import math
 import threading
@@ -10,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers as tf
+from helpers import Largest, alpha_by_definition
+from helpers import tokens as any_tokens
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sinkutils.measuring import families, hf, masks
 from sinkutils.measuring.measure import measure
@@ -26,6 +27,7 @@ BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_att
         "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2}  # fmt: skip
 GROUPED = {**BASE, "num_key_value_heads": 2}
+close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
 
 CONFIGS = {
     "gpt2": lambda: tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -88,19 +90,13 @@ def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.M
 
 
 def tokens(samples: int = 3, length: int = T) -> Tensor:
-    return torch.randint(3, VOCAB, (samples, length), generator=torch.Generator().manual_seed(1))
-
-
-def dense_alpha(maps: tuple[Tensor, ...]) -> Tensor:
-    """alpha from whole attention maps, each (B, H, T, T), by the formula: (B, K, L, H)."""
-    return torch.stack(
-        [torch.stack([layer[:, :, k - 1 :, k - 1].mean(dim=-1) for layer in maps], dim=1) for k in TARGETS], dim=1
-    )
+    return any_tokens(samples, length, least=3, vocabulary=VOCAB)
 
 
 def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
+    """The attention maps (B, H, T, T) of the model's own eager attention."""
     eager = copy.deepcopy(model)
-    if family_has_interface(eager):
+    if all(families.chooses_attention(m) for m in families.attention_layers(eager.base_model)[1]):
         eager.set_attn_implementation("eager")
     else:
         eager.config._attn_implementation = "eager"
@@ -108,41 +104,41 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
         return tuple(m for m in eager(ids, output_attentions=True, use_cache=False).attentions if m is not None)
 
 
-def family_has_interface(model: nn.Module) -> bool:
-    return all(families.chooses_attention(m) for m in families.attention_layers(model.base_model)[1])
+def dense_alpha(model: nn.Module, ids: Tensor) -> Tensor:
+    return alpha_by_definition(eager_maps(model, ids), TARGETS)
+
+
+def quiet(model: nn.Module, ids: Tensor, **options):
+    """`measure` without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return measure(model, ids, **options)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
 @pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
-def test_alpha_is_that_of_the_dense_eager_maps(family: str, exact: bool) -> None:
+def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family: str, exact: bool) -> None:
     model, ids = build(family), tokens()
-    expected = dense_alpha(eager_maps(model, ids))
+    expected = dense_alpha(model, ids)
     report = measure(model, ids, TARGETS, exact=exact, batch_size=2)
     assert report.alpha.shape == expected.shape
     assert (report.alpha - expected).abs().max() < 1e-5
     assert expected.std() > 0.005  # otherwise the comparison would say nothing
     path = "eager weights" if family in LEGACY else "fused" if family in FUSED and not exact else "exact"
     assert report.path == path
-
-
-@pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
-def test_logits_do_not_change_while_measured(family: str) -> None:
-    ids = tokens()
-    request, tally = Request(TARGETS), Tally(T)
-    for exact, reference in ((True, "eager"), (False, "sdpa")):
-        if family == "gpt_oss" or family in LEGACY or family.startswith("gemma2"):
-            reference = "eager"  # they have no sdpa, or it leaves out what eager does
-        model = build(family, None if family in LEGACY else reference)
-        if family in LEGACY:
-            model.config._attn_implementation = "eager"
-        with torch.no_grad():
-            before = model(ids, use_cache=False).logits
-            with hf.capturing(model, request, tally, exact):
-                during = model(ids, use_cache=False).logits
-        if exact:
-            assert torch.equal(during, before)
-        else:
-            torch.testing.assert_close(during, before, rtol=1e-4, atol=1e-5)
+    # Families without sdpa, or whose sdpa leaves out what eager does, are compared with eager.
+    reference = "eager" if exact or family == "gpt_oss" or family in LEGACY or family.startswith("gemma2") else "sdpa"
+    model = build(family, None if family in LEGACY else reference)
+    if family in LEGACY:
+        model.config._attn_implementation = "eager"
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        with hf.capturing(model, Request(TARGETS), Tally(T), exact):
+            during = model(ids, use_cache=False).logits
+    if exact:
+        assert torch.equal(during, before)
+    else:
+        close(during, before)
 
 
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
@@ -155,37 +151,31 @@ def test_hybrid_models_report_the_true_index_of_their_attention_layers(family: s
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
 def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family: str) -> None:
-    model, ids = build(family), tokens()
+    model, ids, seen = build(family), tokens(), []
+    if family == "llama":
+        model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         output = model(ids, output_hidden_states=True, use_cache=True)
     report = measure(model, ids, batch_size=2)
-    expected = output.hidden_states[1].norm(dim=-1).mean(dim=0)  # the last one would be after the final norm
-    torch.testing.assert_close(report.hidden_norms[0], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(report.embedding_norms, output.hidden_states[0].norm(dim=-1).mean(dim=0))
+    hidden = [h.norm(dim=-1).mean(dim=0) for h in (*output.hidden_states[:2], *seen[:1])]
+    close(report.embedding_norms, hidden[0])
+    close(report.hidden_norms[0], hidden[1])
+    if family == "llama":
+        close(report.hidden_norms[-1], hidden[2])  # before the final norm
     if family in LEGACY:
         assert report.key_norms is None
         return
     for layer, cached in enumerate(output.past_key_values.layers):
         keys, values = (x.norm(dim=-1).mean(dim=(0, 1)) for x in (cached.keys, cached.values))
-        torch.testing.assert_close(report.key_norms[layer], keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(report.value_norms[layer], values, rtol=1e-4, atol=1e-5)
-
-
-def test_the_last_hidden_norm_is_before_the_final_norm() -> None:
-    model, ids = build("llama"), tokens()
-    report = measure(model, ids)
-    seen = []
-    model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        model(ids)
-    torch.testing.assert_close(report.hidden_norms[-1], seen[0].norm(dim=-1).mean(dim=0))
+        close(report.key_norms[layer], keys)
+        close(report.value_norms[layer], values)
 
 
 def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
     model, ids = build("gpt_oss"), tokens()
     maps = eager_maps(model, ids)
     rest = torch.stack([1 - layer.sum(dim=-1).mean(dim=-1) for layer in maps], dim=1)  # (B, L, H)
-    whole = dense_alpha(tuple(layer / layer.sum(dim=-1, keepdim=True) for layer in maps))
+    whole = alpha_by_definition([layer / layer.sum(dim=-1, keepdim=True) for layer in maps], TARGETS)
     for exact in (False, True):
         report = measure(model, ids, TARGETS, exact=exact)
         assert (report.star - rest).abs().max() < 1e-5
@@ -194,34 +184,23 @@ def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
     assert rest.mean() > 0.05
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom"])
-def test_mass_of_every_key_and_maps_of_chosen_heads(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom", "mistral-window"])
+def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family: str) -> None:
     model, ids = build(family), tokens()
     maps = eager_maps(model, ids)
-    report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3)), batch_size=2)
-    queries = torch.arange(T, 0, -1)
-    torch.testing.assert_close(report.mass, torch.stack(maps, dim=1).sum(dim=3) / queries, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(report.kept[1, 2].map, maps[1][:, 2], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(report.mass[:, :, :, 1], report.alpha[:, 1])
+    report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2)
+    close(report.mass, torch.stack(maps, dim=1).sum(dim=3) / torch.arange(T, 0, -1))
+    close(report.mass[:, :, :, 1], report.alpha[:, 1])
+    assert set(report.kept) == {(1, 2), (0, 3), (0, 1)}
+    for (layer, head), kept in report.kept.items():
+        close(kept.map, maps[layer][:, head])
     if family == "llama":
         kept = report.kept[0, 3]
         logits = kept.cosine * kept.norm_product / math.sqrt(8)
-        rebuilt = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1)
-        torch.testing.assert_close(rebuilt, kept.map, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "bloom", "mistral-window"])
-def test_kept_heads_are_the_ones_asked_for_or_refused_by_name(family: str) -> None:
-    model, ids = build(family), tokens()
-    maps = eager_maps(model, ids)
-    repeated = measure(model, ids, heads=((0, 1), (1, 2), (0, 1), [0, 3]), batch_size=2)
-    assert set(repeated.kept) == {(0, 1), (1, 2), (0, 3)}
-    for (layer, head), kept in repeated.kept.items():
-        torch.testing.assert_close(kept.map, maps[layer][:, head], atol=1e-6, rtol=1e-5)
+        close(logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1), kept.map)
     for heads, named in (
         (((0, 99), (0, 1)), r"\(0, 99\).*heads 0..3"),
         (((0, 1), (7, 0)), r"\(7, 0\).*layers are \[0, 1\]"),
-        (((1, 4),), r"\(1, 4\).*heads 0..3"),
     ):
         for keep in (("map", "qk"), ("qk",), ()):
             with pytest.raises(ValueError, match=named):
@@ -238,29 +217,30 @@ def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: 
         padded[row, place], mask[row, place] = ids[row, :length], 1
     report = measure(model, padded, TARGETS, attention_mask=mask)
     alone = [measure(model, ids[row : row + 1, :length], TARGETS) for row, length in enumerate(lengths)]
-    torch.testing.assert_close(report.alpha, torch.cat([r.alpha for r in alone]), atol=1e-6, rtol=1e-5)
+    close(report.alpha, torch.cat([r.alpha for r in alone]))
     assert report.lengths.tolist() == list(lengths)
-    first = torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
-    torch.testing.assert_close(report.hidden_norms[:, 10], first)
-    last = report.hidden_norms[:, -1]  # only one sequence is that long
-    torch.testing.assert_close(last, alone[0].hidden_norms[:, -1])
+    close(report.hidden_norms[:, 10], torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0))
+    close(report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1])  # only one sequence is that long
+    mask[1] = 0
+    mask[1, :4] = 1
+    short = measure(model, padded, TARGETS, attention_mask=mask)
+    assert (short.samples, short.skipped) == (3, 1) and "skipped 1" in str(short)
 
 
-def test_sequences_shorter_than_a_target_are_skipped_and_counted() -> None:
-    ids, mask = tokens(3), torch.ones(3, T, dtype=torch.long)
-    mask[1, 4:] = 0
-    report = measure(build("llama"), ids, TARGETS, attention_mask=mask)
-    assert (report.samples, report.skipped) == (2, 1)
-    assert "skipped 1" in str(report)
+PRECISIONS = [
+    *((family, dtype) for family in ("gpt2", "llama", "mistral-window", "gemma3", "gpt_oss", "gemma2-softcap")
+      for dtype in (torch.bfloat16, torch.float16)),
+    *((family, torch.float64) for family in ("llama", "mistral-window", "qwen3", "gemma2-softcap", "gpt_neo")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral-window", "gemma3", "gpt_oss", "gemma2-softcap"])
-def test_half_precision_stays_close_to_dense_float32(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("family", "dtype"), PRECISIONS, ids=str)
+def test_other_precisions_stay_close_to_dense_float32(family: str, dtype: torch.dtype) -> None:
     model, ids = build(family).to(dtype), tokens()
     report = measure(model, ids, TARGETS)
-    assert report.alpha.dtype == torch.float32
-    assert (report.alpha - dense_alpha(eager_maps(model.float(), ids))).abs().max() < 0.03
+    assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
+    wide = model if dtype == torch.float64 else model.float()
+    assert (report.alpha - dense_alpha(wide, ids)).abs().max() < (1e-6 if dtype == torch.float64 else 0.03)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])
@@ -319,14 +299,6 @@ def test_threads_may_measure_one_model_at_once(family: str) -> None:
     assert model.training and model.config._attn_implementation == build(family).config._attn_implementation
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma2-softcap", "gpt_neo"])
-def test_float64_models_have_float32_reports(family: str) -> None:
-    model, ids = build(family).double(), tokens()
-    report = measure(model, ids, TARGETS)
-    assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
-    assert (report.alpha - dense_alpha(eager_maps(model, ids))).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "bloom"])
 def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
     report = measure(build(family), tokens(2, 1))
@@ -354,27 +326,27 @@ def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(mo
 
 def test_padding_without_a_mask_is_warned_of() -> None:
     model, ids = build("llama"), tokens()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measure(model, ids)
-        ids[0, -2:] = model.config.pad_token_id
-        mask = torch.ones_like(ids)
-        mask[0, -2:] = 0
-        measure(model, ids, attention_mask=mask)
+    quiet(model, ids)
+    ids[0, -2:] = model.config.pad_token_id
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    quiet(model, ids, attention_mask=mask)
     with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
         measure(model, ids)
     model.config.pad_token_id = model.config.eos_token_id  # one such token is text, several at an end are not
     ids[0, -2:] = torch.tensor([5, model.config.eos_token_id])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measure(model, ids)
+    quiet(model, ids)
     ids[0, -2:] = model.config.eos_token_id
     with pytest.warns(UserWarning, match=r"padding token \(2\)"):
         measure(model, ids)
 
 
-def test_several_bos_tokens_are_each_one() -> None:
+def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several() -> None:
     model, ids = build("llama"), tokens()
+    assert measure(model, ids).bos is False
+    ids[:, 0] = model.config.bos_token_id
+    report = measure(model, ids)
+    assert report.bos is True and "BOS first: yes" in str(report) and "T = 24, n = 3" in str(report)
     vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
     ids[:, 0] = torch.tensor([1, 2, 1])
     assert measure(model, ids).bos is True
@@ -414,7 +386,7 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, m
     monkeypatch.setattr(flash, "TRUST", {})
     if kind == "mask":
         mask_without_positions(monkeypatch)
-    right, expected = flash.fused, dense_alpha(eager_maps(model, ids))
+    right, expected = flash.fused, dense_alpha(model, ids)
     assert measure(model, ids, TARGETS).path == "fused"
 
     def wrong(q, k, v, **kwargs):
@@ -444,7 +416,7 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch:
 
     monkeypatch.setattr(flash, "fused", wrong)
     report = measure(model, ids, TARGETS, attention_mask=mask)
-    torch.testing.assert_close(report.alpha[1:], dense_alpha(eager_maps(model, ids[1:])), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(report.alpha[1:], dense_alpha(model, ids[1:]), atol=1e-6, rtol=1e-5)
     assert report.path == "exact" and report.windows == (7, 7)
 
 
@@ -494,25 +466,14 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
     assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest memory that a tensor of any operation has."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.bytes = max(self.bytes, *sizes, 0)
-        return result
-
-
+@pytest.mark.slow
 def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
     model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
     length = 8192
     with Largest() as largest:
         report = measure(model.eval(), tokens(1, length))
     assert report.path == "fused" and report.windows == (64, 64)
-    assert largest.bytes < length**2 / 4  # a mask of booleans would be four times that
+    assert largest.elements < length**2 / 4
 
 
 def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,16 +488,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
 
-def test_bos_is_read_off_the_ids_and_printed() -> None:
-    model, ids = build("llama"), tokens()
-    assert measure(model, ids).bos is False
-    ids[:, 0] = model.config.bos_token_id
-    report = measure(model, ids)
-    assert report.bos is True
-    assert "BOS first: yes" in str(report)
-    assert "T = 24, n = 3" in str(report)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "bloom"])
 @pytest.mark.parametrize("away", [("blocks",), ("blocks", "embedding")], ids=str)
 def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, away: tuple, tmp_path) -> None:
@@ -559,38 +511,26 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, a
         assert torch.equal(spread(ids, use_cache=False).logits, logits)
 
 
+@pytest.mark.slow
 def test_a_compiled_wrapper_is_looked_through() -> None:
     model, ids = build("gpt2"), tokens()
     assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)
 
 
-def bert() -> nn.Module:
-    config = tf.BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                           intermediate_size=48)  # fmt: skip
-    return tf.BertForMaskedLM(config)
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+NONE = {
+    "no causal LM": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, num_attention_heads=4, intermediate_size=48)),
+    "encoder-decoder": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
+    "no softmax attention": lambda: tf.MambaForCausalLM(tf.MambaConfig(**SMALL, state_size=4)),
+    "its wrapper": lambda: nn.Linear(2, 2),
+}  # fmt: skip
 
 
-def t5() -> nn.Module:
-    return tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2,
-                                                     num_heads=4))  # fmt: skip
-
-
-def mamba() -> nn.Module:
-    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (bert, "no causal LM"),
-        (t5, "encoder-decoder"),
-        (mamba, "no softmax attention"),
-        (lambda: nn.Linear(2, 2), "its wrapper"),
-    ],
-)
-def test_models_without_a_sink_to_measure_are_refused(make, message: str) -> None:
+@pytest.mark.parametrize("message", NONE)
+def test_models_without_a_sink_to_measure_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure(make(), tokens())
+        measure(NONE[message](), tokens())
 
 
 def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,10 +564,8 @@ def test_nan_weights_are_refused(family: str) -> None:
     [
         ({"ids": tokens(length=3), "targets": (5,)}, "beyond the ids"),
         ({"targets": (0,)}, "count from 1"),
-        ({"targets": (-1,)}, "count from 1"),
         ({"targets": ()}, "at least one"),
         ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
-        ({"epsilons": (0.0,)}, r"in \(0, 1\)"),
         ({"epsilons": ()}, "at least one"),
         ({"ids": tokens()[0]}, "shape"),
         ({"ids": tokens().float()}, "int64"),
@@ -635,14 +573,10 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"attention_mask": torch.zeros(3, T)}, "all padding"),
         ({"attention_mask": torch.ones(3, 4)}, "shape of ids"),
         ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
-        ({"heads": ((7, 0),)}, "does not have"),
-        ({"heads": ((0, 9),)}, "does not have"),
         ({"keep": ("maps",)}, "keep must be"),
-        ({"keep": None}, "keep must be"),
         ({"heads": ((0,),)}, "heads are"),
         ({"heads": None}, "heads must be"),
         ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": 1.5}, "batch_size"),
         ({"targets": (math.nan,)}, "count from 1"),
         ({"targets": ("a",)}, "targets must be a sequence of numbers"),
         ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
@@ -650,8 +584,6 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
         ({"ids": torch.full((1, 4), -1)}, r"ids must be in 0..95, .* got -1..-1"),
         ({"attention_mask": torch.full((3, T), 0.5)}, "attention_mask must be 1 at tokens and 0"),
-        ({"attention_mask": torch.full((3, T), torch.nan)}, "attention_mask must be 1 at tokens and 0"),
-        ({"attention_mask": torch.full((3, T), -1)}, "attention_mask must be 1 at tokens and 0"),
         ({"bos": "maybe"}, "bos must be True, False or None"),
         ({"heads": ((True, 0),)}, "count from 0"),
     ],

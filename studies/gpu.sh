@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The grid on one machine with GPUs, one run a GPU at a time, about a minute and a half each. Safe to stop.
+# On a cluster: ENGINE=slurm or ENGINE=ray, after pip install -e '.[slurm]' or '.[ray]'; JOBS: runs at a time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+make .venv/.installed
+PATH="$PWD/.venv/bin:$PATH"
+python -m sinkutils cost --preset gpu --gpus "${JOBS:-1}"    # parameters, FLOPs, memory, hours
+python -m sinkutils sweep --preset gpu --jobs "${JOBS:-1}" --engine "${ENGINE:-local}"
+python -m sinkutils claims --preset gpu
+python -m sinkutils run --preset gpu --output rendered/gpu

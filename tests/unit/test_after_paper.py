@@ -1,0 +1,96 @@
+"""What later papers add to a model, and what records keep for them: gradients, peaks, where the attention goes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import SHAPE, DenseMaps, own_model
+from torch import Tensor
+
+from sinkutils.measuring.destinations import destinations
+from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import TransformerLM
+
+
+def test_v_scale_shrinks_small_values_and_their_gradients_and_changes_no_attention():
+    scaled, plain, ids = own_model(value_scale=True), own_model(), torch.randint(60, (2, 21))
+    block = scaled.blocks[0].attention
+    x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        block.double().value_scale[0] = 0.7
+    v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
+    seen: list[Tensor] = []
+    block(x, {}, observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)))
+    r, c = v.square().sum(-1, keepdim=True), 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
+    torch.testing.assert_close(seen[0], v * r / (r + c))
+    # the formula's Jacobian: r / (r + c) across v, (r^2 + 3 c r) / (r + c)^2 along it
+    leaf = v.clone().requires_grad_()
+    squared = leaf.square().sum(-1, keepdim=True)
+    (along,) = torch.autograd.grad((leaf * squared / (squared + c) * v / r.sqrt()).sum(), leaf)
+    torch.testing.assert_close((along * v / r.sqrt()).sum(-1, keepdim=True), (r**2 + 3 * c * r) / (r + c) ** 2)
+    start = TransformerLM(LMConfig(**SHAPE, value_scale=True), 0)
+    assert start.blocks[0].attention.value_scale.tolist() == [0, 0]
+    alphas = [measure(m, ids).alpha[:, :, 0] for m in (scaled.float(), plain)]
+    torch.testing.assert_close(*alphas)
+
+
+def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
+    model, ids = own_model(sink_token=True).double(), torch.randint(60, (3, 9))
+    found = gradient_norms(model, ids)
+    assert all(p.grad is None for p in model.parameters())
+    read: list[Tensor] = []
+    handle = model.blocks[1].attention.register_forward_hook(
+        lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
+    )
+    torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    handle.remove()
+    expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
+    assert found["input"][1] == pytest.approx(expected.tolist(), rel=1e-3)
+    assert [len(rows) for rows in found.values()] == [2, 2] and len(found["value"][0]) == 8
+    # v_j's gradient is the attention-weighted sum of those of the outputs that read it: none is read by no one
+    assert min(map(min, found["value"])) > 0
+    with torch.no_grad():
+        model.embed.weight[ids[0, 0]] = torch.nan
+    assert gradient_norms(model, ids) == {}
+
+
+def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
+    model, ids = own_model(attention=AttentionSpec(bias="k")), torch.randint(5, 60, (3, 12))
+    ids[:, 4] = 2  # a line break
+    dense = DenseMaps(model, ids)
+    found = destinations(model, ids, torch.tensor([2]))
+    rows = dense.maps[1][:, 0, 2:, :]  # of layer 2, head 1, queries 3..T; column 0 is k*
+    expected = {"star": rows[..., 0], "first": rows[..., 1]}
+    for kind, at in expected.items():
+        assert found[kind][1][0] == pytest.approx(float(at.mean()), abs=2e-4)
+    later = range(6, 12)  # the line break at 5 is neither the query's own key nor the one before
+    broken = sum(float(rows[:, i - 2, 5].mean()) for i in later) / rows.shape[1]
+    assert found["line_break"][1][0] == pytest.approx(broken, abs=2e-4)
+    assert sum(found[kind][1][0] for kind in found) == pytest.approx(1, abs=1e-3)
+    assert destinations(model, ids[:, :2], torch.tensor([2])) == {}
+
+
+def test_peaks_are_the_largest_element_over_the_median_one():
+    model, ids = own_model(norm="post"), torch.randint(60, (3, 11))
+    sizes = DenseMaps(model, ids).hidden[1].abs()
+    expected = (sizes.amax(-1) / sizes.flatten(1).median(1).values[:, None]).mean(0)
+    report = measure(model, ids)
+    torch.testing.assert_close(report.hidden_peaks[1], expected)
+    again = Report.from_dict(report.to_dict())
+    torch.testing.assert_close(again.hidden_peaks, report.hidden_peaks, rtol=1e-4, atol=1e-5)
+    assert measure(model, ids, norms=False).hidden_peaks is None
+
+
+def test_a_gated_norm_is_rmsnorm_times_a_gate_of_its_own_output():
+    norm = TransformerLM(LMConfig(**SHAPE, normalization="gated"), 0).blocks[1].norm_2
+    x = torch.randn(2, 5, 16)
+    y = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    a = y @ norm.down.weight.T
+    gate = 1 / (1 + torch.exp(-(a / (1 + torch.exp(-a))) @ norm.up.weight.T))
+    torch.testing.assert_close(norm(x), y * gate)
+    assert norm.down.weight.shape == (16, 16) and norm.up.weight.shape == (16, 16)

@@ -1,0 +1,251 @@
+"""The table of experiments: every one at every preset, each changing what it names and nothing else."""
+
+import csv
+import dataclasses
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from helpers import made_up
+
+from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import PAPER
+from sinkutils.study.config import RunConfig, from_dict
+from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.grid import config, largest_alpha, plan, resolve, unavailable
+from sinkutils.study.presets import PRESETS, preset
+from sinkutils.study.record import config_dict, record_folder, write_record
+from sinkutils.study.store import Runs
+from sinkutils.training.run import next_token_loss
+
+SMALL = ("smoke", "laptop", "gpu", "paper")
+AFTER = [e.name for e in experiments("8")]
+HEADLINE = {
+    *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
+    *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
+    *("sft_softmax", "sft_sigmoid"),  # by what they start from
+}
+# Where the default is the base, there is no fixed token to leave out.
+DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
+ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
+DIMS = {f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}
+PLAIN = {**DEFAULT, "constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"}
+# The rows that coincide at a scale: name -> the run they share.
+SAME = {
+    "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **DIMS},
+    "laptop": {"heads_4": "fixed_1", **DIMS},
+    "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1", "context_512": "default"},
+    "paper": {**PLAIN, "data_share_1": "default", **ULTRACHAT},
+    "paper-1b": ULTRACHAT,
+}
+
+
+def of(scale: str) -> list[Experiment]:
+    return [e for e in experiments() if scale in e.presets]
+
+
+def missing(preset, runs, seeds=None, only=None):
+    return [(run.experiment, run.seed) for run in Runs(runs).missing(preset, seeds, only=only)]
+
+
+def flat(value, prefix=""):
+    """A config as {dotted path: value}."""
+    if not dataclasses.is_dataclass(value):
+        return {prefix: value}
+    parts = {}
+    for field in dataclasses.fields(value):
+        parts |= flat(getattr(value, field.name), f"{prefix}.{field.name}" if prefix else field.name)
+    return parts
+
+
+def changes(run: RunConfig, base: RunConfig) -> dict:
+    """The paths in which two runs differ, apart from the name, with the new values."""
+    before, after = flat(base), flat(run)
+    return {path: after[path] for path in after if after[path] != before[path] and path != "experiment"}
+
+
+def test_names_are_unique_and_read_as_file_names_and_sections_partition_them():
+    names = [e.name for e in EXPERIMENTS]
+    assert len(set(names)) == len(names) >= 113
+    assert all(name == name.lower() and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.") for name in names)
+    by_section = {s: experiments(s) for s in ("4", "5", "6", "7", "C", "D", "8")}
+    assert sorted(e.name for part in by_section.values() for e in part) == sorted(names)
+    assert all(e.section == section and e.title for section, part in by_section.items() for e in part)
+
+
+@pytest.mark.parametrize("scale", SMALL)
+def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_it_names(scale):
+    assert set(unavailable(scale)) == {"softmax_1b", "sigmoid_1b", *(AFTER if scale == "paper" else ())}
+    base, plain = config("base", scale), config("default", scale)
+    for row in of(scale):
+        run = config(row.name, scale, seed=3)
+        assert (run.preset, run.seed) == (scale, 3)
+        if row.start or resolve(row.name, scale) != row.name:
+            continue
+        changed = changes(dataclasses.replace(run, seed=0), base if row.base else plain)
+        assert set(changed) <= set(row.overrides) and (changed or row.name == "default"), row.name
+        values = flat(run)
+        for path, value in row.overrides.items():
+            assert dataclasses.is_dataclass(value) or values[path] == value, (row.name, path)
+
+
+def test_the_1b_preset_has_the_pair_of_section_7_4_and_nothing_else():
+    pair = [e.name for e in experiments() if e.name not in unavailable("paper-1b")]
+    assert [name for name in pair if not name.startswith("sft_")] == ["softmax_1b", "sigmoid_1b"]
+    assert changes(config("sigmoid_1b", "paper-1b"), config("softmax_1b", "paper-1b")) == {
+        "model.attention.similarity": "sigmoid",
+        "model.attention.normalizer": "none",
+    }
+    model = config("softmax_1b", "paper-1b").model
+    assert (model.num_heads, model.head_dim) == (16, 128)
+
+
+def test_every_experiment_has_a_model_whose_every_weight_gets_a_gradient():
+    chunks = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
+    for shape in dict.fromkeys(config(e.name, "smoke").model for e in of("smoke")):
+        model = TransformerLM(shape, 1)
+        loss = next_token_loss(model, chunks, shape.attention.prefix)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert torch.isfinite(loss) and all(g is not None and torch.isfinite(g).all() for g in gradients), shape
+
+
+@pytest.mark.parametrize("scale", PRESETS)
+def test_no_two_names_are_one_run_unless_the_preset_cannot_tell_them_apart_and_runs_survive_json(scale):
+    own = {e.name: resolve(e.name, scale) for e in of(scale)}
+    assert {name: first for name, first in own.items() if name != first} == SAME[scale]
+    assert all(config(name, scale) == config(first, scale) for name, first in SAME[scale].items())
+    runs = [config(name, scale, seed=2) for name in dict.fromkeys(own.values())]
+    contents = [json.dumps({**config_dict(run), "experiment": ""}, sort_keys=True) for run in runs]
+    assert len(set(contents)) == len(contents)
+    for run, content in zip(runs, contents, strict=True):
+        values = {**json.loads(content), "experiment": run.experiment}
+        values.pop("recipe")
+        assert from_dict(type(run), values) == run
+
+
+def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
+    bases = {name: scale.base for name, scale in PRESETS.items()}
+    own = {"smoke": "fixed_1", "laptop": "fixed_1", "gpu": "default", "paper": "default", "paper-1b": "softmax_1b"}
+    assert bases == own
+    for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
+        assert config(name, "laptop").data.fixed_position == position
+    for name, with_it in DEFAULT.items():  # variants without a fixed token change the default and not the base
+        assert config(name, "laptop").data.fixed_position is None
+        assert config(name, "laptop").model == config(with_it, "laptop").model
+        assert config(with_it, "laptop").data.fixed_position == 1
+    for data in (config(e.name, "laptop").data for e in of("laptop")):  # which hides no redrawn token
+        assert data.fixed_position not in data.random_positions
+
+
+def test_the_paper_preset_is_the_recipe_of_section_4():
+    run = config("default", "paper")
+    model, schedule = run.model, run.train
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.intermediate_size) == (768, 10, 8, 1536)
+    assert (model.context_length, model.vocab_size, model.position, model.ffn) == (2048, 50_432, "rotary", "swiglu")
+    assert schedule.batch_size * model.context_length == 2**20  # 1M tokens
+    rates = (schedule.steps, schedule.warmup_steps, schedule.learning_rate, schedule.weight_decay)
+    assert rates == (20_000, 100, 4e-4, 0.1)
+    assert (schedule.beta1, schedule.beta2, schedule.clip_norm, schedule.lr_floor) == (0.9, 0.95, 1.0, 0.1)
+    assert (schedule.eval_sequences, schedule.eval_length) == (100, 64)
+    assert (run.data.corpus, run.data.validation) == ("pile", "pile:Pile-CC")
+    assert config("default_constant_lr", "paper").train.lr_floor == 1.0
+
+
+PAPERS = {  # what a row changes, and what it comes to at the paper's preset
+    "train.learning_rate": {"lr_x2": 8e-4, "lr_half": 2e-4, "lr_quarter": 1e-4, "lr_x2.5": 1e-3, "lr_x0.025": 1e-5},
+    "train.steps": {"lr_quarter_steps_x2": 40_000, "lr_quarter_steps_x4": 80_000, "lr_x0.025": 80_000,
+                    "lr_x2_steps_half": 10_000},
+    "train.batch_size": {"batch_quarter": 2**7, "batch_half": 2**8, "batch_x2": 2**10},
+    "model.attention.window": {f"window_1_{n}": 2048 // n for n in (64, 32, 16, 8, 4, 2)},
+    "model.attention.bias_dims": {f"k_bias_dims_{n}": n for n in (1, 2, 4, 8, 16, 32, 64)},
+    "data.share": {f"data_share_{n:g}": n for n in (1, 0.5, 0.1, 0.04, 0.02, 0.01)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PAPERS)
+def test_scaled_values_come_to_the_papers_at_the_paper_preset(path):
+    for name, value in PAPERS[path].items():
+        assert flat(config(name, "paper"))[path] == pytest.approx(value), name
+
+
+def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_cannot_show_a_sink():
+    assert config("window_1_64", "paper").train.eval_length == 64
+    assert config("window_1_8", "laptop").train.eval_length == config("window_none", "laptop").train.eval_length == 16
+    reach = {n: largest_alpha(config(f"window_1_{n}", "laptop")) for n in (64, 32, 16, 8, 4, 2)}
+    assert reach == {64: 1 / 16, 32: 1 / 8, 16: 1 / 4, 8: 1 / 2, 4: 1.0, 2: 1.0}
+    assert largest_alpha(config("window_1_64", "paper")) == 0.5
+    assert largest_alpha(config("default", "laptop")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: experiment("k_biass"), r"did you mean .*k_bias.*sinkutils list"),
+        (lambda: preset("lap"), "smoke, laptop, gpu, paper"),
+        (lambda: config("default", "lap"), "smoke, laptop, gpu, paper"),
+        (lambda: config("sft_elu"), "unknown experiment 'sft_elu': did you mean"),
+        (lambda: config("softmax_1b", "laptop"), "belongs to preset paper-1b"),
+        (lambda: config("k_bias", "paper-1b"), "belongs to preset smoke"),
+        (lambda: experiments("9"), "4, 5, 6, 7, C, D, 8"),
+    ],
+)
+def test_unknown_names_are_refused_with_what_there_is(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask()
+
+
+def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
+    shape = LMConfig(hidden_size=54, num_heads=3, num_layers=1)
+    monkeypatch.setitem(PRESETS, "narrow", dataclasses.replace(PRESETS["smoke"], name="narrow", model=shape))
+    table = {e.name: dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS}
+    monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", tuple(table.values()))
+    monkeypatch.setattr(import_module("sinkutils.study.experiments"), "BY_NAME", table)
+    assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2", "differential"}
+    assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
+    with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads must divide"):
+        config("heads_4", "narrow")
+    assert not any(run.experiment == "heads_4" for run in plan("narrow"))
+
+
+def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):
+    pairs = missing("laptop", tmp_path)
+    assert len(set(pairs)) == len(pairs)
+    names = {e.name for e in of("laptop") if not e.download} - set(SAME["laptop"]) - set(AFTER)
+    parts = []  # in the order of the plan
+    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), 3 * len(AFTER)):
+        parts.append(pairs[:size])
+        pairs = pairs[size:]
+    assert not pairs
+    assert parts[0] == [("fixed_1", seed) for seed in (0, 1, 2)]
+    for part, of_part in ((parts[1], HEADLINE - {"fixed_1"}), (parts[2], names - HEADLINE)):
+        assert set(part) == {(name, seed) for name in of_part for seed in (0, 1, 2)}
+        assert [seed for _, seed in part] == [0, 1, 2] * len(of_part), "all three of an experiment together"
+    assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
+    assert parts[4] == [(name, seed) for name in AFTER for seed in (0, 1, 2)]
+    assert set(missing("laptop", tmp_path, (5,))) == {(name, 5) for name in names | set(AFTER)}
+    assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
+    large = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")  # of which none is of the headline
+    assert missing("paper-1b", tmp_path) == [(name, seed) for name in large for seed in (0, 1, 2)]
+
+
+def test_a_record_counts_only_while_it_is_of_this_config(tmp_path):
+    made_up(tmp_path, "fixed_1")
+    other = config("k_bias", "smoke", seed=9)
+    write_record(record_folder("smoke", "k_bias", 0, tmp_path), other, {"status": "done", "reason": None, "curve": [],
+                                                                        "final": {}}, {})  # fmt: skip
+    pairs = missing("smoke", tmp_path)
+    assert ("fixed_1", 0) not in pairs and ("k_bias", 0) in pairs
+
+
+def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked():
+    with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == AFTER
+    assert all(row["title"] and row["says"] and row["checked"] for row in rows)
+    assert all(row["source"] == "" or row["source"][4] == "." for row in rows)
+    for scale in ("laptop", "gpu"):
+        runs = [config(name, scale) for name in ("base", "context_32", "context_128")]
+        assert len({run.train.batch_size * run.model.context_length for run in runs}) == 1

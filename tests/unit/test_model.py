@@ -1,0 +1,227 @@
+"""The decoder: shapes, equations, refusals, initialisation, and agreement of its two attention paths."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers import DenseMaps, own_model, tokens
+
+from sinkutils.measuring.measure import measure
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.config import FFNS, LMConfig
+from sinkutils.model.decoder import TransformerLM, fixed_value
+from sinkutils.model.positions import POSITIONS, alibi_slopes, relative_buckets, rotary_tables, rotate
+from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.grid import config, unavailable
+
+VARIANTS = {
+    "default": {},
+    **{f"position_{p}": {"position": p} for p in POSITIONS},
+    **{f"ffn_{f}": {"ffn": f} for f in FFNS},
+    "post_norm": {"norm": "post"},
+    "add": {"head_merge": "add"},
+    "sink_token": {"sink_token": True},
+    "sink_token_learnable": {"sink_token": True, "position": "learnable"},
+    **{f"bias_{b}": {"attention": AttentionSpec(bias=b)} for b in ("k", "kv", "v")},
+    "shared_bias": {"attention": AttentionSpec(bias="kv", bias_shared=True)},
+    "few_bias_dims": {"attention": AttentionSpec(bias="k", bias_dims=3)},
+    "fixed_value": {"attention": AttentionSpec(bias="k", fixed_value="uniform", fixed_value_norm=5.0)},
+    "sigmoid": {"attention": AttentionSpec(similarity="sigmoid", normalizer="none")},
+    "mlp": {"attention": AttentionSpec(similarity="linear", kernel="mlp", normalizer="max_abs_sum")},
+    "window": {"attention": AttentionSpec(window=5)},
+    "prefix": {"attention": AttentionSpec(prefix=4)},
+    # After the paper
+    "gate_head": {"gate": "head"},
+    "gate_element": {"gate": "element", "head_merge": "add"},
+    "qk_norm": {"qk_norm": True},
+    "value_scale": {"value_scale": True},
+    "dyt": {"normalization": "dyt"},
+    "gated_norm": {"normalization": "gated"},
+    "sandwich": {"norm": "sandwich"},
+    "differential": {"attention": AttentionSpec(differential=True)},
+    "sink_logit": {"attention": AttentionSpec(sink_logit="learned")},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_causal_and_its_fast_path_equals_the_reference(name):
+    model, ids = own_model(1.0, **VARIANTS[name]).double(), tokens(3, 17)
+    fast, dense = model(ids), model(ids, dense=True)
+    assert fast.shape == (3, 17, 60)
+    torch.testing.assert_close(fast, dense, rtol=0, atol=1e-10)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad(x.square().mean(), parameters) for x in (fast, dense)]  # raises where one has none
+    for parameter, got, expected in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text, p=parameter: f"{p}: {text}")
+    later = ids.clone()
+    later[:, 9] = (ids[:, 9] + 1) % 60
+    torch.testing.assert_close(model(later)[:, :9], fast[:, :9])
+    assert not torch.allclose(model(later)[:, 9:], fast[:, 9:])
+    if name == "prefix":  # seen by the tokens before it
+        later[:, 3] = (ids[:, 3] + 1) % 60
+        assert not torch.allclose(model(later)[:, 0], fast[:, 0])
+
+
+def test_a_sink_token_adds_a_position_that_the_logits_do_not_show():
+    model, ids = own_model(sink_token=True), tokens(2, 32)
+    before = model(ids)
+    assert before.shape == (2, 32, 60)
+    with torch.no_grad():
+        model.sink += 1.0
+    assert not torch.allclose(model(ids), before)
+
+
+def test_initialisation_has_the_authors_variances():
+    spec = AttentionSpec(bias="k")
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4}
+    model = TransformerLM(LMConfig(4000, 1000, **shape, position="learnable", attention=spec), 0)
+    std = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    for name in ("embed.weight", "position_embedding", "blocks.0.attention.out.weight", "blocks.3.ffn.up.weight"):
+        assert std[name] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
+    assert std["blocks.0.attention.key_bias"] == pytest.approx(0.02, rel=0.3)
+    assert model.norm.weight.eq(1).all()
+    for ffn in FFNS:  # the output of SwiGLU alone starts small, as in the published code
+        down = TransformerLM(LMConfig(**shape, ffn=ffn), 0).blocks[2].ffn.down.weight.std().item()
+        assert down == pytest.approx(1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02)
+
+
+@pytest.mark.parametrize("position", ["alibi", "relative", "relative_learned"])
+def test_distances_are_exact_under_bfloat16(position):
+    model = own_model(context_length=400, position=position)
+    tables, attention = dict(model.named_buffers(recurse=False)), model.blocks[0].attention
+    bias = attention.extras(tables, torch.bfloat16)["distance_bias"]
+    if position == "alibi":
+        expected = -alibi_slopes(2)[:, None] * torch.arange(400)
+        assert len(expected[0].bfloat16().unique()) < 400 == len(bias[0].unique())
+    elif position == "relative":
+        expected = relative_buckets(400).float()[None]
+    else:
+        expected = attention.bucket_bias[:, relative_buckets(400)]
+    assert torch.equal(bias, expected)
+
+
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
+def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
+    if name in unavailable("smoke"):
+        pytest.skip(unavailable("smoke")[name])
+    base, variant = (dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters()) for n in ("base", name))
+    shared = [key for key in base if key in variant and base[key].shape == variant[key].shape]
+    assert shared
+    for key in shared:
+        if key.endswith("ffn.down.weight"):  # Table 11: its scale depends on the kind of FFN
+            torch.testing.assert_close(variant[key] / variant[key].std(), base[key] / base[key].std())
+        else:
+            assert torch.equal(variant[key], base[key]), key
+
+
+def test_starts_differ_between_seeds_names_and_shapes():
+    first, again, other = (dict(TransformerLM(LMConfig(), seed=seed).named_parameters()) for seed in (0, 0, 1))
+    for key, value in first.items():
+        assert torch.equal(value, again[key])
+        assert value.ndim == 1 or not torch.equal(value, other[key])
+    assert not torch.equal(*(first[f"blocks.{layer}.attention.qkv.weight"] for layer in range(2)))
+
+
+def test_the_observer_sees_every_layer_and_does_not_change_the_logits():
+    model, ids = own_model(norm="post"), tokens(2, 9)
+    seen = DenseMaps(model, ids)
+    assert torch.equal(model(ids, seen), model(ids))
+    assert seen.first.shape == (2, 9, 16) and [m.shape for m in seen.maps] == [(2, 2, 9, 9)] * 4
+    assert all(before is not hidden for before, hidden in zip(seen.before, seen.hidden, strict=True))
+
+
+def test_a_gate_multiplies_the_output_of_a_head_and_changes_no_attention():
+    gated, plain, ids = own_model(gate="head"), own_model(), tokens(2, 21)
+    block, other = gated.blocks[0].attention, plain.blocks[0].attention
+    x = torch.randn(2, 21, 16)
+    with torch.no_grad():
+        block.gate.weight.zero_()
+        torch.testing.assert_close(2 * block(x, {}), other(x, {}))  # sigmoid(0) is a half
+        block.gate.weight[0] = 1e4 * x[0, 0]
+        for attention in (block, other):
+            attention.out.weight.copy_(torch.eye(16))
+        torch.testing.assert_close(block(x, {})[0, 0, :8], other(x, {})[0, 0, :8])
+        torch.testing.assert_close(2 * block(x, {})[0, 0, 8:], other(x, {})[0, 0, 8:])
+    torch.testing.assert_close(measure(gated, ids).alpha[:, :, 0], measure(plain, ids).alpha[:, :, 0])
+
+
+def test_qk_norm_bounds_the_logits_and_sandwich_norm_the_sublayers():
+    report = measure(own_model(1.0, qk_norm=True), tokens(2, 21))
+    for norms in (report.query_norms, report.key_norms):
+        torch.testing.assert_close(norms, torch.full((2, 21), 8**0.5), rtol=1e-2, atol=0)
+    block = own_model(1.0, norm="sandwich").blocks[0]
+    step = block.after_1(block.attention(block.norm_1(1e-3 * torch.randn(2, 5, 16)), {}))
+    torch.testing.assert_close(step.square().mean(-1), torch.ones(2, 5), rtol=2e-2, atol=0)
+
+
+def test_rotary_products_depend_on_the_distance_only():
+    cos, sin = (table.double() for table in rotary_tables(40, 8))
+    q, k = torch.randn(2, 8).double()
+
+    def product(i, j):
+        return rotate(q, cos[i], sin[i]) @ rotate(k, cos[j], sin[j])
+
+    torch.testing.assert_close(product(5, 2), product(35, 32), rtol=1e-6, atol=1e-6)
+    assert not torch.isclose(product(5, 2), product(6, 2))
+
+
+def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
+    assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+    torch.testing.assert_close(alibi_slopes(16)[:3], torch.tensor([2**-0.5, 2**-1.0, 2**-1.5]))
+    for kind in ("first", "uniform"):
+        value = fixed_value(AttentionSpec(bias="k", fixed_value=kind, fixed_value_norm=5.0), 16)
+        assert value.norm().item() == pytest.approx(5.0, rel=1e-5)
+
+
+def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one_step():
+    exact = torch.arange(16, 128)
+    printed = 16 + 16 * torch.floor(torch.log(exact / 16) / math.log(128 / 16))  # Eq. 6, floor before the factor
+    assert printed.eq(16).all() and relative_buckets(128)[16:].unique().tolist() == list(range(16, 32))
+    buckets = relative_buckets(400)
+    assert buckets[:17].tolist() == list(range(17)) and (buckets.diff() >= 0).all() and buckets[128:].eq(31).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "num_heads must divide"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer"),
+        ({"context_length": 2.5}, "context_length must be a positive integer"),
+        ({"position": "sinusoid"}, "position must be one of"),
+        ({"gate": "both"}, "gate must be one of none, head, element"),
+        ({"sink_token": "yes"}, "sink_token must be True or False"),
+        ({"attention": "softmax"}, "attention must be of type AttentionSpec"),
+        ({"attention": AttentionSpec(prefix=33)}, "prefix must be at most"),
+        ({"attention": AttentionSpec(bias="k", bias_dims=9)}, "bias_dims"),
+        ({"attention": AttentionSpec(prefix=2), "position": "alibi"}, "no bias for keys after the query"),
+        ({"num_heads": 16}, "even head dimension"),
+        ({"hidden_size": 24, "num_heads": 4, "attention": AttentionSpec(differential=True)}, "rotary positions of 4"),
+    ],
+)
+def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message):
+    with pytest.raises(ValueError, match=message):
+        own_model(**changes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(3, dtype=torch.long), r"shape \(B, T\)"),
+        (torch.zeros(1, 3), "int64 or int32"),
+        (torch.full((1, 3), 60), r"0\.\.59"),
+        (torch.full((1, 3), -1), r"0\.\.59"),
+        (torch.zeros(1, 33, dtype=torch.long), "1 to 32 positions"),
+        (torch.zeros(1, 0, dtype=torch.long), "1 to 32 positions"),
+        ([[1, 2]], "must be a tensor"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused_with_the_allowed_values(ids, message):
+    with pytest.raises(ValueError, match=message):
+        own_model()(ids)
+
+
+def test_configs_are_values():
+    assert LMConfig() == LMConfig() and hash(LMConfig()) == hash(LMConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LMConfig().num_heads = 2  # type: ignore[misc]

@@ -1,0 +1,87 @@
+"""Packing: chunks are consecutive pieces of the joined documents, and each intervention changes what it says."""
+
+import numpy as np
+import pytest
+import torch
+
+from sinkutils.data.packing import Chunks, DataConfig, fix_position
+
+C = 32
+
+
+def all_of(corpus, split="train", seed=0, **data):
+    """All chunks of a split in their order, (n, C + 1)."""
+    chunks = Chunks(corpus, split, C, DataConfig(**data), seed)
+    return chunks.take(np.arange(len(chunks)))
+
+
+def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
+    ids, tokens = all_of(corpus), torch.from_numpy(corpus.tokens("train").astype(np.int64))
+    assert ids.dtype == torch.int64 and ids.shape[1] == C + 1
+    assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
+    assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])  # targets: all but the first, once
+    with_bos = all_of(corpus, bos=True)
+    assert with_bos[0, 0] == corpus.bos_id and (tokens == corpus.bos_id).sum() == 0
+    assert torch.equal(with_bos[:, :-1] == corpus.eos_id, with_bos[:, 1:] == corpus.bos_id)
+
+
+def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):
+    whole, part = all_of(corpus), all_of(corpus, share=0.25)
+    assert len(part) == (int(0.25 * len(corpus.tokens("train"))) - 1) // C
+    assert torch.equal(part, whole[: len(part)])
+    assert torch.equal(all_of(corpus, "valid", share=0.01), all_of(corpus, "valid"))
+
+
+def test_a_fixed_token_stands_at_its_position_and_nowhere_else(corpus):
+    ids, plain = all_of(corpus, fixed_position=2), all_of(corpus)
+    assert (ids[:, 1] == corpus.fix_id).all() and (ids == corpus.fix_id).sum() == len(ids)
+    ids[:, 1] = plain[:, 1]
+    assert torch.equal(ids, plain)
+    ids = torch.arange(6).reshape(2, 3)
+    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]] and ids.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert torch.equal(fix_position(ids, None, 9), ids) and torch.equal(fix_position(ids, 4, 9), ids)
+
+
+def test_random_positions_are_redrawn_once_for_each_chunk_from_all_text_tokens(corpus):
+    data = {"random_positions": (1, 3)}
+    ids, plain = all_of(corpus, **data), all_of(corpus)
+    backwards = Chunks(corpus, "train", C, DataConfig(**data)).take(np.arange(len(ids))[::-1])
+    assert torch.equal(backwards.flip(0), ids)  # the same whenever a chunk is seen
+    assert not torch.equal(all_of(corpus, seed=1, **data), ids)
+    kept = [i for i in range(C + 1) if i not in (0, 2)]
+    assert torch.equal(ids[:, kept], plain[:, kept])
+    redrawn = ids[:, [0, 2]]
+    assert redrawn.min() >= corpus.first_text_id and redrawn.max() < corpus.vocab_size
+    expected = (corpus.first_text_id + corpus.vocab_size - 1) / 2
+    spread = (corpus.vocab_size - corpus.first_text_id) / 12**0.5 / redrawn.numel() ** 0.5
+    assert abs(redrawn.double().mean() - expected) < 4 * spread
+
+
+def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
+    chunks = Chunks(corpus, "train", C, DataConfig())
+    shown = torch.cat([chunks.batch(step, 7, seed=0) for step in range(2 * len(chunks) // 7 + 1)])
+    first, second = shown[: len(chunks)], shown[len(chunks) : 2 * len(chunks)]
+    everything = sorted(map(tuple, all_of(corpus).tolist()))
+    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist())) == everything
+    assert not torch.equal(first, second)
+    assert not torch.equal(chunks.batch(0, 16, seed=0), chunks.batch(0, 16, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"share": 0.0}, "share must be in"),
+        ({"share": 1.5}, "share must be in"),
+        ({"random_positions": (0,)}, "random_positions count from 1"),
+        ({"random_positions": 3}, "random_positions count from 1"),
+        ({"fixed_position": 0}, "fixed_position counts from 1"),
+        ({"fixed_position": True}, "fixed_position counts from 1"),
+        ({"random_positions": (33,)}, "position 33 is beyond context_length=32"),
+        ({"share": 1e-4}, "less than one chunk"),
+    ],
+)
+def test_impossible_interventions_are_refused(corpus, data, message):
+    with pytest.raises(ValueError, match=message):
+        all_of(corpus, **data)
+    with pytest.raises(ValueError, match="split must be one of train, valid, probe"):
+        all_of(corpus, "test")

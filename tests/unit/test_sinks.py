@@ -1,0 +1,240 @@
+"""The metric of Section 3.2 and our own model's way to it, against whole maps of the dense reference."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import SHAPE, DenseMaps, own_model, tokens
+
+from sinkutils.measuring import tally
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
+from sinkutils.model import fast
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import TransformerLM
+
+T, TARGETS = 20, (1, 2, 5)
+SPECS = {
+    "softmax": {},
+    "scaled": {"scale": 0.1},
+    "window": {"window": 4},
+    "prefix": {"prefix": 3},
+    "k-bias": {"bias": "k"},
+    "kv-bias-shared": {"bias": "kv", "bias_shared": True},
+    "v-bias": {"bias": "v"},
+    "sigmoid": {"similarity": "sigmoid"},
+    "sigmoid-none-k-bias": {"similarity": "sigmoid", "normalizer": "none", "bias": "k"},
+    "elu": {"similarity": "elu", "normalizer": "none"},
+    "p-norm": {"normalizer": "p_norm", "p": 0.5},
+    "identity-kernel": {"similarity": "linear", "normalizer": "none"},
+    "elu-kernel": {"similarity": "linear", "kernel": "elu"},
+    "mlp-kernel": {"similarity": "linear", "kernel": "mlp", "normalizer": "max_abs_sum"},
+    # After the paper
+    "sink-logit": {"sink_logit": "learned"},
+    "softmax-plus-one": {"sink_logit": "zero"},
+    "softpick": {"similarity": "softpick"},
+    "sigmoid-log-bias": {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
+    "relu-length": {"similarity": "relu", "normalizer": "length"},
+    "differential": {"differential": True},
+    "sink-logit-prefix": {"sink_logit": "learned", "prefix": 7},
+    "differential-window": {"differential": True, "window": 5},
+}
+VARIANTS = {
+    **{name: {"attention": AttentionSpec(**fields)} for name, fields in SPECS.items()},
+    "sink-token": {"sink_token": True},
+    "sink-token-learnable": {"sink_token": True, "position": "learnable"},
+    "alibi": {"position": "alibi"},
+    "relative": {"position": "relative"},
+    "t5-k-bias": {"position": "relative_learned", "attention": AttentionSpec(bias="k")},
+    "post-norm": {"norm": "post"},
+}
+
+
+def build(variant: str) -> TransformerLM:
+    # The reference's elu(s) + 1 rounds to 0 at s = -17, log space does not.
+    return own_model(1.5 if variant == "elu" else 2.5, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_alpha_star_mass_maps_and_norms_are_those_of_the_dense_maps(variant, monkeypatch):
+    calls, log_mass = [], fast.log_mass
+    monkeypatch.setattr(fast, "log_mass", lambda *args, **kw: calls.append(1) or log_mass(*args, **kw))
+    monkeypatch.setattr(tally, "COLUMNS", 4)
+    model, ids = build(variant), tokens()
+    dense, close = DenseMaps(model, ids), {"atol": 2e-5, "rtol": 1e-4}
+    report = measure(model, ids, TARGETS, mass=True, heads=((1, 0), (0, 1), (1, 0)), batch_size=3)
+    if "differential" not in variant and "sink-logit" not in variant and variant != "softmax-plus-one":
+        assert len(calls) == 2, "the row sums of a layer are computed once, however many keys are asked for"
+    assert report.alpha.shape == (3, 3, 2, 2)
+    torch.testing.assert_close(report.alpha, dense.alpha(TARGETS), **close)
+    assert (report.star is not None) == bool(dense.star)
+    if dense.star:
+        torch.testing.assert_close(report.star, dense.star_share(), **close)
+    queries = torch.arange(T, 0, -1)
+    for layer, head in ((1, 0), (0, 1)):
+        torch.testing.assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
+        if not model.config.attention.prefix > 1:
+            torch.testing.assert_close(report.mass[:, layer], dense.own(layer).sum(dim=2) / queries, **close)
+    assert report.kept[1, 0].cosine.abs().max() <= 1 + 1e-5
+    first = int(model.config.sink_token)  # norms count positions from the first real token
+    hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
+    torch.testing.assert_close(report.hidden_norms, hidden)
+    torch.testing.assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
+    assert report.key_norms.shape == report.value_norms.shape == report.query_norms.shape == (2, T)
+    assert (report.before_norm_norms is None) == (variant != "post-norm")
+    if variant == "post-norm":
+        before = torch.stack([h.norm(dim=-1).mean(dim=0) for h in dense.before])
+        torch.testing.assert_close(report.before_norm_norms, before)
+    single = measure(model, ids, TARGETS, batch_size=1)
+    torch.testing.assert_close(single.alpha, report.alpha)
+    torch.testing.assert_close(single.hidden_norms, report.hidden_norms)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "window", "sigmoid", "k-bias", "mlp-kernel"])
+def test_other_precisions_have_float32_reports_that_stay_close(variant):
+    model, ids = build(variant), tokens()
+    exact = measure(model, ids, TARGETS).alpha
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (measure(model, ids, TARGETS).alpha - exact).abs().max() < 0.05
+    double = measure(model.double(), ids, TARGETS)
+    assert double.alpha.dtype == double.hidden_norms.dtype == torch.float32
+    torch.testing.assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
+    assert (measure(model.bfloat16(), ids, TARGETS).alpha - exact).abs().max() < 0.05
+
+
+def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
+    model = build("softmax").train()
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    measure(model, tokens())
+    for wrong, message in (
+        ({"ids": torch.full((1, 4), 60)}, r"ids must be in 0..59, .* got 60..60"),
+        ({"ids": tokens(length=33)}, "context_length"),
+        ({"ids": tokens(), "heads": ((0, 99), (0, 1))}, r"\(0, 99\).*2 layers of 2 heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(model, **wrong)
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(ValueError, match="meta device"):
+        measure(TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
+    with torch.no_grad():
+        model.blocks[1].ffn.down.weight[0, 0] = math.nan
+    with pytest.raises(NotFinite, match="nan or infinite"):
+        measure(model, tokens())
+
+
+def report_of(alpha: list) -> Report:
+    """A report whose alpha is given, (samples, layers, heads), for target 1 and T = 64."""
+    values = torch.tensor(alpha)[:, None]
+    return Report(values, (1,), (0.3,), torch.full((len(values),), 64), tuple(range(values.shape[2])))
+
+
+def test_sink_thresholds_each_sequence_strictly_and_then_averages():
+    # The mean of alpha over sequences is 0.31 in the first head and 0.25 in the second: 50 % would come out
+    # if the mean were thresholded.
+    assert report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]]).sink(1, 0.3) == pytest.approx(50.0)
+    assert report_of([[[0.9]], [[0.1]], [[0.1]]]).sink(1, 0.3) == pytest.approx(100 / 3)
+    assert report_of([[[0.25]]]).sink(1, 0.25) == 0
+
+
+def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_position_have_it():
+    assert uniform_alpha(64) == pytest.approx(sum(1 / i for i in range(1, 65)) / 64)
+    assert report_of([[[0.1]]]).floor == pytest.approx(0.0741, abs=1e-4)
+    weights = torch.ones(64, 64).tril()
+    weights /= weights.sum(dim=-1, keepdim=True)
+    for k in (1, 2, 40):
+        assert uniform_alpha(64, k) == pytest.approx(float(weights[k - 1 :, k - 1].mean()), rel=1e-5)
+    report = measure(own_model(position="nope"), torch.full((2, T), 7))
+    torch.testing.assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
+
+
+def test_questions_a_report_cannot_answer_are_clear_errors():
+    report = measure(build("softmax"), tokens(), (1, 2))
+    for question, message in (
+        (lambda: report.sink(3), r"targets \(1, 2\)"),
+        (lambda: report.sink(1, 1.5), r"in \(0, 1\)"),
+        (lambda: report.sink_star(), "key bias"),
+        (lambda: report.interval(level=2), "level"),
+        (lambda: report.interval(draws=0), "draws must be at least 1"),
+        (lambda: report.excess(3), r"targets \(1, 2\)"),
+        (lambda: report.excess("star"), "key bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            question()
+
+
+def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share():
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[1, 9:] = 0  # sequences of unequal length have unequal floors
+    report = measure(build("softmax"), tokens(), TARGETS, attention_mask=mask)
+    for k in TARGETS:
+        each = []
+        for row, length in enumerate((T, 9, T)):
+            u = sum(1 / i for i in range(k, length + 1)) / (length - k + 1)
+            each += [(float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()]
+        assert report.excess(k) == pytest.approx(sum(each) / len(each), abs=1e-6)
+    assert report_of([[[1.0]]]).excess() == 1
+    assert report_of([[[uniform_alpha(64)]]]).excess() == pytest.approx(0, abs=1e-7)
+    assert measure(build("softmax"), tokens(length=1)).excess() == 0
+
+
+@pytest.mark.parametrize(("variant", "key"), [("window", 1), ("window", 5), ("k-bias", "star"), ("sink-token", "star")])
+def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(variant, key):
+    model = build(variant)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[:32] = 0  # q = k = 0: every visible key gets the same share
+            if hasattr(block.attention, "key_bias"):
+                block.attention.key_bias.zero_()
+    assert measure(model, tokens(), TARGETS).excess(key) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_window_is_named_with_its_cap_and_alpha_over_the_queries_that_see_the_key():
+    dense, report = DenseMaps(build("window"), tokens()), measure(build("window"), tokens(), TARGETS)
+    assert report.windows == (4, 4)
+    for k in TARGETS:
+        expected = torch.stack([m[:, :, k - 1 : k + 3, k - 1].mean(-1) for m in dense.maps], 1)
+        torch.testing.assert_close(report.visible_alpha(k), expected)
+        assert report.caps(k) == pytest.approx([4 / (T - k + 1)] * 2)
+    assert "layers 0, 1 see 4 keys: alpha_1 is at most 0.200 there" in str(report)
+    plain = measure(build("softmax"), tokens(), TARGETS)
+    assert torch.equal(plain.visible_alpha(2), plain.alpha[:, 1]) and plain.caps(2) == [1, 1]
+    assert "see" not in str(plain)
+
+
+@pytest.mark.parametrize("variant", ["window", "k-bias", "softmax"])
+def test_a_report_says_under_which_conditions_and_a_recorded_one_answers_as_the_live_one(variant):
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[0, :3] = 0
+    live = measure(build(variant), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True)
+    summary = json.loads(json.dumps(live.to_dict(digits=9), allow_nan=False))
+    read = Report.from_dict(summary)
+    for k in (*TARGETS, *(["star"] if live.star is not None else [])):
+        assert read.excess(k) == pytest.approx(live.excess(k), abs=1e-6)
+        for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
+            assert read.sink(k, eps) == pytest.approx(live.sink(k, eps), abs=1e-6)
+        assert read.interval(k, 0.22) == pytest.approx(live.interval(k, 0.22), abs=1e-6)
+    torch.testing.assert_close(read.visible_alpha(2), live.visible_alpha(2).mean(dim=0, keepdim=True))
+    for name in ("hidden_norms", "key_norms", "value_norms"):
+        assert read.norm_ratio(name) == pytest.approx(live.norm_ratio(name), rel=1e-6)
+    assert (summary["T"], read.samples, read.bos, read.windows, read.to_dict()) == (T, 3, True, live.windows, summary)
+    with pytest.raises(ValueError, match="eps must be one that the record has"):
+        read.sink(1, 0.123)
+    by_text = Report.from_dict(summary, live.alpha[:, :2].half(), None if live.star is None else live.star.half())
+    assert by_text.targets == (1, 2) and by_text.sink(1, 0.123) == live.sink(1, 0.123)
+    for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):
+        assert said in str(live)
+
+
+def test_norm_ratios_compare_one_position_with_the_mean_of_the_others_and_leave_the_last_block_out():
+    report = report_of([[[0.1]]])
+    report.hidden_norms = torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])
+    report.value_norms = torch.tensor([[1.0, 2.0]])
+    assert report.norm_ratio() == [3.0, 1.0] and report.norm_ratio(last=True) == [3.0, 1.0, 9.0]
+    assert report.norm_ratio(k=2) == pytest.approx([1 / 4.5, 1.0]) and report.norm_ratio("value_norms") == [0.5]
+    for name, k, message in (("key_norms", 1, "has no key_norms"), ("value_norms", 3, "at least two positions"),
+                             ("norms", 1, "name must be one of")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            report.norm_ratio(name, k)

@@ -1,0 +1,292 @@
+"""One run: the schedule, the loss, the optimisers, determinism, checkpoints, and a record whatever becomes of it."""
+
+import dataclasses
+import errno
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CPU, own_model
+
+from sinkutils.data.corpus import load_corpus
+from sinkutils.data.packing import DataConfig
+from sinkutils.model.attention import AttentionSpec
+from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.grid import config
+from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
+from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.group import Group, joined
+from sinkutils.training.optimizers import make_optimizer
+from sinkutils.training.run import CrossEntropy, Run, next_token_loss
+from sinkutils.training.trainer import deterministic_kernels, train
+
+
+def change(run: RunConfig, **changes) -> RunConfig:
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, **changes))
+
+
+def advanced(run: RunConfig, corpus, steps: int) -> Run:
+    """The state of a run after so many steps."""
+    state = Run(run, corpus, CPU)
+    for _ in range(steps):
+        state.advance(next_token_loss)
+    return state
+
+
+def assert_same_weights(a: Run, b: Run) -> None:
+    for (name, x), y in zip(a.model.state_dict().items(), b.model.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_the_rate_warms_up_then_falls_along_a_cosine_to_its_floor():
+    schedule = TrainConfig(steps=101, warmup_steps=10, learning_rate=2.0, lr_floor=0.1)
+    rates = [learning_rate(schedule, step) for step in range(101)]
+    assert [rates[step] for step in (0, 9, 10, 55, 100)] == pytest.approx([0.2, 2.0, 2.0, 2 * (0.1 + 0.9 * 0.5), 0.2])
+    constant = dataclasses.replace(schedule, lr_floor=1.0)
+    assert {learning_rate(constant, step) for step in range(10, 101)} == {2.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_equals_the_library_in_value_and_gradient(dtype):
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(37, 101)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 101, (37,))
+    expected, loss = F.cross_entropy(logits.float(), targets), CrossEntropy.apply(logits, targets)
+    gradient, expected_gradient = (torch.autograd.grad(3 * x, logits)[0] for x in (loss, expected))
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance / 10)
+
+
+LOSSES = ((None, 1, None), (None, 5, None), (1, 1, None), (2, 1, 0), (3, 1, 1), (3, 2, 1), (3, 4, None))
+
+
+@pytest.mark.parametrize(("fixed", "prefix", "left_out"), LOSSES)
+def test_predictions_within_the_prefix_and_of_a_fixed_token_carry_no_loss(tiny, corpus, fixed, prefix, left_out):
+    tiny = dataclasses.replace(
+        tiny,
+        data=dataclasses.replace(tiny.data, fixed_position=fixed),
+        model=dataclasses.replace(tiny.model, attention=AttentionSpec(prefix=prefix)),
+    )
+    run = Run(tiny, corpus, CPU)
+    assert fixed is None or run.valid[:, fixed - 1].eq(corpus.fix_id).all()
+    logits = run.model(run.valid[:, :-1])
+    per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
+    kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t != left_out]
+    assert run.evaluate()[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
+    batch = run.chunks.batch(0, 4, 0)
+    expected = F.cross_entropy(run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten())
+    assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, tmp_path, monkeypatch):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index} " + "zebra sink token head. " * 50)
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    data = dataclasses.replace(tiny.data, corpus=corpus.name, validation=f"path:{tmp_path}", fixed_position=None)
+    run = Run(dataclasses.replace(tiny, data=data), corpus, CPU)
+    assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
+    assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
+    # Another text than the config's is validated on its own.
+    other = Run(dataclasses.replace(tiny, data=dataclasses.replace(data, corpus="sources")), corpus, CPU)
+    assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
+
+
+def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
+    whole, parts = (Run(change(tiny, micro_batch=m), corpus, CPU) for m in (None, 2))
+    assert float(whole.advance(next_token_loss)) == pytest.approx(float(parts.advance(next_token_loss)), rel=1e-5)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
+    sigmoid = AttentionSpec(similarity="sigmoid", normalizer="none")
+    arm = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, attention=sigmoid))
+    a, b, c = (Run(run, corpus, CPU) for run in (tiny, arm, dataclasses.replace(tiny, seed=1)))
+    batches = [run.chunks.batch(5, 4, run.config.seed) for run in (a, b, c)]
+    assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
+    assert torch.equal(a.probe, c.probe) and torch.equal(a.valid, c.valid)
+
+
+def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny, corpus, tmp_path):
+    record = train(tiny, tmp_path / "a", corpus=corpus, progress=False, keep_weights=True)
+    assert record.status == "done" and record.metrics["reason"] is None
+    assert [point["step"] for point in record.metrics["curve"]] == [0, 4, 8, 12]
+    assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
+    assert {"corpus_train_tokens", "code_sha256", "torch", "wall_seconds"} <= set(record.provenance)
+    assert record.weights is not None and (record.folder / "tokenizer.json").exists()
+    assert not partial_folder(record.folder).exists()
+    before = (record.folder / "provenance.json").read_bytes()
+    assert train(tiny, tmp_path / "a", corpus=corpus, progress=False).metrics == record.metrics
+    assert (record.folder / "provenance.json").read_bytes() == before, "a finished run was trained again"
+    again = train(tiny, tmp_path / "b", corpus=corpus, progress=False).folder
+    for file in ("config.json", "metrics.json", "alpha.safetensors"):
+        assert (again / file).read_bytes() == (record.folder / file).read_bytes()
+
+
+def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp_path):
+    record = train(change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False)
+    assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
+    assert read_record(record.folder).status == "failed"
+
+
+def test_bf16_trains_to_about_the_same_loss(tiny, corpus, tmp_path):
+    single, half = (
+        train(change(tiny, precision=precision), tmp_path / precision, corpus=corpus, progress=False).metrics["final"]
+        for precision in ("fp32", "bf16")
+    )
+    assert single["valid_loss"] == pytest.approx(half["valid_loss"], rel=0.02)
+
+
+LEARN = ("sgd", "muon", "dyt", "gated_norm", "v_scale", "differential", "softpick", "sink_logit", "softmax_plus_one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARN)
+def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
+    run = change(config(name, "smoke"), steps=25, warmup_steps=5, eval_every=25, eval_sequences=2, valid_chunks=2)
+    with pytest.warns(UserWarning, match="300 tokens in place of"):
+        record = train(run, tmp_path, device="cpu", corpus=corpus, progress=False, compile=False)
+    first, last, final = record.metrics["curve"][0], record.metrics["curve"][-1], record.metrics["final"]
+    assert {"hidden_peaks", "value_norms"} <= set(final["report"]) and set(final["gradients"]) == {"input", "value"}
+    assert last["valid_loss"] < first["valid_loss"] - 0.05
+    assert ("sink_star" in last) == (name in ("sink_logit", "softmax_plus_one"))
+
+
+def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_blocks():
+    model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
+    assert type(make_optimizer(model, TrainConfig())) is torch.optim.AdamW
+    assert type(make_optimizer(model, TrainConfig(optimizer="sgd"))) is torch.optim.SGD
+    both = make_optimizer(model, TrainConfig(optimizer="muon"))
+    parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both.parts]
+    assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
+    names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
+    ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
+    assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
+    with pytest.raises(ValueError, match=r"muon.*one process"):
+        make_optimizer(model, TrainConfig(optimizer="muon"), Group(size=2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, tmp_path):
+    tiny = change(tiny, optimizer=optimizer)
+    save_checkpoint(advanced(tiny, corpus, 3), tmp_path / "c.safetensors")
+    resumed = Run(tiny, corpus, CPU)
+    load_checkpoint(resumed, tmp_path / "c.safetensors")
+    assert resumed.step == 3
+    for _ in range(3):
+        resumed.advance(next_token_loss)
+    assert_same_weights(resumed, advanced(tiny, corpus, 6))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(tiny, corpus, tmp_path, damage):
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(advanced(tiny, corpus, 1), path)
+    with pytest.warns(UserWarning, match="another config or corpus"):
+        load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
+    blob = bytearray(path.read_bytes())
+    if damage == "flip":
+        blob[len(blob) // 2] ^= 1
+    path.write_bytes({"truncate": blob[:-100], "flip": blob, "empty": b""}[damage])
+    fresh = Run(tiny, corpus, CPU)
+    with pytest.warns(UserWarning, match=r"c\.safetensors is truncated or changed; training starts again"):
+        load_checkpoint(fresh, path)
+    assert fresh.step == 0
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tiny, corpus, tmp_path, monkeypatch):
+    run, path = Run(tiny, corpus, CPU), tmp_path / "c.safetensors"
+    save_checkpoint(run, path)
+    before = path.read_bytes()
+    run.advance(next_token_loss)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="free some space"):
+        save_checkpoint(run, path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_in_training_is_not_trained_twice(tiny, corpus, tmp_path):
+    folder = record_folder("test", "tiny", 0, tmp_path)
+    with run_lock(folder), pytest.raises(RunLocked, match="test/tiny/0 is being trained by another process"):
+        train(tiny, tmp_path, corpus=corpus, progress=False)
+    assert train(tiny, tmp_path, corpus=corpus, progress=False).status == "done"
+
+
+def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder, tmp_path):
+    study = train(tiny, tmp_path, corpus=corpus, progress=False)
+    other = load_corpus(f"path:{text_folder}", 300, cache_dir=tmp_path / "cache", progress=False)
+    with pytest.warns(UserWarning, match="in place of 'docstrings' with 300: the record is test@path-texts"):
+        apart = train(tiny, tmp_path, corpus=other, progress=False)
+    assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
+    assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
+    for text, message in (("path:/nowhere", "no such folder"), ("nonsense", "unknown corpus")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train(tiny, tmp_path, corpus=text, progress=False)
+    for file in ("config.json", "provenance.json"):
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()
+    small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
+    with pytest.raises(ValueError, match="raise vocab_size"):
+        train(small, tmp_path, corpus=corpus, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 1.5}, "steps must be an integer"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, muon"),
+        ({"learning_rate": float("nan")}, "learning_rate must be positive"),
+        ({"weight_decay": float("inf")}, "weight_decay must be finite"),
+        ({"beta2": 1.0}, "beta2 must be in"),
+        ({"lr_floor": 2.0}, "lr_floor must be in 0..1"),
+        ({"micro_batch": 0}, "micro_batch must be at least 1"),
+        ({"micro_batch": 3}, "micro_batch must divide batch_size"),
+        ({"eval_length": 33}, "eval_length 33 is longer than context_length"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tiny, changes, message):
+    with pytest.raises(ValueError, match=message):
+        change(tiny, **changes)
+
+
+def test_configs_survive_json_and_take_no_part_of_another_kind(tiny):
+    spec = AttentionSpec(bias="k", bias_dims=2)
+    model = dataclasses.replace(tiny.model, attention=spec)
+    run = dataclasses.replace(tiny, model=model, data=DataConfig(random_positions=(1, 2)))
+    assert from_dict(RunConfig, json.loads(json.dumps(dataclasses.asdict(run)))) == run
+    with pytest.raises(ValueError, match="RunConfig has no field colour"):
+        from_dict(RunConfig, {**dataclasses.asdict(tiny), "colour": 1})
+    for field in ("seed", "model", "data", "train"):
+        with pytest.raises(ValueError, match=field):
+            dataclasses.replace(tiny, **{field: -1})
+
+
+def test_processes_share_batches_evenly_or_are_refused():
+    batch = torch.arange(24).reshape(8, 3)
+    shares = [Group(rank=rank, size=4).share(batch) for rank in range(4)]
+    assert torch.equal(torch.cat(shares), batch) and {len(share) for share in shares} == {2}
+    Group(size=4).check_batch(512, 16)
+    Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
+    with pytest.raises(ValueError, match="3 processes cannot share batches of 512"):
+        Group(size=3).check_batch(512, 16)
+    with pytest.raises(ValueError, match="start as many as divide 32"):
+        Group(size=24).check_batch(96, 3)
+    with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
+        pass
+
+
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for device, inside in (("cpu", False), ("cuda", True)):
+        with deterministic_kernels(torch.device(device)):
+            assert torch.are_deterministic_algorithms_enabled() is inside
+        assert not torch.are_deterministic_algorithms_enabled()
