@@ -16,6 +16,7 @@ import pandas as pd
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import effects, frozen, rules
+from sinkutils.ledger import later as later_claims
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, FIGURES, ROOT
 from sinkutils.showing import cards, names, svg
@@ -79,6 +80,7 @@ CHAPTERS = {
     "06_attention_operation": ("Is it softmax?", "table_6_laptop"),
     "07_after_pretraining": ("And after pre-training?", "fig30_laptop"),
     "08_what_it_is_for": ("What is it for? Surgery on a real model", "surgery"),
+    "09_after_the_paper": ("After the paper", "after_paper"),
 }
 
 
@@ -140,6 +142,10 @@ def findings() -> dict[str, str]:
         "08_what_it_is_for": (
             f"Hide the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the second one."
         ),
+        "09_after_the_paper": (
+            f"Sink₁ with a gate on each head's output: {ours('gate_head')}; with softpick: {ours('softpick')}; with a "
+            f"learned sink logit: {ours('sink_logit')}."
+        ),
     }
 
 
@@ -157,25 +163,28 @@ def hero() -> str:
 
 
 def ledger_page() -> str:
-    """docs/ledger.md: the rules, since when they stand, and every claim."""
-    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
-    table = [
-        [row["source"], row["claim"], _human(row["paper"]), _human(row["ours"]), _human(row["interval"]), _chip(row),
-         row["holds"], "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
-         _why(row)]
-        for row in ledger.claims(PRESET).to_dict("records")
-    ]  # fmt: skip
-    counts = pd.Series([row[5] for row in table]).value_counts().sort_index()
+    """docs/ledger.md: every claim, later papers' apart, the rules, and since when they stand."""
     entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
     since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
-    return page(f"# The ledger: every conclusion of the paper on the records of `{PRESET}`",
-                ", ".join(f"{chip}: {n}" for chip, n in counts.items()), markdown(columns, table),
-                "## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or "",
-                "## Since when they stand", frozen.__doc__ or "", "\n".join(since))  # fmt: skip
+    return page(
+        *(f"# The ledger: every conclusion of the paper on the records of `{PRESET}`", _claims("paper")),
+        *("## Claims of later papers", later_claims.__doc__ or "", _claims("later")),
+        *("## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or ""),
+        *("## Since when they stand", frozen.__doc__ or "", "\n".join(since)),
+    )
 
 
-def _human(text: str) -> str:
-    return names.human(text, PRESET)
+def _claims(part: str) -> str:
+    """A part of the ledger as a table, below how many of its claims have which verdict."""
+    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
+    rows = []
+    for row in ledger.claims(PRESET, part=part).to_dict("records"):
+        effect = "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        numbers = [names.human(row[column], PRESET) for column in ("paper", "ours", "interval")]
+        claim = names.human(row["claim"], PRESET)
+        rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
+    counts = pd.Series([row[5] for row in rows]).value_counts().sort_index()
+    return ", ".join(f"{chip}: {n}" for chip, n in counts.items()) + "\n\n" + markdown(columns, rows)
 
 
 def state_part() -> str:
