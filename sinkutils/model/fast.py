@@ -134,8 +134,10 @@ def _by_head(problem: Problem, form: str) -> Tensor:
     spec = problem.spec
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
     if torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or spec.is_softmax):
-        outs = [checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
-                for head in problem.by_head()]  # fmt: skip
+        outs = [
+            checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
+            for head in problem.by_head()
+        ]
     else:
         outs = [_compute(head, form) for head in problem.by_head()]
     return torch.cat(outs, dim=1)
