@@ -847,5 +847,5 @@ def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(m
     from sinkutils.showing import readme
 
     page = readme.ledger_page()
-    assert page.count("\n| ") == len(CLAIMS) + 2 and "18.18" in page
+    assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
     assert json.loads(frozen.PATH.read_text(encoding="utf-8"))[0]["sha256"][:16] in page

@@ -79,7 +79,7 @@ def some(tmp_path_factory, corpus):
 
 
 @pytest.mark.parametrize("recorded", ["nothing", "some"])
-@pytest.mark.parametrize("path", find_notebooks(["02", "03", "04", "05", "06", "07"]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", find_notebooks(["02", "03", "04", "05", "06", "07", "09"]), ids=lambda path: path.stem)
 def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys):
     if recorded == "some":
         shutil.copytree(some, runs)

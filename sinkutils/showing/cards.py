@@ -16,7 +16,6 @@ import pandas as pd
 from IPython.display import display
 
 from sinkutils.ledger import claims as ledger
-from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.rules import (
     FAILS,
     HOLDS,
@@ -45,10 +44,10 @@ LACKING = re.compile(r"^(.+): (\d+) of (\d+) seeds( hold .*)?$")
 
 def show_verdicts(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
     """Show the card of each of these claims. Raises ValueError for an unknown id or preset."""
-    unknown = set(ids) - {claim.id for claim in CLAIMS}
+    table = pd.concat([ledger.claims(preset, runs, part) for part in ledger.PARTS]).set_index("id", drop=False)
+    unknown = set(ids) - set(table.index)
     if unknown:
-        raise ValueError(f"claims are {', '.join(claim.id for claim in CLAIMS)}; got {', '.join(sorted(unknown))}")
-    table = ledger.claims(preset, runs).set_index("id", drop=False)
+        raise ValueError(f"claims are {', '.join(table.index)}; got {', '.join(sorted(unknown))}")
     cards = [card(table.loc[id].to_dict(), ledger.checks(id, preset, runs), preset) for id in ids]
     text, page = zip(*cards, strict=True)
     display({"text/plain": "\n\n".join(text), "text/html": "\n".join(page)}, raw=True)
@@ -135,7 +134,10 @@ def _lacking(row: dict[str, Any], preset: str) -> str:
     for part in dict.fromkeys(row["reason"].split("; ")):
         found = LACKING.match(part)
         if found:
-            seeds[names.human(found[1], preset)] = found[2]
+            run = names.human(found[1], preset)
+            if found[4]:  # there are such runs, whose records do not keep what is asked
+                run += f" that keep the {names.human(found[4].removeprefix(' hold '))}"
+            seeds[run] = found[2]
         else:
             others.append(names.human(part, preset))
     waits = "; ".join(name + (f" ({count} so far)" if count != "0" else "") for name, count in seeds.items())

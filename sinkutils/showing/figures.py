@@ -180,7 +180,10 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
         panel.grid(False, axis="y")
     handles = [Line2D([], [], linestyle="", marker=SINKS[key][3], color=SINKS[key][2], markeredgecolor="black",
                       markersize=8, label=f"ours, {SINKS[key][0]}") for key in what]  # fmt: skip
-    handles.append(Line2D([], [], linestyle="", marker="D", color=PAPER_COLOR, markerfacecolor="white", label="paper"))
+    if any(row.paper.values for row in rows):
+        handles.append(
+            Line2D([], [], linestyle="", marker="D", color=PAPER_COLOR, markerfacecolor="white", label="paper")
+        )
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     return figure
 

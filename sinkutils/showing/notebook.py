@@ -186,19 +186,26 @@ def compare(
 
     what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
     """
-    rows = names.rows(item, preset, runs)
-    figure = figures.comparison(rows, what, names.axis(item))
-    symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
-    shares = [f"{row.short} {_mean(row, SHARES[key])} ({row.paper.values.get(SHARES[key], 'no number')})"
-              for key in what for row in rows if row.trained]  # fmt: skip
-    caption = (f"**{item}: {names.axis(item)}.** Left, a dot is one head of one run: its {symbols}, mean over 100 "
-               "texts; seeds lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of "
-               "heads and texts above ε: small marks are seeds, large ones their mean, diamonds the paper's 60M models."
-               )  # fmt: skip
-    alt = f"{item}, {names.axis(item)}: heads above epsilon in percent, ours and in brackets the paper's: "
-    figures.show(figure, caption, alt + "; ".join(shares), f"{slug(item)}_{preset}")
+    show_rows(names.rows(item, preset, runs), item, names.axis(item), preset, what)
     show(paper_beside_ours(item, preset, runs))
     seen.show(item, preset, keys, runs)
+
+
+def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
+    """The picture of some rows, `figures.comparison`, with its caption; axis: what the rows differ in."""
+    figure = figures.comparison(rows, what, axis)
+    symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
+    printed = any(row.paper.values for row in rows)
+    shares = [f"{row.short} {_mean(row, SHARES[key])}"
+              + f" ({row.paper.values.get(SHARES[key], 'no number')})" * printed
+              for key in what for row in rows if row.trained]  # fmt: skip
+    caption = (f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds "
+               "lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and "
+               "texts above ε: small marks are seeds, large ones their mean"
+               + ", diamonds the paper's 60M models" * printed + ".")  # fmt: skip
+    beside = " and in brackets the paper's" if printed else ""
+    alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: "
+    figures.show(figure, caption, alt + "; ".join(shares), f"{slug(title)}_{preset}")
 
 
 def _mean(row: names.Row, column: str) -> str:

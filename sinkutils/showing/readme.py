@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import isnan
 
 from sinkutils.ledger import effects, frozen, rules
+from sinkutils.ledger import later as later_claims
 from sinkutils.ledger.claims import claims
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing.tables import records
@@ -25,16 +26,17 @@ def claims_part() -> str:
 
 
 def ledger_page() -> str:
-    """docs/ledger.md: the rules, since when they stand, and every claim at the laptop preset."""
+    """docs/ledger.md: the rules, since when they stand, and every claim at the laptop preset, later papers' apart."""
     columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
-    table = [
+    paper, later = ([
         [row["source"], row["claim"], row["paper"], row["ours"], row["interval"], f"**{row['verdict']}**", row["holds"],
          "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})", row["reason"]]
-        for row in claims("laptop").to_dict("records")
-    ]  # fmt: skip
+        for row in claims("laptop", part=part).to_dict("records")
+    ] for part in ("paper", "later"))  # fmt: skip
     entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
     since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
-    return page("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, table),
+    return page("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, paper),
+                "## Claims of later papers", later_claims.__doc__ or "", markdown(columns, later),
                 "## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or "",
                 "## Since when they stand", frozen.__doc__ or "", "\n".join(since))  # fmt: skip
 

@@ -57,7 +57,11 @@ def sentences(item: str, preset: str = "laptop", key: str = "excess_1", runs: Pa
     more or less than it by the paired difference and its 95 % interval, which cannot be told from it, how many lie on
     the paper's side, the spread over seeds; always what is missing. Raises ValueError for an unknown item or preset.
     """
-    ours, shown = results(preset, runs), rows(item, preset, runs)
+    return of_rows(rows(item, preset, runs), results(preset, runs), key)
+
+
+def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[str]:
+    """`sentences` of rows that are at hand."""
     if not any(row.trained for row in shown):
         failed = any(row.runs for row in shown)
         return _missing(shown) if failed else ["None of these runs is recorded yet."]

@@ -1,0 +1,168 @@
+"""What came after the paper, for notebook 09: its variants by group, their picture, what stands in which block."""
+
+from __future__ import annotations
+
+import csv
+import html
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from IPython.display import display
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from sinkutils.ledger.results import QUANTITIES, excess, results
+from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import norm_ratio, uniform_alpha
+from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import OPEN_LMS, PAPER
+from sinkutils.showing import figures, names, notebook, seen
+from sinkutils.study.grid import resolve
+from sinkutils.study.paper import PaperRow
+
+# Runs of the paper's own variants that belong into a group too, before its own.
+BESIDE = {"a way to say nothing": ("k_bias",), "another function of the logits": ("sigmoid",),
+          "norms and values": ("post_norm",)}  # fmt: skip
+# The groups of the picture, and their marks.
+GROUPS = {"a way to say nothing": "o", "another function of the logits": "s", "norms and values": "^", "optimiser": "D"}
+LOSSES = "viridis_r"
+
+
+def sources() -> pd.DataFrame:
+    """data/paper/after_paper.csv: where each variant comes from, what its source says, what was read of it."""
+    with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
+        return pd.DataFrame(csv.DictReader(file)).set_index("name")
+
+
+def show_sources(group: str) -> None:
+    """What the papers behind a group's variants say, and in brackets what was read of them."""
+    told = sources().query("group == @group").reset_index()
+    lines = {}
+    for (title, source, says, checked), part in told.groupby(["title", "source", "says", "checked"], sort=False):
+        what = "; ".join(names.title(name) for name in part["name"])
+        what = what[0].upper() + what[1:]
+        paper = f"{title}{f', arXiv {source}' if source else ''}"
+        lines[what] = f"{says} ({paper}; read: {checked}.)"
+    page = "".join(f"<li><b>{html.escape(what)}.</b> {html.escape(line)}</li>" for what, line in lines.items())
+    text = [textwrap.fill(f"- {what}. {line}", seen.WIDTH, subsequent_indent="  ") for what, line in lines.items()]
+    display({"text/plain": "\n".join(text), "text/html": f'<ul style="max-width:60em">{page}</ul>'}, raw=True)
+
+
+def rows(group: str, preset: str = "laptop", runs: Path | str | None = None) -> list[names.Row]:
+    """The base, then the variants of a group, with the records of ours that the ledger judges.
+
+    Raises ValueError for an unknown group or preset.
+    """
+    table, ours = sources(), results(preset, runs)
+    if group not in set(table["group"]):
+        raise ValueError(f"group must be one of {', '.join(table['group'].unique())}; got {group!r}")
+    shown = ["base", *BESIDE.get(group, ()), *table.index[table["group"] == group]]
+    found = []
+    for name in dict.fromkeys(ours.label(name) for name in shown):
+        base = name == resolve("base", preset)
+        label = "the base" if base else names.title(name)
+        found.append(names.Row(PaperRow(group, label, name, {}, ""), label, name, ours.seeds(name), base))
+    return found
+
+
+def compare(
+    group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss"),
+    runs: Path | str | None = None
+) -> None:  # fmt: skip
+    """A group of variants as picture and sentences on `keys` of the ledger's quantities, as `notebook.compare`."""
+    shown, ours = rows(group, preset, runs), results(preset, runs)
+    trained = [row for row in shown if row.trained]
+    if len(trained) < 2:
+        lacking = "; ".join(row.label for row in shown if not row.trained)
+        print(textwrap.fill(f"Not recorded yet: {lacking}.", seen.WIDTH))
+        return
+    what = ("1", "star") if any("sink_star" in run.final for row in trained for run in row.trained.values()) else ("1",)
+    notebook.show_rows(shown, group[0].upper() + group[1:], "variant", preset, what)
+    seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
+
+
+def picture(preset: str = "laptop", runs: Path | str | None = None) -> Figure | None:
+    """Every variant at its sink (excess alpha_1) and its massive activations (largest element of h over the median,
+    times the untrained model's), validation loss as colour: a small mark a seed, a number their mean. None without any.
+    """
+    points = []
+    for row in (row for group in GROUPS for row in rows(group, preset, runs)):
+        for run in row.trained.values():
+            sink, peak = excess(run), QUANTITIES["peak"].read(run)
+            if sink is not None and peak is not None:
+                mark = "*" if row.base else GROUPS[row.paper.item]
+                points.append((row.label, mark, sink, peak, run.final["valid_loss"]))
+    table = pd.DataFrame(points, columns=["label", "mark", "sink", "peak", "loss"]).drop_duplicates()
+    if table["label"].nunique() < 2:
+        return None
+    figure, axis = plt.subplots(figsize=(9.2, 4.6))
+    norm = plt.Normalize(table["loss"].min(), table["loss"].quantile(0.9))  # what did not learn is off the scale
+    for mark, part in table.groupby("mark", sort=False):
+        axis.scatter(part["sink"], part["peak"], c=part["loss"], norm=norm, cmap=LOSSES, s=34, marker=mark, alpha=0.8,
+                     edgecolors=figures.PAPER_COLOR, linewidths=0.5)  # fmt: skip
+    lines = []
+    for number, (label, part) in enumerate(table.groupby("label", sort=False), start=1):
+        where = (part["sink"].mean(), float(np.exp(np.log(part["peak"]).mean())))
+        axis.annotate(str(number), where, (5, 5), textcoords="offset points", fontsize="small", weight="bold")
+        lines.append(Line2D([], [], linestyle="", marker=part["mark"].iloc[0], color=figures.PAPER_COLOR,
+                            label=f"{number} {label}"))  # fmt: skip
+    axis.axhline(float(QUANTITIES["peak"].level), color="black", linestyle="--", linewidth=1)
+    axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter("{x:g}")
+    figure.colorbar(plt.cm.ScalarMappable(norm, LOSSES), ax=axis, label="validation loss (nats a token)", extend="max")
+    figure.legend(handles=lines, loc="outside right center", fontsize="x-small")
+    return figure
+
+
+def blocks(model: TransformerLM, ids: torch.Tensor) -> pd.DataFrame:
+    """What stands in each block of a model on texts (n, T): a row a block, from 1.
+
+    sink: mean excess alpha_1 of its heads; peak: the largest element of h_1 over the sequence's median one, at its
+    output; value: the norm of v_1 over the others'; gradient: that of x_1 over those of x_2 to x_32, where it reads.
+    """
+    report = measure(model, ids)
+    assert report.hidden_peaks is not None
+    uniform = uniform_alpha(ids.shape[1])
+    alpha = report.alpha[:, 0].mean(dim=(0, 2)).numpy()
+    gradients = gradient_norms(model, ids)["input"]
+    return pd.DataFrame(
+        {
+            "sink": (alpha - uniform) / (1 - uniform),
+            "peak": report.hidden_peaks[:, 0],
+            "value": report.norm_ratio("value_norms"),
+            "gradient": [norm_ratio([row[:32]])[0] for row in gradients],
+        },
+        index=pd.RangeIndex(1, len(alpha) + 1, name="block"),
+    )
+
+
+def real_blocks(name: str) -> list[float]:
+    """Mean alpha_1 by block of a real model on natural text without a BOS, as data/open_lms has it."""
+    report = json.loads((OPEN_LMS / f"{name}.json").read_text(encoding="utf-8"))["probes"]["natural"]["text"]
+    return [float(np.mean(heads)) for heads in report["alpha"][0]]
+
+
+def along_blocks(lines: dict[str, Sequence[Sequence[float]]], ylabel: str, base: str | None = None) -> Figure | None:
+    """A quantity by block, a line a model, thin ones its seeds; lines: by label, for each seed a value a block."""
+    shown = {label: np.atleast_2d(seeds) for label, seeds in lines.items() if len(seeds)}
+    if not shown:
+        return None
+    figure, axis = plt.subplots(figsize=(8.4, 3.4))
+    colors = figures.colors_of(list(shown), base, ordered=True)
+    for index, (label, seeds) in enumerate(shown.items()):
+        where = np.arange(1, seeds.shape[1] + 1)
+        axis.plot(where, seeds.T, color=colors[label], linewidth=0.6, alpha=0.5)
+        axis.plot(where, seeds.mean(axis=0), color=colors[label], marker=figures.MARKS[index], label=label)
+    axis.axvline(2.5, color="black", linestyle="--", linewidth=1)
+    axis.set(xlabel="block", ylabel=ylabel, ylim=(min(0.0, axis.get_ylim()[0]), None))
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
