@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from math import isnan
 from typing import Any
 
@@ -53,7 +54,7 @@ def differences_part() -> str:
     """Claims that our runs do not bear out, or not all of, and why; those with the fewest checks that hold first."""
     table = ledger.claims(PRESET)
     rows = table[table["verdict"].isin((rules.NOT_REPRODUCED, rules.PARTLY))].to_dict("records")
-    rows.sort(key=lambda row: np.divide(*map(int, row["holds"].split(" of "))))
+    rows.sort(key=lambda row: Fraction(row["holds"].replace(" of ", "/")))
     lines = [f"- {_chip(row)} {row['claim']} ({row['source']}) <br> {_why(row)}" for row in rows[:DIFFERENCES]]
     more = len(rows) - DIFFERENCES
     return "\n".join([*lines, *([f"- and {more} more in [the ledger](docs/ledger.md)"] if more > 0 else [])]) or (
