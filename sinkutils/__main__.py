@@ -58,8 +58,10 @@ def note_no_records(runs: Path | None) -> None:
 
     folder = Runs(runs).folder
     if not folder.is_dir():
-        print(f"sinkutils: there are no records in {folder}: give --runs, set SINKUTILS_HOME, or train some",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"sinkutils: there are no records in {folder}: give --runs, set SINKUTILS_HOME, or train some",
+            file=sys.stderr,
+        )
 
 
 def duration(seconds: float) -> str:
@@ -115,11 +117,15 @@ def train_command(options: argparse.Namespace) -> int:
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
         return 0
     final = record.metrics["final"]
-    before = {key: f"{record.metrics['curve'][0][key]:.{digits}f} to " if isinstance(run, FinetuneConfig) else ""
-              for key, digits in (("sink_1", 2), ("valid_loss", 3))}  # fmt: skip
+    before = {
+        key: f"{record.metrics['curve'][0][key]:.{digits}f} to " if isinstance(run, FinetuneConfig) else ""
+        for key, digits in (("sink_1", 2), ("valid_loss", 3))
+    }
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
-    print(f"{name}: Sink_1 {before['sink_1']}{final['sink_1']:.2f} %{star}, valid loss {before['valid_loss']}"
-          f"{final['valid_loss']:.3f}, {record.provenance['wall_seconds']:.0f} s")  # fmt: skip
+    print(
+        f"{name}: Sink_1 {before['sink_1']}{final['sink_1']:.2f} %{star}, valid loss {before['valid_loss']}"
+        f"{final['valid_loss']:.3f}, {record.provenance['wall_seconds']:.0f} s"
+    )
     return 0
 
 

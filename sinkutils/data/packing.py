@@ -27,10 +27,14 @@ class DataConfig:
         instance("corpus", self.corpus, str)
         real("share", self.share, "in (0, 1]", high=1.0, ends="high")
         positions = self.random_positions
-        require(isinstance(positions, tuple) and all(map(is_count, positions)),
-                f"random_positions count from 1: a tuple of integers, got {positions!r}")  # fmt: skip
-        require(self.fixed_position is None or is_count(self.fixed_position),
-                f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}")  # fmt: skip
+        require(
+            isinstance(positions, tuple) and all(map(is_count, positions)),
+            f"random_positions count from 1: a tuple of integers, got {positions!r}",
+        )
+        require(
+            self.fixed_position is None or is_count(self.fixed_position),
+            f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}",
+        )
         flag("bos", self.bos)
         if self.validation is not None:
             instance("validation", self.validation, str)

@@ -41,8 +41,10 @@ def probe(
     documents.
     """
     choice("kind", kind, KINDS)
-    require(hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
-            f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}")  # fmt: skip
+    require(
+        hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
+        f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}",
+    )
     flag("bos", bos)
     integer("n", n, least=1)
     integer("length", length, least=1 + bos)

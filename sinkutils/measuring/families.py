@@ -55,8 +55,10 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
         raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
     lists = {place.group(1) if place else "" for place in places.values()}
     if len(lists) != 1 or not all(places.values()):
-        raise ValueError(f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
-                         "text decoder, a causal LM")  # fmt: skip
+        raise ValueError(
+            f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
+            "text decoder, a causal LM"
+        )
     blocks = base.get_submodule(lists.pop())
     indices = [int(place.group(2)) for place in places.values() if place]
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block

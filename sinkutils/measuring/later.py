@@ -33,8 +33,10 @@ def gate_openness(model: nn.Module, ids: Tensor) -> Tensor:
         if isinstance(query, nn.Linear) and isinstance(out, nn.Linear) and query.out_features == 2 * out.in_features:
             gates.append((query, partial(_second_half, size=2 * int(module.head_dim))))  # type: ignore[arg-type]
     if not gates:
-        raise ValueError(f"{type(model).__name__} has no output gates that are known here: give a TransformerLM with "
-                         "LMConfig(gate='head') or a model such as Qwen3-Next")  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__} has no output gates that are known here: give a TransformerLM with "
+            "LMConfig(gate='head') or a model such as Qwen3-Next"
+        )
     seen: list[Tensor] = []
     handles = [
         module.register_forward_hook(lambda _, __, out, by_head=by_head: seen.append(by_head(out).float().sigmoid()))

@@ -178,8 +178,10 @@ def check_weights(model: nn.Module) -> None:
         if weight.is_meta and not hasattr(model, "hf_device_map"):  # which offloads weights and fetches them itself
             raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
         if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
-            raise ValueError(f"model has {weight.dtype} weights ({name}), which PyTorch does not compute in: "
-                             "model.to(torch.bfloat16)")  # fmt: skip
+            raise ValueError(
+                f"model has {weight.dtype} weights ({name}), which PyTorch does not compute in: "
+                "model.to(torch.bfloat16)"
+            )
 
 
 def token_ids(config: Any, name: str) -> set[int]:

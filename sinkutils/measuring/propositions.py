@@ -102,8 +102,10 @@ def repeated_tokens(
     Raises ValueError for a position embedding that the propositions do not speak of.
     """
     if position not in PROPOSITION:
-        raise ValueError(f"position must be one of {', '.join(PROPOSITION)}; got {position!r}: the propositions are "
-                         "about embeddings that leave h^0 alone")  # fmt: skip
+        raise ValueError(
+            f"position must be one of {', '.join(PROPOSITION)}; got {position!r}: the propositions are "
+            "about embeddings that leave h^0 alone"
+        )
     config = LMConfig(vocab_size=64, context_length=length, num_layers=num_layers, num_heads=num_heads,
                       hidden_size=hidden_size, intermediate_size=2 * hidden_size, position=position)  # fmt: skip
     model = TransformerLM(config, seed).double().eval()
@@ -129,14 +131,16 @@ def propositions(length: int = 160, seed: int = 0) -> list[dict[str, Any]]:
     for position, number in PROPOSITION.items():
         seen = repeated_tokens(position, length, seed=seed)
         slack = seen.bound()[..., None] - seen.weights if position == "rotary" else None
-        rows.append({
-            "proposition": number,
-            "position": position,
-            "hidden_difference": seen.hidden_difference,
-            "closed_form_difference": float((seen.weights - seen.closed_form()).abs().max()),
-            "bound_slack": None if slack is None else float(slack.min()),
-            "premise": bool((seen.logits.diff(dim=-1) <= 1e-12).all()) if number in (2, 3) else None,
-            "first_token": float(seen.weights[:, :, 1:, 0].max()),
-            "alpha_1": float(seen.weights[..., 0].mean(dim=-1).max()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "proposition": number,
+                "position": position,
+                "hidden_difference": seen.hidden_difference,
+                "closed_form_difference": float((seen.weights - seen.closed_form()).abs().max()),
+                "bound_slack": None if slack is None else float(slack.min()),
+                "premise": bool((seen.logits.diff(dim=-1) <= 1e-12).all()) if number in (2, 3) else None,
+                "first_token": float(seen.weights[:, :, 1:, 0].max()),
+                "alpha_1": float(seen.weights[..., 0].mean(dim=-1).max()),
+            }
+        )
     return rows

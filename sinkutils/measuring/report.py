@@ -182,10 +182,12 @@ class Report:
             "epsilons": list(self.epsilons),
             "layers": list(self.layers),
             "excess": {f"{k}": round(self.excess(k), digits) for k in keys},
-            "interval": {f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)]
-                                  for eps in self.epsilons} for k in keys},
+            "interval": {
+                f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)] for eps in self.epsilons}
+                for k in keys
+            },
             "alpha": _rounded(self.alpha.mean(dim=0), digits),
-        }  # fmt: skip
+        }
         if self.star is not None:
             result["sink_star"] = sink.pop("star")
             result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)

@@ -93,8 +93,10 @@ def _scorer_class() -> type:
         def _score(self, choices: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
             """The choices of one question in one batch, padded behind their end, which a causal LM does not see."""
             device = next(self.model.parameters()).device
-            rows = [torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
-                    for context, continuation in choices]  # fmt: skip
+            rows = [
+                torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
+                for context, continuation in choices
+            ]
             inputs = pad_sequence([row[:-1] for row in rows], batch_first=True)
             # A long continuation loses its beginning.
             starts = [max(0, len(row) - 1 - len(choice[1])) for row, choice in zip(rows, choices, strict=True)]

@@ -203,8 +203,10 @@ def chosen_shares(
     if mix is not None:
         parts, plain = halves(q, spec)
         masses = (fast.log_mass(part, k, plain, distance_bias=distance_bias).float()[..., None] for part in parts)
-        first, second = (chosen_shares(part, k, columns, plain, mass, distance_bias=distance_bias)[0]
-                         for part, mass in zip(parts, masses, strict=True))  # fmt: skip
+        first, second = (
+            chosen_shares(part, k, columns, plain, mass, distance_bias=distance_bias)[0]
+            for part, mass in zip(parts, masses, strict=True)
+        )
         return (first - mix * second).abs() * torch.exp(-mass), None
     # phi in the model's own precision, everything after it in float32.
     phi_q, phi_k = features(q, spec, mlp).float(), features(k[:, :, columns], spec, mlp).float()

@@ -300,8 +300,10 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    require(k.shape == q.shape and v.shape == q.shape, "k and v must have the shape of q, "
-             f"{tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+    require(
+        k.shape == q.shape and v.shape == q.shape,
+        f"k and v must have the shape of q, {tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}",
+    )
     require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
     _, heads, length, head_dim = q.shape
     needs_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
@@ -319,6 +321,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
     if given.distance_bias is not None:
         rows, distances = given.distance_bias.shape if given.distance_bias.ndim == 2 else (0, 0)
-        require(rows in (1, heads),
-                f"distance_bias must have shape (1 or {heads}, T), got {tuple(given.distance_bias.shape)}")  # fmt: skip
+        require(
+            rows in (1, heads),
+            f"distance_bias must have shape (1 or {heads}, T), got {tuple(given.distance_bias.shape)}",
+        )
         require(distances >= length, f"distance_bias covers {distances} distances, the sequence has {length}")

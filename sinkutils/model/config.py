@@ -72,16 +72,24 @@ class LMConfig:
         require(
             not rotary or self.head_dim % 2 == 0, f"position='rotary' needs an even head dimension, got {self.head_dim}"
         )
-        require(not spec.differential or self.head_dim % (4 if rotary else 2) == 0,
-                "differential attention halves each head: its dimension must be a multiple of 2, with rotary positions "
-                f"of 4; got {self.head_dim}")  # fmt: skip
-        require(spec.prefix <= self.context_length,
-                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}")  # fmt: skip
-        require((spec.bias_dims or 1) <= self.head_dim,
-                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}")  # fmt: skip
-        require(spec.prefix == 1 or self.position not in ADDED_TO_LOGITS,
-                f"position={self.position!r} has no bias for keys after the query, which a prefix of {spec.prefix} "
-                "shows: use rotary, nope, absolute or learnable")  # fmt: skip
+        require(
+            not spec.differential or self.head_dim % (4 if rotary else 2) == 0,
+            "differential attention halves each head: its dimension must be a multiple of 2, with rotary positions "
+            f"of 4; got {self.head_dim}",
+        )
+        require(
+            spec.prefix <= self.context_length,
+            f"prefix must be at most context_length={self.context_length}, got {spec.prefix}",
+        )
+        require(
+            (spec.bias_dims or 1) <= self.head_dim,
+            f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}",
+        )
+        require(
+            spec.prefix == 1 or self.position not in ADDED_TO_LOGITS,
+            f"position={self.position!r} has no bias for keys after the query, which a prefix of {spec.prefix} "
+            "shows: use rotary, nope, absolute or learnable",
+        )
 
     @property
     def head_dim(self) -> int:

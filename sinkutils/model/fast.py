@@ -66,6 +66,16 @@ class Problem(NamedTuple):
             yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
 
+class Block(NamedTuple):
+    """Queries start, .., stop - 1 of a sequence under an operation."""
+
+    spec: AttentionSpec
+    distance_bias: Tensor | None
+    start: int
+    stop: int
+    length: int  # of the sequence
+
+
 def choose_form(
     spec: AttentionSpec, device: str, dtype: torch.dtype, length: int, head_dim: int, position_term: bool = False
 ) -> str:
@@ -134,8 +144,10 @@ def _by_head(problem: Problem, form: str) -> Tensor:
     spec = problem.spec
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
     if torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or spec.is_softmax):
-        outs = [checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
-                for head in problem.by_head()]  # fmt: skip
+        outs = [
+            checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
+            for head in problem.by_head()
+        ]
     else:
         outs = [_compute(head, form) for head in problem.by_head()]
     return torch.cat(outs, dim=1)
@@ -160,7 +172,7 @@ def _compute(problem: Problem, form: str) -> Tensor:
     if form == "linear":
         return _linear(q, k, v, spec, star)
     if form == "dense":
-        return _block(q, k, v, spec, distance_bias, 0, length)
+        return _block(q, k, v, Block(spec, distance_bias, 0, length, length))
     if form == "flex":
         return flash.flex(q, k, v, spec, distance_bias, star)
     return _blocks(q, k, v, spec, distance_bias)
@@ -204,8 +216,8 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         blocks = []
         for start in range(0, length, BLOCK):
-            rows = q[:, :, start : start + BLOCK]
-            logits = _logits(rows, _seen_keys(k, rows, spec, start, length), spec, distance_bias, start, length)
+            block = Block(spec, distance_bias, start, min(start + BLOCK, length), length)
+            logits = _logits(q[:, :, start : block.stop], _seen_keys(k, block), block)
             blocks.append((spec.f.mass or spec.f.log)(logits).logsumexp(dim=-1))
         return torch.cat(blocks, dim=-1)
 
@@ -217,9 +229,9 @@ def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias:
     with torch.autocast(q.device.type, enabled=False):
         k, even, odd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
         for start in range(0, length, BLOCK):
-            rows = [part[:, :, start : start + BLOCK] for part in (even, odd)]
-            seen = _seen_keys(k, rows[0], plain, start, length)
-            first, second = (_logits(x, seen, plain, distance_bias, start, length).softmax(dim=-1) for x in rows)
+            block = Block(plain, distance_bias, start, min(start + BLOCK, length), length)
+            seen = _seen_keys(k, block)
+            first, second = (_logits(x[:, :, start : block.stop], seen, block).softmax(dim=-1) for x in (even, odd))
             blocks.append((first - mix * second).abs().sum(dim=-1).log())
     return torch.cat(blocks, dim=-1)
 
@@ -298,79 +310,77 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
     """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
-    length, blocks = q.shape[2], []
+    length, outs = q.shape[2], []
     rows = max(BLOCK, ROWS // (q.shape[0] * q.shape[1]))
     for start in range(0, length, rows):
-        inputs = (q[:, :, start : start + rows], k, v, spec, distance_bias, start, length)
+        block = Block(spec, distance_bias, start, min(start + rows, length), length)
+        inputs = (q[:, :, block.start : block.stop], k, v, block)
         if torch.is_grad_enabled():
-            blocks.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
+            outs.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            blocks.append(_block(*inputs))
-    return torch.cat(blocks, dim=2)
+            outs.append(_block(*inputs))
+    return torch.cat(outs, dim=2)
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
-) -> Tensor:
-    """The output of queries start, start + 1, .. (B, H, R, D) of `length` against the S keys and values."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if distance_bias is not None and q.dtype != wide:  # bfloat16 has no odd distances beyond 256
+def _block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+    """The output of a block's queries, (B, H, R, D), against the S keys and values of the sequence."""
+    wide, spec = torch.promote_types(q.dtype, torch.float32), block.spec
+    if block.distance_bias is not None and q.dtype != wide:  # bfloat16 has no odd distances beyond 256
         with torch.autocast(q.device.type, enabled=False):
-            return _block(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias, start, length).to(v.dtype)
-    k, v = _seen_keys(k, q, spec, start, length), _seen_keys(v, q, spec, start, length)
+            return _block(q.to(wide), k.to(wide), v.to(wide), block).to(v.dtype)
+    k, v = _seen_keys(k, block), _seen_keys(v, block)
     if spec.is_softmax and not _slow_kernel(q.device.type, q.dtype):
-        return F.scaled_dot_product_attention(q, k, v, _bias(q, k, spec, distance_bias, start, length)[0][None])
-    logits = _logits(q, k, spec, distance_bias, start, length)
-    if spec.is_softmax and distance_bias is None:
+        return F.scaled_dot_product_attention(q, k, v, _bias(q, k, block)[0][None])
+    logits = _logits(q, k, block)
+    if spec.is_softmax and block.distance_bias is None:
         return logits.softmax(dim=-1) @ v
     if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
     if spec.similarity == "softpick":
-        shown = ~_bias(q, k, spec, None, start, length)[1]
+        shown = ~_bias(q, k, block._replace(distance_bias=None))[1]
         return normalise(logits, shown, replace(spec, scale=1.0)).to(v.dtype) @ v
     sim = spec.f.value(logits)
     return divide(sim @ v, None if spec.normalizer == "length" else normalizer(sim, spec))
 
 
-def _bounds(rows: int, spec: AttentionSpec, start: int, length: int) -> tuple[int, int]:
-    """The range of the sequence's own keys that contains all that queries start..start + rows - 1 see."""
-    low = 0 if spec.window is None else max(0, start - spec.window + 1)
-    return low, min(length, max(start + rows, spec.prefix))
+def _bounds(block: Block) -> tuple[int, int]:
+    """The range of the sequence's own keys that contains all that the queries of a block see."""
+    window = block.spec.window
+    low = 0 if window is None else max(0, block.start - window + 1)
+    return low, min(block.length, max(block.stop, block.spec.prefix))
 
 
-def _seen_keys(x: Tensor, q: Tensor, spec: AttentionSpec, start: int, length: int) -> Tensor:
+def _seen_keys(x: Tensor, block: Block) -> Tensor:
     """What the queries of a block may see of keys or values (B, H, S, D); k*, if any, stays in front."""
-    low, high = _bounds(q.shape[2], spec, start, length)
-    star = x.shape[2] - length
+    low, high = _bounds(block)
+    star = x.shape[2] - block.length
     if low == 0 or star == 0:
         return x[:, :, low : star + high]
     return torch.cat([x[:, :, :star], x[:, :, star + low : star + high]], dim=2)
 
 
-def _logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int) -> Tensor:
+def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
     """s_ij (B, H, R, S) of a block's queries and the keys of `_seen_keys`; f of a hidden one is zero."""
     batch, heads, _, head_dim = q.shape
-    bias, hidden = _bias(q, k, spec, distance_bias, start, length)
+    bias, hidden = _bias(q, k, block)
     bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
     logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
     logits = logits.unflatten(0, (batch, heads))
-    return logits.masked_fill(hidden, 0) if spec.hidden_is_zero else logits
+    return logits.masked_fill(hidden, 0) if block.spec.hidden_is_zero else logits
 
 
-def _bias(
-    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, start: int, length: int
-) -> tuple[Tensor, Tensor]:
+def _bias(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """What is added to a block's logits, (1 or H, R, S): g, and -inf (0 where f(0) = 0) at the keys `hidden` (R, S)."""
-    size = q.shape[2]
-    low, high = _bounds(size, spec, start, length)
+    spec, distance_bias, start, stop, _ = block
+    low, high = _bounds(block)
     star = k.shape[2] - (high - low)
-    rows, columns = (torch.arange(*bounds, device=q.device) for bounds in ((start, start + size), (low, high)))
+    rows, columns = (torch.arange(*bounds, device=q.device) for bounds in ((start, stop), (low, high)))
     hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # every query sees k*
-    bias = q.new_zeros(1, size, k.shape[2])
+    bias = q.new_zeros(1, stop - start, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
-        line = distance_bias[:, torch.arange(start - high + 1, start + size - low, device=q.device).clamp(min=0)]
+        line = distance_bias[:, torch.arange(start - high + 1, stop - low, device=q.device).clamp(min=0)]
         bias = F.pad(line.to(q.dtype).unfold(-1, high - low, 1).flip(-1), (star, 0))
     return bias if spec.hidden_is_zero else bias.masked_fill(hidden, -torch.inf), hidden

@@ -144,25 +144,6 @@ def along_training(
     return figure
 
 
-def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = "sink_1") -> Figure:
-    """Train and validation loss and a sink metric along one run (Fig. 4 middle, Fig. 28)."""
-    frame = pd.DataFrame(curve)
-    figure, losses = plt.subplots()
-    colors = sns.color_palette("colorblind")
-    losses.plot(frame["step"], frame["train_loss"], color=colors[0], label="train loss")
-    losses.plot(frame["step"], frame["valid_loss"], color=colors[0], linestyle="--", label="valid loss")
-    losses.set(xlabel="optimisation step", ylabel="loss (nats a token)", title=title)
-    sinks = losses.twinx()
-    label = STAR_LABEL if sink == "sink_star" else SINK_LABEL
-    sinks.plot(frame["step"], frame[sink], color=colors[1], label=label.split(" (")[0])
-    sinks.set(ylabel=label, ylim=(0, max(5.0, 1.1 * frame[sink].max())))
-    sinks.grid(False)
-    sinks.yaxis.label.set_color(colors[1])
-    handles = [*losses.get_legend_handles_labels()[0], *sinks.get_legend_handles_labels()[0]]
-    losses.legend(handles=handles, loc="center right")
-    return figure
-
-
 def attention_map(weights: Any, title: str = "", tokens: Sequence[str] | None = None) -> Figure:
     """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show.
 

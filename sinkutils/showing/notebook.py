@@ -202,18 +202,6 @@ def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
     _display(text, frame.to_html(index=index, na_rep="-"))
 
 
-def show_claims(ledger: pd.DataFrame) -> None:
-    """Show the ledger, the same on every run: as HTML a row a claim, as text a paragraph a claim."""
-    paragraphs = [
-        f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}\n"
-        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}; {row['reason']}"
-        for _, row in ledger.iterrows()
-    ]
-    columns = ["verdict", "claim", "source", "paper", "ours", "holds", "reason"]
-    with pd.option_context("display.max_colwidth", None):
-        _display("\n".join(paragraphs), ledger[columns].to_html(index=False, justify="left"))
-
-
 def _display(text: str, html: str) -> None:
     # A page scrolls an HTML table that is wide, and wraps lines of text; a console, a diff and nbval read the text.
     display({"text/plain": text, "text/html": html}, raw=True)

@@ -136,5 +136,7 @@ def _array(where: str, value: Any, axes: int, least: float, most: float) -> None
     except ValueError:  # rows of unequal length
         array = np.asarray(None)
     good = array.ndim == axes and array.size and array.dtype.kind in "iuf"
-    require(bool(good and least <= array.min() and array.max() <= most),
-            f"{where} must be numbers in {least:g}..{most:g} with {axes} axes")  # fmt: skip
+    require(
+        bool(good and least <= array.min() and array.max() <= most),
+        f"{where} must be numbers in {least:g}..{most:g} with {axes} axes",
+    )

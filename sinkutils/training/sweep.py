@@ -87,8 +87,10 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
         return (kind,) * jobs
     gpus = torch.cuda.device_count()
     if asked is None and kind == "cuda" and not gpus:
-        raise ValueError(f"preset {preset_name!r} is made for a GPU and there is none here: --engine slurm or ray asks "
-                         "a cluster for one, --device cpu trains here all the same")  # fmt: skip
+        raise ValueError(
+            f"preset {preset_name!r} is made for a GPU and there is none here: --engine slurm or ray asks "
+            "a cluster for one, --device cpu trains here all the same"
+        )
     if asked is not None:
         find_device(asked)
     return spread(jobs, gpus) if asked in (None, "cuda") else (kind,) * jobs
