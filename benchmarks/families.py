@@ -346,14 +346,17 @@ def page(results: list[Result]) -> str:
         "",
         "| family | class | how | alpha | logits | remarks |",
         "|---|---|---|---|---|---|",
-        *(f"| {r.family} | {CLASSES[r.family]} | {r.path} | {at_most(r.alpha)} | {at_most(r.logits)} | {r.remarks} |"
-          for r in measured),
+        *(
+            f"| `{r.family}` | `{CLASSES[r.family]}` | {r.path} | {at_most(r.alpha)} | {at_most(r.logits)} "
+            f"| {r.remarks} |"
+            for r in measured
+        ),
         "",
         "## Without numbers, and why",
         "",
         "| family | class | reason |",
         "|---|---|---|",
-        *(f"| {r.family} | {CLASSES[r.family]} | {r.refused} |" for r in refused),
+        *(f"| `{r.family}` | `{CLASSES[r.family]}` | {r.refused} |" for r in refused),
         "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -8,12 +8,14 @@ exclude_patterns = [".*", "book", "build", "data"]  # not looked through: they a
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = project
+html_static_path = ["static"]
+html_css_files = ["book.css"]
 html_use_index = False
 html_show_search_summary = False  # it would fetch the pages found, which a browser refuses to a file
 html_context = {"default_mode": "auto"}
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,9 @@ pytest.importorskip("selenium", reason="selenium is not installed here: make bro
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+ROOT = Path(__file__).resolve().parent.parent
+SHOTS = ROOT / "build" / "screenshots"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed")
 # Everything Chromium would do over the network of its own accord is off.
@@ -48,4 +52,4 @@ def requests(driver: webdriver.Chrome) -> set[str]:
     """The addresses that pages have asked for since it was last asked here, without those of Chromium's own new tab."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome:")}
+    return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")}

@@ -41,7 +41,7 @@ def record(folder, name, sinks, star=None, steps=STEPS):
 def test_a_film_shows_what_records_keep_and_names_what_is_missing(tmp_path):
     runs = {"BOS first": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)), "sigmoid": None}
     film = interactive.film(runs)
-    assert "BOS first: 0 % before the first step, 50 % at the end" in film.caption
+    assert "BOS first, 0 % before the first step and 50 % at the end" in film.caption
     assert "Not recorded yet: sigmoid" in film.caption and len(film.data["runs"]) == 1
     (run,) = film.data["runs"]
     assert [np.array(frame) / (len(PALETTE) - 1) for frame in run["frames"]][2] == pytest.approx(0.5, abs=0.02)
@@ -52,7 +52,7 @@ def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
     runs = {"base": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)),
             "K biases": record(tmp_path, "k_bias", (0.0, 0.0, 0.0), star=(5.0, 40.0, 75.0))}  # fmt: skip
     film = interactive.film(runs, k="*")
-    assert "K biases: 5 % before the first step, 75 % at the end" in film.caption
+    assert "K biases, 5 % before the first step and 75 % at the end" in film.caption
     assert "Without k∗: base." in film.caption and len(film.data["runs"]) == 1
     other = record(tmp_path, "sigmoid", (0.0, 1.0, 2.0), steps=(0, 50, 100))
     with pytest.raises(ValueError, match="the same steps"):
@@ -61,7 +61,13 @@ def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
 
 def test_a_threshold_reads_what_was_measured():
     measured = {
-        T: {"T": T, "floor": 0.1, "alpha": [[[0.5, 0.1], [0.9, 0.2]]], "sink": {"1": {"0.2": 75.0, "0.3": 50.0}}}
+        T: {
+            "T": T,
+            "floor": 0.1,
+            "samples": 9,
+            "alpha": [[[0.5, 0.1], [0.9, 0.2]]],
+            "sink": {"1": {"0.2": 75.0, "0.3": 50.0}},
+        }
         for T in (8, 64)
     }
     picture = interactive.threshold(measured, "a model")

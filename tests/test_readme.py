@@ -1,37 +1,69 @@
-"""README's numbers, and those of the generated pages, are those of the records."""
+"""README and docs/: what is generated is that of the records, and no identifier of code stands outside code."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from sinkutils.ledger import rules
 from sinkutils.showing import readme
-from sinkutils.showing.readme import PAGES, PARTS, render
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 from sinkutils.study.store import Runs
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|<img [^>]*>|https?://\S+", re.MULTILINE | re.DOTALL)
+IDENTIFIER = re.compile(
+    r"(?<![\w/.])(?!(?:Sink|alpha|\w)_)[a-zA-Z]+(?:_[a-z0-9]+)+(?![\w/])"
+)  # x_1, alpha_k are symbols
 
 
 def test_what_is_generated_is_up_to_date():
     status = ["git", "status", "--porcelain", "--untracked-files=all", "--", "data/runs/laptop"]
     if subprocess.run(status, cwd=ROOT, capture_output=True).stdout:
         pytest.skip("there are records here that are not committed")
-    text = (ROOT / "README.md").read_text()
-    assert all(f"<!-- begin {name} -->" in text for name in PARTS)
-    assert render(text) == text, "run: python -m sinkutils readme"
-    for name, make in PAGES.items():
-        assert make() == (ROOT / "docs" / f"{name}.md").read_text(), "run: python -m sinkutils readme"
+    marked = "".join((ROOT / name).read_text(encoding="utf-8") for name in readme.WITH_PARTS)
+    assert {f"<!-- begin {name} -->" for name in readme.PARTS} == set(re.findall("<!-- begin .* -->", marked))
+    stale = [name for name, text in readme.generated().items() if (ROOT / name).read_text(encoding="utf-8") != text]
+    assert stale == [], "run: python -m sinkutils readme"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_identifier_stands_outside_code(path):
+    text = CODE.sub(" ", path.read_text(encoding="utf-8"))
+    assert set(IDENTIFIER.findall(text)) == set()
+
+
+def test_readme_is_short_and_links_to_every_page():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    linked = set(re.findall(r"\]\((?:\.\./)?([\w./-]+)\)", text))
+    assert {path.relative_to(ROOT).as_posix() for path in PAGES} - {"README.md"} <= linked
+    assert all((ROOT / link).exists() for link in linked)
 
 
 def test_the_state_says_what_is_recorded_and_what_is_missing(runs, monkeypatch):
     every = len(Runs().missing("laptop"))
-    assert f"the number of seeds: none. The sweep is under way, {every} runs are missing" in readme.state_part()
+    assert f"0 runs of 0 experiments, recipe 2. {every} runs are missing" in readme.state_part()
     metrics = {"status": "done", "reason": None, "curve": [], "final": {"step": 1, "sink_1": 30.0, "valid_loss": 3.0}}
     for seed in (0, 1):
         write_record(record_folder("laptop", "fixed_1", seed), config("fixed_1", "laptop", seed), metrics, {})
-    assert f"seeds: fixed_1 (2). The sweep is under way, {every - 2} runs are missing" in readme.state_part()
-    assert "| fixed_1 | Table 10 right | 2 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
+    assert f"2 runs of 1 experiments, recipe 2. {every - 2} runs are missing" in readme.state_part()
+    assert "| Table 10 right | 2 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
+    assert "ends at 30.0 % (2 seeds); one that meets any first token, at not recorded yet" in readme.notebooks_part()
     monkeypatch.setattr(Runs, "missing", lambda store, preset: [])
-    assert "All 1 experiments of `laptop` are recorded" in readme.state_part()
+    assert "All of the study at `laptop` is recorded: 2 runs" in readme.state_part()
+
+
+def test_differences_are_the_claims_that_do_not_hold_the_worst_first(monkeypatch):
+    table = readme.ledger.claims("laptop").iloc[:4].copy()
+    table["verdict"] = [rules.PARTLY, rules.REPRODUCED, rules.NOT_REPRODUCED, rules.NOT_RUN]
+    table["holds"] = ["2 of 3", "2 of 2", "0 of 3", "0 of 1"]
+    monkeypatch.setattr(readme.ledger, "claims", lambda preset: table)
+    monkeypatch.setattr(readme.cards, "reason", lambda row, checks, preset: row["id"])
+    lines = readme.differences_part().splitlines()
+    assert [line.split("<br> ")[1] for line in lines] == [table["id"].iloc[2], table["id"].iloc[0]]
+    table["verdict"] = rules.REPRODUCED
+    assert readme.differences_part() == "Of what is recorded so far, nowhere."

@@ -5,8 +5,9 @@ when no record of section 8 existed, by the same rules; records that an earlier 
 (`frozen.ledgers`). Their checks are corrected for their number among themselves, apart from the paper's own.
 
 Massive activations are here an element of the hidden state that is large beside the median one ("peak"), which even
-the models of a laptop have; the norms of the paper's figures (key "hidden") barely show it at that size. A gate or an
-optimiser that a source tried at a billion parameters may do something else at ours: a verdict is about ours.
+the models of a laptop have; the norms of the paper's figures (key "hidden") barely show it at that size. That was seen
+on the base's weights at seed 0 before the claims were written; no variant had been trained. A gate or an optimiser that
+a source tried at a billion parameters may do something else at ours: a verdict is about ours.
 """
 
 from __future__ import annotations

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import base64
+import xml.etree.ElementTree as ET
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.open_lms import recorded
 from sinkutils.showing import svg
-from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Interactive
+from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Picture
 
 MOST = 80_000  # weights that a picture carries, a byte each before they are packed
 SIDE = 350  # of the map
 
 
-def explore(
-    model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: Any = None, length: int = 32
-) -> Interactive:
+def explore(model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: Any = None, length: int = 32) -> Picture:
     """An explorer of a model's attention: choose a head by its alpha_1, see its map with tokens, follow a query.
 
     ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
@@ -38,9 +38,19 @@ def explore(
     return maps(weights, pairs, tokens, name, report.alpha.shape[-1])
 
 
+def recorded_maps(name: str, length: int = 24) -> Picture:
+    """`explore` without the model: the heads whose maps data/open_lms keeps. Raises ValueError for an unknown name."""
+    kept = recorded(name)
+    heads = kept["maps"]["heads"]
+    weights = [[row + [0.0] * (length - len(row)) for row in head["rows"][:length]] for head in heads]
+    tokens = [token.strip() or "␣" for token in kept["maps"]["tokens"][:length]]
+    pairs = [(head["layer"], head["head"]) for head in heads]
+    return maps(np.array([weights]), pairs, [tokens], kept["about"]["title"], 1)
+
+
 def maps(
     weights: np.ndarray, heads: Sequence[tuple[int, int]], tokens: Sequence[Sequence[str]], name: str, columns: int
-) -> Interactive:
+) -> Picture:
     """The picture of `explore` from maps that are there already; starts at the head with the largest alpha_1.
 
     weights: (texts, heads, T, T); heads: block and head of each, from 0; tokens: their names, text by text; columns:
@@ -50,46 +60,21 @@ def maps(
     best, levels, below = int(alpha[0].argmax()), svg.shade(np.sqrt(weights)), np.tril_indices(weights.shape[-1])
     packed = zlib.compress(levels[..., below[0], below[1]].astype(np.uint8).tobytes(), 9)
     blocks = [heads[i][0] + 1 for i in range(0, len(heads), columns)]
-    top, size, cell = 96, SIDE / length, min(150 / columns, SIDE / len(blocks), 26)
+    top, cell = 96, min(150 / columns, SIDE / len(blocks), 26)
     left, right, root = 34, WIDTH - SIDE - 4, svg.canvas(490)
     title = f"block {heads[best][0] + 1}, head {heads[best][1] + 1}: α₁ = {alpha[0, best]:.2f}"
     svg.text(root, title, left, 20, part="title", font_weight="bold")
     svg.text(root, "α₁ by head", left, top - 8)
     svg.grid(root, svg.shade(alpha[0]).reshape(-1, columns), left, top, cell, part="heads")
     frame = svg.add(root, "g", transform=f"translate({left} {top}) scale({cell:.3f})")
-    svg.add(
-        frame,
-        "rect",
-        x=best % columns,
-        y=best // columns,
-        width=1,
-        height=1,
-        fill="none",
-        stroke=BASE,
-        stroke_width=3 / cell,
-        data_part="chosen",
-    )
+    box = {"width": 1, "height": 1, "fill": "none", "stroke": BASE, "stroke_width": 3 / cell}
+    svg.add(frame, "rect", x=best % columns, y=best // columns, data_part="chosen", **box)
     for row in range(len(blocks)) if cell > 20 else sorted({0, len(blocks) // 2, len(blocks) - 1}):
         svg.text(root, f"{blocks[row]}", left - 6, top + cell * (row + 0.5) + 4, text_anchor="end", fill=GREY)
-    svg.grid(root, np.where(np.tri(length, dtype=bool), levels[0, best], -1), right, top, size, part="map")
+    size = token_map(root, weights[0, best], tokens[0], right, top, SIDE)
     frame = svg.add(root, "g", transform=f"translate({right} {top}) scale({size:.3f})")
-    svg.add(
-        frame,
-        "rect",
-        x=0,
-        y=length - 1,
-        width=length,
-        height=1,
-        fill="none",
-        stroke=GREEN,
-        stroke_width=1.5 / size,
-        data_part="query",
-    )
-    small = {"font_size": min(12.0, 0.95 * size), "font_family": "monospace"}
-    for i, token in enumerate(tokens[0]):
-        x = right + size * (i + 0.75)
-        svg.text(root, token, right - 5, top + size * (i + 0.78), part=f"query{i}", text_anchor="end", **small)
-        svg.text(root, token, x, top - 5, part=f"key{i}", transform=f"rotate(-90 {x:.1f} {top - 5})", **small)
+    box = {"width": length, "height": 1, "fill": "none", "stroke": GREEN, "stroke_width": 1.5 / size}
+    svg.add(frame, "rect", x=0, y=length - 1, data_part="query", **box)
     shares = (levels[0, best, -1] / (len(PALETTE) - 1)) ** 2
     most = np.argsort(-shares, kind="stable")[:3]
     looks = ", ".join(f"{j + 1} “{tokens[0][j]}” {shares[j]:.2f}" for j in most)
@@ -113,7 +98,38 @@ def maps(
         f"{alpha[0].mean():.2f}. Click a head, point at a row."
     )
     alt = f"Attention map of {title}, with tokens on both axes, beside the attention of heads to the first token"
-    return Interactive("explorer", root, alt, caption, data)
+    return Picture(root, alt, caption, "explorer", data)
+
+
+def side_by_side(
+    maps: Mapping[str, np.ndarray], tokens: Sequence[str], caption: str, alt: str, below: str = ""
+) -> Picture:
+    """Two attention maps of one text by their titles, each (T, T) or, with k* before the text, (T, T + 1)."""
+    root, side = svg.canvas(380), 262.0
+    for left, (title, weights) in zip((82, 366), maps.items(), strict=True):
+        token_map(root, weights, tokens, left, 96, side, queries=left < 100)
+        svg.text(root, title, left, 18, font_weight="bold")
+    svg.text(root, below, 82, 376, fill=GREY)
+    return Picture(root, alt, caption)
+
+
+def token_map(
+    root: ET.Element, weights: np.ndarray, tokens: Sequence[str], x: float, y: float, side: float, queries: bool = True
+) -> float:
+    """Draw A_ij with its tokens above and, for `queries`, left; hidden keys stay white. Returns a cell's size.
+
+    weights: (T, T), or (T, T + 1) with k* before the text.
+    """
+    length, columns = weights.shape
+    size, extra = side / columns, columns - length
+    svg.grid(root, np.where(np.tri(length, columns, extra), svg.shade(np.sqrt(weights)), -1), x, y, size, part="map")
+    small = {"font_size": min(12.0, 0.95 * size), "font_family": "monospace"}
+    for i, token in enumerate(["k∗"] * extra + list(tokens)):
+        above = x + size * (i + 0.75)
+        svg.text(root, token, above, y - 5, part=f"key{i}", transform=f"rotate(-90 {above:.1f} {y - 5:.1f})", **small)
+    for i, token in enumerate(tokens if queries else ()):
+        svg.text(root, token, x - 5, y + size * (i + 0.78), part=f"query{i}", text_anchor="end", **small)
+    return size
 
 
 def label(token: int, tokenizer: Any) -> str:

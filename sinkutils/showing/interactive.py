@@ -10,14 +10,14 @@ import numpy as np
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.showing import svg
 from sinkutils.showing.diagrams import HIDDEN, regions
-from sinkutils.showing.svg import BASE, COLORS, GREEN, GREY, INK, PALETTE, SINK, Interactive
+from sinkutils.showing.svg import BASE, COLORS, GREEN, GREY, INK, PALETTE, SINK, Picture
 from sinkutils.study.record import Record
 
 LINES = [BASE, *COLORS[2:]]
 NOTHING, MATCHING = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0), 5.0  # logits of k* and five keys: none matches; one does
 
 
-def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 7) -> Interactive | None:
+def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 7) -> Picture | None:
     """Emergence played back: every head's mean attention to token k along training, a row of pictures a run.
 
     runs: by the name to show; those that are None, failed, or have no k* are named in the caption. k: 1 to 4, or
@@ -86,26 +86,27 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     svg.line(root, right, bottom - 96, right, bottom + 4, part="playhead", stroke=INK, stroke_width=1.5)
     svg.text(root, f"step {steps[-1]:,}", 526, bottom - 40, part="step", font_weight="bold")
     ends = "; ".join(
-        f"{name}: {run['sinks'][0]:.0f} % before the first step, {run['sinks'][-1]:.0f} % at the end"
+        f"{name}, {run['sinks'][0]:.0f} % before the first step and {run['sinks'][-1]:.0f} % at the end"
         for name, run in zip(shown, data["runs"], strict=True)
     )
     target = "the bias k∗" if k == "*" else f"token {k}"
     caption = (
         f"How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention "
-        f"it gives to {target}; the line is the share of heads that give it more than 0.3. {ends}. One seed a run."
+        f"it gives to {target}; the line is the share of heads that give it more than 0.3: {ends}. One seed a run."
         + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
     alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at " + " and ".join(
         f"{run['sinks'][-1]:.0f} % ({name})" for name, run in zip(shown, data["runs"], strict=True)
     )
-    return Interactive("film", root, alt, caption, data)
+    return Picture(root, alt, caption, "film", data)
 
 
-def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int = 64, eps: float = 0.3) -> Interactive:
+def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int = 64, eps: float = 0.3) -> Picture:
     """Every head's alpha_1 against a threshold: what eps and T do to Sink_1 (Fig. 3).
 
-    lengths: by T, a report's `to_dict` or a part of it with "alpha" (targets, layers, heads), "sink" by k and eps, "T"
-    and "floor", such as the section "lengths" of data/open_lms. Raises ValueError for a length or eps it does not have.
+    lengths: by T, a report's `to_dict` or a part of it with "alpha" (targets, layers, heads), "sink" by k and eps,
+    "T", "floor" and "samples", such as the section "lengths" of data/open_lms. Raises ValueError for a
+    length or eps it does not have.
     """
     rows = [row for _, row in sorted(lengths.items(), key=lambda item: int(item[0]))]
     epsilons = sorted(float(eps) for eps in rows[0]["sink"]["1"])
@@ -155,19 +156,20 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     svg.line(root, left, y, right, y, part="epsilon", stroke=INK, stroke_width=1.5)
     read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][data['epsilon']]:.1f} %"
     svg.text(root, read, left, 20, part="read", font_weight="bold")
+    texts = rows[start]["samples"]
     told = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
     counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in told)
     ends = [(row["T"], row["sinks"][data["epsilon"]]) for row in (data["lengths"][0], data["lengths"][-1])]
     caption = (
         f"What a threshold does, in {model}. Above the solid line ε a head counts as a sink, text by text; the "
-        f"dotted line is uniform attention. At T = {length}, Sink₁ is {counts}; at ε = {eps:g} it goes from "
-        f"{ends[0][1]:.1f} % at T = {ends[0][0]} to {ends[1][1]:.1f} % at T = {ends[1][0]}."
+        f"dotted line is uniform attention. At T = {length} ({texts} texts), Sink₁ is {counts}; at ε = {eps:g} it goes "
+        f"from {ends[0][1]:.1f} % at T = {ends[0][0]} to {ends[1][1]:.1f} % at T = {ends[1][0]}."
     )
     alt = f"Mean attention to the first token of the {layers} times {heads} heads of {model}, by block. {read}"
-    return Interactive("threshold", root, alt, caption, data)
+    return Picture(root, alt, caption, "threshold", data)
 
 
-def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> Interactive:
+def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> Picture:
     """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7).
 
     names: of k* and of five keys.
@@ -233,10 +235,10 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
         "text. Drag a logit, or choose it with Tab and move it with the arrow keys."
     )
     alt = "Logits of six keys, and the weights that softmax, sigmoid, and softmax with a key bias give them"
-    return Interactive("logits", root, alt, caption, data)
+    return Picture(root, alt, caption, "logits", data)
 
 
-def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Interactive:
+def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
     """Which keys each query sees under a window of w keys or a prefix of p, with a slider each (Figs. 5, 6 left)."""
     every = {
         "prefix": [AttentionSpec(prefix=p) for p in range(1, length + 1)],
@@ -278,7 +280,7 @@ def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Interact
         f"{titles[kind][value]}, {seen} pairs of a query and a key are seen (white: hidden); plain causal attention "
         f"has {length * (length + 1) // 2}."
     )
-    return Interactive("masks", root, f"An attention mask of {length} tokens: {titles[kind][value]}", caption, data)
+    return Picture(root, f"An attention mask of {length} tokens: {titles[kind][value]}", caption, "masks", data)
 
 
 def _alphas(run: Record, k: int | str) -> np.ndarray | None:

@@ -1,67 +1,240 @@
-"""README's parts from records and benchmarks: `python -m sinkutils readme` writes them anew."""
+"""README's parts, the pages of docs/ and README's picture, from records, measurements and benchmarks.
+
+`python -m sinkutils readme` writes them anew. Where something is missing they say so.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from math import isnan
+from typing import Any
 
+import numpy as np
+import pandas as pd
+
+from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger import later as later_claims
-from sinkutils.ledger.claims import claims
-from sinkutils.paths import BENCHMARKS, ROOT
+from sinkutils.measuring.open_lms import recorded
+from sinkutils.paths import BENCHMARKS, FIGURES, ROOT
+from sinkutils.showing import cards, names, svg
+from sinkutils.showing.explorer import side_by_side
 from sinkutils.showing.tables import records
 from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
+PRESET = "laptop"
 RESULTS = ("done", "failed")  # the statuses of a record that counts
+CHIPS = {
+    rules.REPRODUCED: "🟢",
+    rules.PARTLY: "🟠",
+    rules.NOT_REPRODUCED: "🔴",
+    rules.INCONCLUSIVE: "🟡",
+    rules.NOT_VISIBLE: "⚫",
+    rules.NOT_RUN: "⚪",
+}
+HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
+DIFFERENCES = 8  # that README lists; the ledger has them all
 
 
-def claims_part() -> str:
-    """How many claims have which verdict at the laptop preset."""
-    counts = claims("laptop")["verdict"].value_counts().sort_index()
+def headlines_part() -> str:
+    """The verdicts of six conclusions of the paper, a line each, and how many of all claims have which."""
+    table = ledger.claims(PRESET).set_index("id", drop=False)
+    lines = [f"- {_chip(row)} {row['claim']} <br> {_why(row)}" for row in table.loc[list(HEADLINES)].to_dict("records")]
+    counts = table["verdict"].value_counts().sort_index()
     listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    return f"Of {counts.sum()} claims at `laptop`: {listed}. Each with its numbers: [docs/ledger.md](docs/ledger.md)."
+    return "\n".join([*lines, "", f"Of all {counts.sum()} claims: {listed}. "
+                                  "Each with its numbers: [the ledger](docs/ledger.md)."])  # fmt: skip
+
+
+def differences_part() -> str:
+    """Claims that our runs do not bear out, or not all of, and why; those with the fewest checks that hold first."""
+    table = ledger.claims(PRESET)
+    rows = table[table["verdict"].isin((rules.NOT_REPRODUCED, rules.PARTLY))].to_dict("records")
+    rows.sort(key=lambda row: Fraction(row["holds"].replace(" of ", "/")))
+    lines = [f"- {_chip(row)} {row['claim']} ({row['source']}) <br> {_why(row)}" for row in rows[:DIFFERENCES]]
+    more = len(rows) - DIFFERENCES
+    return "\n".join([*lines, *([f"- and {more} more in [the ledger](docs/ledger.md)"] if more > 0 else [])]) or (
+        "Of what is recorded so far, nowhere."
+    )
+
+
+def _chip(row: dict[str, Any]) -> str:
+    return f"{CHIPS[row['verdict']]} **{row['verdict']}**"
+
+
+def _why(row: dict[str, Any]) -> str:
+    return cards.reason(row, ledger.checks(row["id"], PRESET), PRESET)
+
+
+# The notebooks: title, question, thumbnail in figures/.
+CHAPTERS = {
+    "00_quickstart": ("What is an attention sink?", "hero"),
+    "01_properties": ("Sinks in real models", "fig3"),
+    "02_optimization": ("When does it emerge?", "fig4_middle_laptop"),
+    "03_data": ("What has the text to do with it?", "table_10_right_laptop"),
+    "04_loss": ("Weight decay, prefixes, windows", "table_2_laptop"),
+    "05_architecture": ("A key bias in disguise", "table_4_laptop"),
+    "06_attention_operation": ("Is it softmax?", "table_6_laptop"),
+    "07_after_pretraining": ("And after pre-training?", "fig30_laptop"),
+    "08_what_it_is_for": ("What is it for? Surgery on a real model", "surgery"),
+    "09_after_the_paper": ("After the paper", "after_paper"),
+}
+
+
+def notebooks_part() -> str:
+    """The notebooks, a row each, with a picture and what was found, from records and measurements."""
+    rows = []
+    for stem, finding in findings().items():
+        title, picture = CHAPTERS[stem]
+        file = FIGURES / f"{picture}.png"
+        thumbnail = f'<img src="figures/{file.name}" width="150" alt="{title}">' if file.exists() else ""
+        rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
+    return markdown(["", "notebook", "what it finds"], rows)
+
+
+def findings() -> dict[str, str]:
+    """One sentence a notebook with the numbers that it rests on."""
+    frame, real = records(PRESET), {name: recorded(name) for name in ("smollm2", "gemma-3-270m")}
+
+    def ours(name: str, column: str = "sink_1") -> str:
+        values = frame.loc[(frame["experiment"] == name) & (frame["status"] == "done"), column].dropna()
+        if values.empty:
+            return "not recorded yet"
+        return f"{values.mean():.1f} % ({len(values)} seed{'s' if len(values) > 1 else ''})"
+
+    def measured(name: str, kind: str, first: str = "text") -> str:
+        return f"{real[name]['probes'][kind][first]['sink']['1']['0.3']:.1f} %"
+
+    smol, gemma, hidden = "smollm2", "gemma-3-270m", real["smollm2"]["operations"]["hide"]["sink_2"]
+    return {
+        "00_quickstart": (
+            f"In SmolLM2, a model of 135M, {measured(smol, 'natural')} of heads have a sink on the first token. "
+            "Softmax has to spend its attention somewhere; given a place of its own, it goes there."
+        ),
+        "01_properties": (
+            f"SmolLM2: {measured(smol, 'natural')} on text, {measured(smol, 'random')} on random tokens, "
+            f"{measured(smol, 'repeat')} on one token repeated. Gemma 3 270M: {measured(gemma, 'natural')} without its "
+            f"BOS, {measured(gemma, 'natural', 'BOS')} with it."
+        ),
+        "02_optimization": (
+            f"A small model whose texts begin with a BOS ends at {ours('fixed_1')}; one that meets any first token, at "
+            f"{ours('default')}."
+        ),
+        "03_data": (
+            f"With the fixed token at position 2, Sink₂: {ours('fixed_2', 'sink_2')}; Sink₁: {ours('fixed_2')}."
+        ),
+        "04_loss": (
+            f"Sink₁ with a weight decay of 0.1: {ours('fixed_1')}; without any: {ours('weight_decay_0')}; with 0.5: "
+            f"{ours('weight_decay_0.5')}."
+        ),
+        "05_architecture": f"With K biases, Sink₁: {ours('k_bias')}; on the bias: {ours('k_bias', 'sink_star')}.",
+        "06_attention_operation": (
+            f"Sink₁ with sigmoid attention that is not normalised: {ours('sigmoid')}; normalised: "
+            f"{ours('sigmoid_normalised')}."
+        ),
+        "07_after_pretraining": (
+            f"Sink₁ after fine-tuning, of the softmax model: {ours('sft_softmax')}; of the sigmoid model: "
+            f"{ours('sft_sigmoid')}."
+        ),
+        "08_what_it_is_for": (
+            f"Hide the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the second one."
+        ),
+        "09_after_the_paper": (
+            f"Sink₁ with a gate on each head's output: {ours('gate_head')}; with softpick: {ours('softpick')}; with a "
+            f"learned sink logit: {ours('sink_logit')}."
+        ),
+    }
+
+
+def hero() -> str:
+    """README's picture: a head of a real model with a sink and one without, on one text with its tokens; SVG."""
+    recording, shown, pictures = recorded("smollm2")["maps"], 22, {}
+    without, _, sink, _ = recording["heads"]  # by alpha_1
+    for head, what in ((sink, "a sink"), (without, "no sink")):
+        weights = np.array([row + [0.0] * (shown - len(row)) for row in head["rows"][:shown]])
+        name = f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"
+        pictures[name] = weights
+    tokens = [token.strip() for token in recording["tokens"][:shown]]
+    below = "SmolLM2-135M: a row a query, a column a key, darker for more attention"
+    return svg.source(side_by_side(pictures, tokens, "", "", below).drawing)
 
 
 def ledger_page() -> str:
-    """docs/ledger.md: the rules, since when they stand, and every claim at the laptop preset, later papers' apart."""
-    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
-    paper, later = ([
-        [row["source"], row["claim"], row["paper"], row["ours"], row["interval"], f"**{row['verdict']}**", row["holds"],
-         "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})", row["reason"]]
-        for row in claims("laptop", part=part).to_dict("records")
-    ] for part in ("paper", "later"))  # fmt: skip
+    """docs/ledger.md: every claim, later papers' apart, the rules, and since when they stand."""
     entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
     since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
-    return page("# The ledger at `laptop`", claims_part().partition(" Each")[0], markdown(columns, paper),
-                "## Claims of later papers", later_claims.__doc__ or "", markdown(columns, later),
-                "## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or "",
-                "## Since when they stand", frozen.__doc__ or "", "\n".join(since))  # fmt: skip
+    return page(
+        *(f"# The ledger: every conclusion of the paper on the records of `{PRESET}`", _claims("paper")),
+        *("## Claims of later papers", later_claims.__doc__ or "", _claims("later")),
+        *("## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or ""),
+        *("## Since when they stand", frozen.__doc__ or "", "\n".join(since)),
+    )
+
+
+def _claims(part: str) -> str:
+    """A part of the ledger as a table, below how many of its claims have which verdict."""
+    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
+    rows = []
+    for row in ledger.claims(PRESET, part=part).to_dict("records"):
+        effect = "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        numbers = [names.human(row[column], PRESET) for column in ("paper", "ours", "interval")]
+        claim = names.human(row["claim"], PRESET)
+        rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
+    counts = pd.Series([row[5] for row in rows]).value_counts().sort_index()
+    return ", ".join(f"{chip}: {n}" for chip, n in counts.items()) + "\n\n" + markdown(columns, rows)
 
 
 def state_part() -> str:
     """Which experiments are recorded at the laptop preset, and what is missing."""
-    table = records("laptop")
-    seeds = table.loc[table["status"].isin(RESULTS), "experiment"].value_counts(sort=False)
-    lacking, where = Runs().missing("laptop"), "Each with its numbers: [docs/records.md](docs/records.md)."
+    frame = records(PRESET)
+    results = frame[frame["status"].isin(RESULTS)]
+    lacking, runs = len(Runs().missing(PRESET)), f"{len(results)} runs of {results['experiment'].nunique()} experiments"
     if not lacking:
-        return f"All {len(seeds)} experiments of `laptop` are recorded under recipe {RECIPE}. {where}"
-    listed = ", ".join(f"{name} ({count})" for name, count in seeds.items()) or "none"
-    return (f"Recorded at `laptop` under recipe {RECIPE}, with the number of seeds: {listed}. The sweep is under way, "
-            f"{len(lacking)} runs are missing; what has fewer than three seeds has no verdict. {where}")  # fmt: skip
+        return f"All of the study at `{PRESET}` is recorded: {runs}, recipe {RECIPE}."
+    return (
+        f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {lacking} runs are missing, and what has fewer than "
+        "three seeds has no verdict."
+    )
 
 
 def records_page() -> str:
     """docs/records.md: the records at the laptop preset, their mean and range over seeds."""
-    frame = records("laptop")
+    frame = records(PRESET)
     rows = []
     for name, group in frame[frame["status"].isin(RESULTS)].groupby("experiment", sort=False):
-        sinks = [_range(group[column]) for column in ("sink_1", "sink_star", "valid_loss")]
-        rows.append([str(name), str(group["item"].iloc[0]), str(len(group)), *sinks])
-    columns = ["experiment", "paper's item", "seeds", "Sink_1 %", "Sink_* %", "valid loss"]
-    return page("# The records at `laptop`", state_part().partition(" Each")[0], markdown(columns, rows))
+        numbers = [_range(group[column]) for column in ("sink_1", "sink_star", "valid_loss")]
+        rows.append([_title(str(name)), str(group["item"].iloc[0]), str(len(group)), *numbers])
+    columns = ["experiment", "paper's item", "seeds", "Sink₁ %", "Sink∗ %", "validation loss"]
+    return page(f"# The records of `{PRESET}`", state_part(), markdown(columns, rows))
+
+
+def _title(name: str) -> str:
+    return names.title(name) + (" (the base)" if names.of(name, PRESET) == "the base" else "")
+
+
+# The operations of benchmarks/attention_ops.py as people call them.
+OPERATIONS = {
+    "softmax": "softmax",
+    "kv_bias": "softmax, KV biases",
+    "v_bias": "softmax, V biases",
+    "window": "softmax, window",
+    "prefix": "softmax, prefix",
+    "alibi": "softmax, ALiBi",
+    "relative": "softmax, relative positions",
+    "p_norm": "softmax, p-normalised",
+    "sigmoid": "sigmoid",
+    "sigmoid_sum": "sigmoid, normalised",
+    "sigmoid_p_norm": "sigmoid, p-normalised",
+    "elu": "elu plus one",
+    "elu_sum": "elu plus one, normalised",
+    "kernel_identity": "identity kernel",
+    "kernel_elu": "elu kernel",
+    "kernel_mlp": "MLP kernel",
+}
 
 
 def training_part() -> str:
@@ -115,7 +288,10 @@ def attention_part() -> str:
     if not path.exists():
         return "(not measured yet)"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    cells = [[row["operation"], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"] for row in rows]
+    cells = [
+        [OPERATIONS[row["operation"]], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"]
+        for row in rows
+    ]
     return markdown(["operation", "time, times softmax", "memory, times softmax"], cells)
 
 
@@ -151,9 +327,12 @@ def reliability_part() -> str:
 
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
+WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
 PARTS: dict[str, Callable[[], str]] = {
-    "claims": claims_part,
     "state": state_part,
+    "headlines": headlines_part,
+    "differences": differences_part,
+    "notebooks": notebooks_part,
     "training": training_part,
     "measure": measure_part,
     "attention": attention_part,
@@ -162,14 +341,20 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """README's text with every generated part made anew."""
-    for name, make in PARTS.items():
-        pattern = re.compile(f"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"README.md has no part between '<!-- begin {name} -->' and '<!-- end {name} -->'")
-        made = make() + "\n"
-        text = pattern.sub(lambda match, made=made: match[1] + made + match[2], text)  # type: ignore[misc]
-    return text
+    """A page with the parts that it marks made anew. Raises ValueError for a part that there is not."""
+
+    def made(match: re.Match[str]) -> str:
+        if match[2] not in PARTS:
+            raise ValueError(f"there is no part {match[2]!r}: {', '.join(PARTS)}")
+        return f"{match[1]}{PARTS[match[2]]()}\n{match[3]}"
+
+    return re.sub(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.DOTALL)
+
+
+def generated() -> dict[str, str]:
+    """Every file that is generated, or has generated parts, by its path in the checkout, as it should read."""
+    made = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
+    return made | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
 
 
 def page(*parts: str) -> str:
@@ -192,9 +377,6 @@ def _range(column) -> str:
 
 
 def write() -> None:
-    """Write README.md's generated parts and the generated pages of docs/ anew. Raises OSError outside a checkout."""
-    readme = ROOT / "README.md"
-    text = render(readme.read_text(encoding="utf-8"))
-    readme.write_text(text, encoding="utf-8")
-    for name, make in PAGES.items():
-        (ROOT / "docs" / f"{name}.md").write_text(make(), encoding="utf-8")
+    """Write every file of `generated`. Raises OSError outside a checkout."""
+    for name, text in generated().items():
+        (ROOT / name).write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import json
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,27 @@ GREY, INK = "#888888", "#222222"
 
 
 @dataclass(frozen=True)
-class Interactive:
-    """One picture: its SVG, a text for those who cannot see it, a caption, and what the script needs."""
+class Picture:
+    """One drawing, a text for those who cannot see it, a caption, and what the script needs to bring it to life."""
 
-    kind: str  # of `kinds` in interactive.js
     drawing: ET.Element
     alt: str
     caption: str
-    data: Mapping[str, Any]
+    kind: str = ""  # of `kinds` in interactive.js; empty: it stays still
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
-        image = base64.b64encode(ET.tostring(self.drawing)).decode()
-        data = json.dumps(self.data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-        script = SCRIPT.read_text(encoding="utf-8")
+        image, script = base64.b64encode(source(self.drawing).encode()).decode(), ""
+        if self.kind:
+            data = json.dumps(self.data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+            call = f"(document.currentScript.parentElement,{json.dumps(self.kind)},{data})"
+            script = f"<script>(\n{SCRIPT.read_text(encoding='utf-8')}){call}</script>"
         return (
             '<figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">'
             '<div style="overflow-x:auto">'
             f'<img src="data:image/svg+xml;base64,{image}" alt="{html.escape(self.alt)}" '
             'style="width:100%;min-width:440px;display:block"></div>'
-            f"<figcaption>{html.escape(self.caption)}</figcaption>"
-            f"<script>(\n{script})(document.currentScript.parentElement,{json.dumps(self.kind)},{data})</script></figure>"
+            f'<figcaption style="color:#222">{html.escape(self.caption, quote=False)}</figcaption>{script}</figure>'
         )
 
     def __repr__(self) -> str:
@@ -59,16 +60,16 @@ def shade(shares: np.ndarray) -> np.ndarray:
 
 
 def canvas(height: int) -> ET.Element:
-    return ET.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {WIDTH} {height}",
-            "fill": INK,
-            "font-family": "sans-serif",
-            "font-size": "13",
-        },
-    )
+    """An empty drawing on white."""
+    fonts = {"font-family": "sans-serif", "font-size": "13", "fill": INK}
+    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {height}"} | fonts)
+    add(root, "rect", width=WIDTH, height=height, fill="white")
+    return root
+
+
+def source(root: ET.Element) -> str:
+    """A drawing as text."""
+    return ET.tostring(root, encoding="unicode")
 
 
 def add(parent: ET.Element, tag: str, **attributes: Any) -> ET.Element:
