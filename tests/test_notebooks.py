@@ -12,11 +12,10 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
-import transformers as tf
 
-from sinkutils.data.corpus import load_corpus
+import sinkutils
 from sinkutils.ledger.conclusions import CLAIMS
-from sinkutils.showing import figures, notebook, properties
+from sinkutils.showing import figures, notebook
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
@@ -83,7 +82,7 @@ def some(tmp_path_factory, corpus):
 def test_it_runs_whatever_is_recorded(path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys):
     if recorded == "some":
         shutil.copytree(some, runs)
-    monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
+    monkeypatch.setattr(sinkutils, "load_corpus", lambda *arguments, **named: corpus)
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
     monkeypatch.setattr(notebook, "display", lambda data, raw: None)
     space = {}
@@ -110,23 +109,6 @@ def test_papermill_runs_a_notebook_at_another_preset_and_without_records(tmp_pat
     (path,) = tmp_path.glob("02_*.ipynb")
     injected = [cell for cell in code_cells(path) if "injected-parameters" in cell.metadata.get("tags", [])]
     assert 'preset = "smoke"' in injected[0].source
-
-
-@pytest.mark.parametrize("context", [None, 64])
-def test_surgery_runs_on_a_random_model_and_says_what_is_missing_without_one(tmp_path, context):
-    folder = tmp_path / "model"
-    if context:  # learned positions, as many as a text and a transplant take
-        tokenizer = load_corpus("docstrings").tokenizer
-        shape = {"vocab_size": tokenizer.get_vocab_size(), "n_embd": 16, "n_layer": 2, "n_head": 2}
-        tf.GPT2LMHeadModel(tf.GPT2Config(**shape, n_positions=context)).save_pretrained(folder)
-        tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    parameters = {"preset": "smoke", "seed": 0, "recompute": "never", "model": str(folder)}
-    assert run_notebooks(parameters, tmp_path, ["08"]) == []
-    cells = code_cells(tmp_path / "08_what_it_is_for.ipynb")
-    shown = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
-    assert ("This part needs the model, which is not here; recorded: nothing yet" in shown) == (context is None)
-    pictures = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
-    assert pictures == (6 if context else 0)
 
 
 def test_a_parameter_that_no_notebook_has_is_refused_before_anything_runs(tmp_path):

@@ -1,27 +1,27 @@
-"""What notebook 01 shows: conditions of the inputs, the tables, the explorer, kept measurements and scores."""
+"""What notebook 01 shows: conditions of the inputs, tables and sentences, kept measurements, scores."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
-from sinkutils import paths
 from sinkutils.__main__ import main
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import DataConfig
-from sinkutils.measuring import saved
+from sinkutils.measuring import open_lms, saved
 from sinkutils.measuring import scores as downstream
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import figures, properties
+from sinkutils.showing import properties, section_3
+from sinkutils.showing import section_3_seen as told
 from sinkutils.study.config import RunConfig, TrainConfig
 from sinkutils.study.record import write_record
 from sinkutils.study.store import Runs
@@ -90,17 +90,9 @@ def test_a_record_tells_where_training_fixed_a_token(tmp_path: Path, corpus: Cor
         assert (one.name, one.fixed_position, one.context, one.length) == ("tiny", position, 32, 32)
 
 
-def test_without_weights_a_line_names_the_models_and_an_untrained_one_stands_in(
-    tmp_path: Path, monkeypatch, capsys, corpus: Corpus
-) -> None:
-    monkeypatch.setattr(paths, "RUNS", tmp_path)
-    monkeypatch.setattr(properties, "load_corpus", lambda name, vocab_size: corpus)
-    (one,) = properties.subjects("gpu")
-    assert capsys.readouterr().out == (
-        "not recorded yet: fixed_1, learnable, k_bias, sigmoid "
-        "(python -m sinkutils train NAME --preset laptop --seed 0 --keep-weights)\n"
-    )
-    assert (one.name, one.firsts[0], one.length) == ("untrained fixed_1", X_FIX, 64)
+def test_own_models_without_weights_are_named_in_a_line(runs: Path, capsys) -> None:
+    assert properties.subjects("gpu") == []
+    assert "the weights of" in capsys.readouterr().out
     with pytest.raises(ValueError, match="recompute must be 'never' or 'missing'"):
         properties.subjects("laptop", recompute="always")
 
@@ -108,44 +100,109 @@ def test_without_weights_a_line_names_the_models_and_an_untrained_one_stands_in(
 # --- Section 3 ---------------------------------------------------------------------------------------------------
 
 
-def test_by_input_agrees_with_measure_under_each_condition(plain: Subject, fixed: Subject) -> None:
-    table = properties.by_input([plain, fixed], n=6, length=16)
-    assert list(zip(table["model"], table["first"], strict=True)) == [
-        ("plain", TEXT), ("plain", BOS), ("fixed", X_FIX), ("fixed", TEXT), ("fixed", BOS)]  # fmt: skip
-    expected = measure(fixed.model, fixed.inputs("random", 6, 16)).sink()
-    assert table.loc[2, "random"] == expected
-    # Proposition 1: without positions repeated tokens get 1/t, so alpha_1 = H_16 / 16 = 0.21 in every head.
-    assert uniform_alpha(16) < 0.3
-    assert table.loc[2, "repeat"] == 0
-
-
-def test_uniform_attention_passes_a_threshold_only_below_the_floor(fixed: Subject) -> None:
+@pytest.fixture
+def live(fixed: Subject, corpus: Corpus, monkeypatch, capsys) -> dict:
+    """Sections of a model that was trained with a fixed token, measured now; without a KV cache there is no surgery."""
     with torch.no_grad():
-        for block in fixed.model.blocks:
+        for block in fixed.model.blocks[:1]:  # uniform attention in one block: what a threshold makes of that is known
             block.attention.qkv.weight.zero_()
-    table = properties.by_length(fixed, (8, 16), (0.2, 0.3, 0.4), n=3)
-    assert table["uniform"].round(4).tolist() == [round(uniform_alpha(8), 4), round(uniform_alpha(16), 4)]
-    assert table[[0.2, 0.3, 0.4]].to_numpy().tolist() == [[100, 100, 0], [100, 0, 0]]
+    monkeypatch.setattr(open_lms, "load_corpus", lambda name: corpus)
+    monkeypatch.setattr(open_lms, "domain", lambda kind, progress: iter(["sink token head " * 40] * 5))
+    monkeypatch.setattr(open_lms, "LENGTHS", {8: 3, 16: 2, 64: 1})
+    (sections,) = properties.measured(fixed, 6).values()
+    told = capsys.readouterr().out
+    assert "left out, first token: surgery needs a causal LM" in told and "measured now, n = 6" in told
+    return sections
 
 
-def test_the_strongest_heads_are_those_with_the_largest_alpha(plain: Subject) -> None:
-    report = plain.measure(plain.inputs("random", 4, 16))
-    alpha = report.alpha[:, 0].mean(dim=0)
-    strongest = properties.strongest_heads(report)
-    assert [layer for layer, _ in strongest] == [0, 1, 2]
-    assert all(alpha[layer, head] == alpha[layer].max() for layer, head in strongest)
-    most, least = properties.extreme_heads(report)
-    assert alpha[most] == alpha.max() and alpha[least] == alpha.min()
-    assert [layer for layer, _ in properties.strongest_heads(report, 2)] == [0, 2]
+def test_sections_of_a_live_model_say_what_measure_says(live: dict, fixed: Subject) -> None:
+    assert properties.usual(live) == X_FIX and set(live["probes"]["natural"]) == {X_FIX, TEXT, BOS}
+    table = properties.by_input({"fixed": live}).set_index(["model", "first"])
+    report = fixed.measure(fixed.inputs("random", 6, 32))
+    assert table.loc[("fixed", X_FIX), "random"] == pytest.approx(report.sink())
+    assert table.loc[("Mistral-7B", TEXT), "natural"] == 97.49 and table["usual"].sum() == 1
+    lengths = properties.by_length(live)
+    assert lengths.index.tolist() == [8, 16]  # it reads 32 tokens
+    assert lengths["uniform"].round(4).tolist() == [round(uniform_alpha(8), 4), round(uniform_alpha(16), 4)]
+    assert (lengths[[0.1, 0.2]] >= 100 / 3 - 0.01).all(axis=None)  # the uniform block's heads count
+    assert properties.by_domain(live).index.tolist() == ["docstrings", "python", "c-headers", "licences", "data"]
+    natural = fixed.measure(fixed.inputs("natural", 6, 32))
+    np.testing.assert_allclose(properties.alphas(live), natural.alpha[:, 0].mean(dim=0), atol=1e-4)
+    most, least = properties.extreme_heads(natural)
+    assert natural.alpha[:, 0].mean(dim=0)[most] == properties.alphas(live).max().round(7) or most != least
 
 
-def test_domains_count_the_texts_that_are_long_enough(plain: Subject) -> None:
-    texts = {"long": ["sink token " * 40] * 3, "mixed": ["sink", "attention head " * 40]}
-    table = properties.by_domain([plain], texts, (0.2, 0.3), n=2, length=16)
-    assert table.groupby("domain")["texts"].first().to_dict() == {"long": 2, "mixed": 1}
-    assert len(table) == 4
-    with pytest.raises(ValueError, match="none of at least 16 tokens in the domain 'short'"):
-        properties.by_domain([plain], {"short": ["sink"]}, length=16)
+def test_kept_angles_are_those_of_the_maps_that_measure_keeps(live: dict, fixed: Subject) -> None:
+    ids = fixed.inputs("natural", 6, 32)
+    kept = fixed.measure(ids, heads=[(1, 0)], keep=("qk",)).kept[1, 0]
+    assert live["angles"]["cosine"]["first"][1][0] == pytest.approx(float(kept.cosine[:, 1:, 0].mean()), abs=1e-5)
+    below = torch.ones(32, 32).tril().bool()
+    below[:, 0] = below[0] = False
+    product = kept.norm_product.mean(dim=0)[below].mean()
+    assert live["angles"]["norm_product"]["others"][1][0] == pytest.approx(float(product), rel=1e-5)
+
+
+def test_without_a_sink_the_sentences_say_so_and_sections_that_are_missing_are_left_out(live: dict) -> None:
+    models = {"fixed": live}
+    for report in live["probes"]["natural"].values():
+        report["alpha"] = [[[0.1, 0.1]] * 3]
+    assert told.angles(models) == ["fixed has no head with a sink, so there is nothing to explain."]
+    assert "Blocks without such a head: 1, 2, 3." in told.heads(models)[0]
+    assert told.chain(models) == [] and section_3.chain(models) is None
+    assert told.scores(properties.sizes(models)) == ["No model has been scored here yet."]
+
+
+@pytest.fixture(scope="module")
+def real() -> dict:
+    """The committed measurements, as notebook 01 takes them."""
+    return properties.measured()
+
+
+def test_sentences_carry_the_numbers_that_were_measured(real: dict) -> None:
+    for title, of in real.items():
+        probes, first = of["probes"], properties.usual(of)
+        said = {name: " ".join(getattr(told, name)({title: of})) for name in
+                ("tokens", "norms", "chain", "angles", "lengths", "repeats", "domains", "heads")}  # fmt: skip
+        assert all(title in text for text in said.values())
+        assert f"{max(h['alpha_1'] for h in of['maps']['heads']):.2f} of their attention" in said["tokens"]
+        longest = of["lengths"][first]["2048"]["sink"]["1"]["0.3"]
+        assert re.search(rf"to {longest:.1f} at 0.3", said["lengths"])
+        sinks = [kind[first]["sink"]["1"]["0.3"] for kind in of["domains"]["by"].values()]
+        assert f"between {min(sinks):.1f} %" in said["domains"] and f"{max(sinks):.1f} %" in said["domains"]
+        strong = (np.array(probes["natural"][first]["alpha"][0]) > 0.3).sum()
+        assert f"{strong} heads with a mean" in said["angles"]
+        norms = np.array(probes["natural"][first]["hidden_norms"])[:-1]
+        assert f"the most is {(norms[:, 0] / norms[:, 1:].mean(axis=1)).max():.1f} times" in said["norms"]
+        scores = " ".join(told.scores(properties.sizes({title: of})))
+        assert f"{of['hellaswag']['acc_norm']:.1f} %" in scores and "1,000 questions" in scores
+
+
+def test_what_notebook_01_says_in_its_own_words_holds_for_the_committed_models(real: dict) -> None:
+    smol, gemma = real.values()
+    assert properties.alphas(smol).size == 270
+    for kinds in (of["domains"]["by"] for of in real.values()):
+        assert len(kinds) == 12 and sum("here:" in kind for kind in kinds) == 2
+
+    def sink(of: dict, kind: str, first: str, eps: str = "0.3") -> float:
+        return of["probes"][kind][first]["sink"]["1"][eps]
+
+    assert sink(smol, "natural", TEXT) > 50 < sink(smol, "random", TEXT)  # on any first token, of noise too
+    assert sink(gemma, "natural", TEXT) < 1 and sink(gemma, "natural", BOS) > 50  # on its BOS alone
+    assert sink(smol, "repeat", TEXT) == 0
+    _, natural, repeated = told.repeated_norms(smol)
+    assert natural[0] > 100 > 10 > natural[1:].max() and repeated.min() > 100  # all repeated tokens are massive
+    # "Where h_1 is not massive, nobody looks": block l reads what block l - 1 wrote.
+    largest = np.array(smol["first_token"][TEXT]["over_median"])[:-1, 0]
+    looked_at = (properties.alphas(smol)[1:] > 0.3).any(axis=1)
+    assert largest[looked_at].min() > largest[~looked_at].max()
+    for of in real.values():
+        one, first = of["first_token"][properties.usual(of)], properties.usual(of)
+        massive = np.flatnonzero(np.array(one["over_median"])[:-1, 0] > 1000) + 1
+        share = np.array(one["normed_share"])[massive]
+        assert (share[:, 0] > 0.7).all() and (share[:, 0] > share[:, 1]).all()  # few dimensions are left
+        assert min(one["cosine_k_1_to_mean"][1:]) > 0.95  # nearly one vector
+        values = np.array(of["probes"]["natural"][first]["value_norms"])
+        assert np.median(values[:, 0] / values[:, 1:].mean(axis=1)) < 0.5  # a small value
 
 
 def test_revisions_give_a_curve_in_the_order_of_their_steps(plain: Subject, monkeypatch) -> None:
@@ -181,13 +238,17 @@ def test_a_sink_that_is_attached_to_p_1_moves_with_it(learnable: Subject) -> Non
     assert (rows.loc[("none", 1), "paper_1"], paper["paper_1"], paper["paper_t"]) == (62.28, 1.44, 57.63)
 
 
-def test_editing_positions_needs_learned_ones(plain: Subject, learnable: Subject) -> None:
+def test_editing_positions_needs_learned_ones_and_without_a_model_the_paper_stands_alone(
+    plain: Subject, learnable: Subject
+) -> None:
     assert properties.has_positions(learnable) and not properties.has_positions(plain)
     with pytest.raises(ValueError, match="no learned position embeddings"):
         properties.edited_positions(plain, n=2, length=32)
+    alone = properties.edited_positions()
+    assert alone["paper_1"].notna().all() and alone[["sink_1", "sink_t"]].isna().all(axis=None)
 
 
-def test_open_models_show_the_papers_values_and_what_was_measured(plain: Subject, capsys) -> None:
+def test_open_models_show_the_papers_values_and_what_was_measured(capsys) -> None:
     assert properties.open_lms("Table 1 left")["measured"].isna().all()
     reports = {kind: measure(tiny_wide(), torch.randint(0, 300, (2, 64)), name=f"gpt2-xl, {kind} input", bos=False)
                for kind in ("natural", "random")}  # fmt: skip
@@ -196,9 +257,7 @@ def test_open_models_show_the_papers_values_and_what_was_measured(plain: Subject
     assert table.loc[("GPT2-XL", "natural"), "paper"] == 77.00
     assert table.loc[("GPT2-XL", "random"), "measured"] == round(reports["random"].sink(), 5)
     assert np.isnan(table.loc[("GPT2-XL", "repeat"), "measured"])
-    sizes = properties.model_sizes([plain_wide(plain)], n=5)
-    assert set(sizes.query("model == 'GPT2-XL'")["source"]) == {"paper", "measured"}
-    assert sizes.loc[0, "family"] == "ours" and sizes["acc"].isna().all()
+    assert set(properties.sizes({}).query("model == 'GPT2-XL'")["source"]) == {"paper", "measured"}
     with pytest.raises(ValueError, match="item must be one of Table 1 left"):
         properties.open_lms("Table 99")
 
@@ -208,10 +267,6 @@ def tiny_wide() -> TransformerLM:
         vocab_size=300, context_length=64, num_layers=1, num_heads=2, hidden_size=16, intermediate_size=32
     )
     return TransformerLM(config, 0).eval()
-
-
-def plain_wide(plain: Subject) -> Subject:
-    return Subject("plain", tiny_wide(), plain.tokenizer, corpus=plain.corpus)
 
 
 def test_only_measurements_like_the_papers_are_kept(no_measurements: Path, capsys, tmp_path: Path) -> None:
@@ -251,26 +306,6 @@ def test_save_refuses_our_own_records(tmp_path: Path, corpus: Corpus, capsys, no
 # --- figures ------------------------------------------------------------------------------------
 
 
-def test_every_figure_of_the_notebook_draws(plain: Subject, fixed: Subject) -> None:
-    ids = plain.inputs("random", 3, 16)
-    report = plain.measure(ids, heads=[(0, 1), (2, 0)])
-    figure = figures.qk_maps({f"{pair}": kept for pair, kept in report.kept.items()}, "title", ("cosine", "map"))
-    assert [axis.get_title() for axis in figure.axes[:2]] == ["(0, 1)", "(2, 0)"]
-    shown = np.asarray(figure.axes[0].images[0].get_array().filled(np.nan))
-    expected = report.kept[0, 1].cosine.mean(dim=0).numpy()
-    below = np.tril_indices(16)
-    np.testing.assert_allclose(shown[below], expected[below], rtol=1e-4, atol=1e-6)
-    assert np.isnan(shown[np.triu_indices(16, 1)]).all()
-    assert len(figures.alpha_heatmaps({"a": report.alpha[0, 0], "b": report.alpha[1, 0]}).axes) == 3
-    figures.sink_by_length(properties.by_length(fixed, (8, 16), n=2))
-    table = pd.DataFrame({"model": "a", "domain": ["x", "y"] * 2, "eps": [0.2, 0.2, 0.3, 0.3], "sink_1": [1, 2, 3, 4]})
-    assert len(figures.sink_by_domain(table).axes) == 2
-    sizes = pd.DataFrame({"family": ["Pythia"] * 3, "parameters": [1e7, 1e8, 1e9], "sink_1": [1.0, 2.0, 3.0],
-                          "source": ["measured", "measured", "paper"], "acc": [25.0, 30.0, np.nan]})  # fmt: skip
-    figure = figures.by_size(sizes, {"sink_1": "sink", "acc": "acc"})
-    assert figure.axes[1].lines[1].get_ydata().tolist() == [25, 30]
-
-
 def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tmp_path: Path) -> None:
     def stand_in(name: str, device=None, **options) -> Subject:
         return Subject(name.split("/")[1], tiny_wide(), None)
@@ -292,7 +327,7 @@ def test_scores_are_kept_and_stand_beside_the_sink(no_measurements: Path) -> Non
     assert saved.saved_scores()["Pythia-14M"]["acc"] == 26.1
     assert saved.measurements() == {}  # scores are no measurements of attention
     saved.save_scores("gpt2-xl", {"task": "hellaswag", "acc": 40.0, "acc_norm": 50.9})
-    sizes = properties.model_sizes().set_index("model")
+    sizes = properties.sizes({}).set_index("model")
     assert sizes.loc["GPT2-XL", "acc_norm"] == 50.9
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"EleutherAI%2Fpythia-14m\.json in data/measurements/hellaswag is not what"):

@@ -223,3 +223,17 @@ def test_a_measurement_made_anew_is_the_committed_one(name: str) -> None:
     first = BOS if committed["about"]["trained_with_bos"] else TEXT
     report = measured.measure(measured.inputs("random", 10, first=first))
     assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)
+
+
+def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models() -> None:
+    smol, gemma = (open_lms.recorded(name)["operations"] for name in ("smollm2", "gemma-3-270m"))
+    before, moved, hidden = (smol[name] for name in ("untouched", "transplant", "hide"))
+    cuts = smol["set back 3 dimensions after block"]
+    assert cuts[min(cuts, key=int)]["loss"] > before["loss"] + 5  # the loss hangs on it, where it is born
+    assert hidden["sink_2"] == pytest.approx(before["sink_1"], abs=5)  # the next token serves
+    assert moved["sink_star"] == pytest.approx(before["sink_1"], abs=5) and moved["sink_1"] < 1
+    assert max(hidden["loss"], moved["loss"]) < before["loss"] + 0.3
+    assert smol["transplant, v* = 0 from layer"]["0"]["loss"] > before["loss"] + 0.5  # its value counts
+    none, one, full = (smol["stream"]["loss"][name] for name in ("128 + 0", "127 + 1", "full"))
+    assert none - one > 0.3 * (none - full)
+    assert gemma["plain"]["sink_1"] < 1 < 50 < min(gemma["untouched"]["sink_1"], gemma["transplant"]["sink_star"])

@@ -6,9 +6,10 @@ import transformers as tf
 
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.surgery import (
-    first_keys_values,
     hide,
+    keys_values,
     massive,
+    normed,
     rounded,
     set_back,
     stream,
@@ -84,9 +85,9 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(
 def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(
     model: torch.nn.Module, ids: torch.Tensor
 ) -> None:
-    pairs = first_keys_values(model, ids)
+    pairs = keys_values(model, ids)
     assert len(pairs) == 3 and all(len(k) == len(v) == 5 for k, v in pairs)
-    alone = [first_keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
+    alone = [keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
     torch.testing.assert_close(pairs[2][0], torch.cat(alone), atol=1e-5, rtol=1e-4)
     same = transplant(model, ids, ids, zero_values_from=3)
     torch.testing.assert_close(same.losses, transplant(model, ids, ids).losses)
@@ -180,3 +181,19 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids: torch.Tensor) -> 
     )  # fmt: skip
     with pytest.raises(ValueError, match="keeps something else than keys and values"):
         untouched(qwen, ids)
+
+
+def test_what_attention_reads_of_h_is_its_norm_output(model: torch.nn.Module, ids: torch.Tensor) -> None:
+    seen = []
+    norm = {"llama": "input_layernorm", "mistral": "input_layernorm", "gemma3_text": "input_layernorm", "gpt2": "ln_1",
+            "gpt_neox": "input_layernorm", "opt": "self_attn_layer_norm"}[model.config.model_type]  # fmt: skip
+    hooks = [module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+             for name, module in model.named_modules() if name.endswith(norm)]  # fmt: skip
+    found = normed(model, ids, largest=2)
+    squares = torch.stack(seen[-3:]).square()  # (L, n, T, d)
+    shares = squares.topk(2).values.sum(-1) / squares.sum(-1)
+    torch.testing.assert_close(found["share"][:, 0], shares[:, :, 0].mean(dim=1))
+    torch.testing.assert_close(found["share"][:, 1], shares[:, :, 1:].mean(dim=(1, 2)))
+    torch.testing.assert_close(found["rest"][:, 0], squares.sqrt()[:, :, 0].median(dim=-1).values.mean(dim=1))
+    for hook in hooks:
+        hook.remove()

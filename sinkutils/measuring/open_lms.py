@@ -1,7 +1,7 @@
-"""The committed measurements of the real models, data/open_lms/MODEL.json: how they are made, kept and read.
+"""What Section 3 shows of a model, in sections: measured on any, kept of the real ones in data/open_lms/MODEL.json.
 
-`python -m sinkutils measure MODEL --save` makes all sections but two; `domains` and `hellaswag`, on texts that are not
-ours to keep, come from benchmarks/open_lm_texts.py.
+`python -m sinkutils measure MODEL --save` makes and keeps all sections but two; `domains` and `hellaswag`, on texts
+that are not ours to keep, come from benchmarks/open_lm_texts.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.probes import KINDS, bos_id, encode
+from sinkutils.data.embedded import DOMAINS, domain
+from sinkutils.data.probes import KINDS, bos_id, encode, head
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
@@ -34,6 +36,7 @@ NORMS = {
     "natural": ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms"),
     "repeat": ("hidden_norms",),
 }
+MAPS = (("rows", "map", 3), ("cosine", "cosine", 2), ("norm_product", "norm_product", 1))
 # The text of the maps: our own words.
 SAMPLE = (
     "A sink is where water goes when nobody needs it. A head of attention has to put its weight somewhere too: its "
@@ -68,7 +71,7 @@ def record(name: str) -> Path:
     """Measure a real model, section by section, and keep each in data/open_lms (some minutes on one core)."""
     measured = subject(name)
     for section, make in SECTIONS.items():
-        path = add(name, section, make(measured))
+        path = add(name, section, make(measured, SAMPLES))
     return path
 
 
@@ -78,60 +81,93 @@ def summary(report: Report, keys: Sequence[str] = NUMBERS) -> dict[str, Any]:
     return {key: whole[key] for key in ("T", "samples", "bos", "floor", *keys)}
 
 
-def about(measured: Subject) -> dict[str, Any]:
-    """What was measured: where the weights are from, their hash and precision, the software."""
-    known = REAL_MODELS[measured.name]
+def usual_first(measured: Subject) -> str:
+    """What stood first in training: known of the real models and of our records, else what the tokenizer puts there."""
+    if measured.name in REAL_MODELS:
+        return BOS if REAL_MODELS[measured.name].bos else TEXT
+    if measured.firsts[0] == TEXT and BOS in measured.firsts:
+        ids = measured.tokenizer.encode("a")
+        return BOS if getattr(ids, "ids", ids)[0] == bos_id(measured.tokenizer) else TEXT
+    return measured.firsts[0]
+
+
+def sections(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """The sections that notebook 01 shows, made now on any model that `measure` takes, from at most n texts.
+
+    Those that a model does not allow, such as `first_token` of one without a KV cache, are left out with one line.
+    """
+    found: dict[str, Any] = {}
+    for section, make in SHOWN.items():
+        try:
+            found[section] = make(measured, n)
+        except ValueError as error:
+            print(f"left out, {section.replace('_', ' ')}: {error}")
+    return found
+
+
+def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """What was measured: parameters, software, text; of a real model also where the weights are from, their hash and
+    precision.
+    """
     corpus = load_corpus(measured.corpus) if isinstance(measured.corpus, str) else measured.corpus
-    return {
+    facts = {
         "model": measured.name,
+        "trained_with_bos": usual_first(measured) == BOS,
+        "parameters": sum(p.numel() for p in measured.model.parameters()),
+        "versions": {package: version(package).partition("+")[0] for package in ("torch", "transformers")},
+        "natural": corpus.identity | {"texts": "first tokens of documents of the probe split"},
+    }
+    if measured.name not in REAL_MODELS:
+        return facts | {"title": measured.name}
+    known = REAL_MODELS[measured.name]
+    return facts | {
         "title": known.title,
         "packages": [pin for pin, _ in known.packages],
         "sha256": known.sha256,
         "precision": f"{known.precision}, computed in float32",
         "licence": known.licence,
         "hub_id": known.hub_id,
-        "trained_with_bos": known.bos,
-        "parameters": sum(p.numel() for p in measured.model.parameters()),
-        "versions": {package: version(package).partition("+")[0] for package in ("torch", "transformers")},
-        "natural": corpus.identity | {"texts": "first tokens of documents of the probe split"},
     }
 
 
-def probes(measured: Subject) -> dict[str, Any]:
-    """Table 1's three kinds of input, without and with BOS; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
+def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
     """
     result: dict[str, Any] = {}
     for kind in KINDS:
         result[kind] = {}
-        for first in (TEXT, BOS):
-            ids = measured.inputs(kind, SAMPLES, 64, first=first)
+        for first in measured.firsts:
+            ids = measured.inputs(kind, n, _length(measured), first=first)
             report = measured.measure(ids, targets=TARGETS, epsilons=EPSILONS, bos=first == BOS)
             result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
     return result
 
 
-def lengths(measured: Subject) -> dict[str, Any]:
-    """Sink_1 over T, natural text without and with BOS; the longer, the fewer texts."""
+def lengths(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """Sink_1 over T, natural text with what can stand first; the longer, the fewer texts."""
     result: dict[str, Any] = {}
-    for first in (TEXT, BOS):
+    for first in measured.firsts:
         result[first] = {}
-        for length, n in LENGTHS.items():
-            ids = measured.inputs("natural", n, length, first=first)
-            report = measured.measure(ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
-            result[first][str(length)] = summary(report)
+        for length, texts in LENGTHS.items():
+            if length <= measured.context:
+                ids = measured.inputs("natural", min(n, texts), length, first=first)
+                report = measured.measure(ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
+                result[first][str(length)] = summary(report)
     return result
 
 
-def angles(measured: Subject) -> dict[str, Any]:
+def angles(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Fig. 2 bottom by layer and head: cos(q_i, k_j) and ||q_i|| ||k_j||, i >= 2, for j = 1 and for 1 < j <= i."""
-    ids = measured.inputs("natural", FEW, 64, first=BOS if REAL_MODELS[measured.name].bos else TEXT)
-    layers, heads = measured.measure(ids[:1], norms=False).alpha.shape[2:]
-    pairs = [(layer, head) for layer in range(layers) for head in range(heads)]
+    length = _length(measured)
+    ids = measured.inputs("natural", min(n, FEW), length, first=usual_first(measured))
+    report = measured.measure(ids[:1], norms=False)
+    layers, heads = report.alpha.shape[2:]
+    pairs = [(layer, head) for layer in report.layers for head in range(heads)]
     kept = measured.measure(ids, norms=False, heads=pairs, keep=("qk",)).kept
-    others = torch.ones(64, 64).tril().bool()
+    others = torch.ones(length, length).tril().bool()
     others[:, 0] = others[0] = False
-    result: dict[str, Any] = {"samples": FEW, "T": 64}
+    result: dict[str, Any] = {"samples": len(ids), "T": length}
     for name in ("cosine", "norm_product"):
         all_heads = torch.stack([getattr(kept[pair], name).mean(dim=0) for pair in pairs])  # (L * H, T, T)
         result[name] = {
@@ -141,49 +177,74 @@ def angles(measured: Subject) -> dict[str, Any]:
     return result
 
 
-def maps(measured: Subject) -> dict[str, Any]:
-    """A_ij on one text of ours, of the heads with the least, middling and most alpha_1 (Fig. 1)."""
-    bos = [bos_id(measured.tokenizer)] * REAL_MODELS[measured.name].bos
-    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[:48]])
-    alpha = measured.measure(ids, norms=False).alpha[0, 0]
+def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """A_ij on one text of ours, of the heads with the least, middling and most alpha_1 (Fig. 1), each with
+    cos(q_i, k_j) and ||q_i|| ||k_j|| (Fig. 2 bottom).
+    """
+    bos = [bos_id(measured.tokenizer)] if usual_first(measured) == BOS else []
+    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[: min(48, measured.context)]])
+    report = measured.measure(ids, norms=False)
+    alpha = report.alpha[0, 0]
     order = alpha.flatten().argsort().tolist()
     chosen = [divmod(order[round(share * (len(order) - 1))], alpha.shape[1]) for share in (0, 0.5, 0.9, 1)]
-    kept = measured.measure(ids, norms=False, heads=chosen, keep=("map",)).kept
-    heads = []
-    for layer, head in chosen:
-        weights = kept[layer, head].map
-        assert weights is not None
-        rows = [[round(share, 3) for share in row[: i + 1]] for i, row in enumerate(weights[0].tolist())]
-        heads.append({"layer": layer, "head": head, "alpha_1": float(alpha[layer, head]), "rows": rows})
+    pairs = [(report.layers[row], head) for row, head in chosen]
+    kept = measured.measure(ids, norms=False, heads=pairs).kept
+    heads = [
+        {"layer": layer, "head": head, "alpha_1": float(alpha[row, head])}
+        | {key: _lower(getattr(kept[layer, head], of), digits) for key, of, digits in MAPS}
+        for (row, _), (layer, head) in zip(chosen, pairs, strict=True)
+    ]
     tokens = [measured.tokenizer.decode([token]) for token in ids[0].tolist()]
     return {"text": SAMPLE, "tokens": tokens, "heads": heads}
 
 
-def first_token(measured: Subject) -> dict[str, Any]:
-    """x_1 alone: by block the largest dimensions of h_1 over the median (massive activations), and by layer how near
-    k_1 is to its mean over texts (Section 5: the sink's key is a constant).
+def _lower(values: torch.Tensor, digits: int) -> list[list[float]]:
+    """What a causal mask leaves of the first sample's map, row by row."""
+    return [[round(value, digits) for value in row[: i + 1]] for i, row in enumerate(values[0].tolist())]
+
+
+def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), by layer
+    what LN leaves of them, and how near k_1 is to its mean over texts, beside the key in the middle of the text.
     """
     from sinkutils.measuring import surgery  # needs transformers
 
-    result: dict[str, Any] = {"samples": FEW}
-    for first in (TEXT, BOS):
-        ids = measured.inputs("natural", FEW, 64, first=first)
+    length = _length(measured)
+    result: dict[str, Any] = {"samples": min(n, FEW), "T": length, "middle": length // 2}
+    for first in measured.firsts:
+        ids = measured.inputs("natural", min(n, FEW), length, first=first)
         values, dimensions = surgery.massive(measured.model, ids).topk(3, dim=-1)
-        keys = torch.stack([k for k, _ in surgery.first_keys_values(measured.model, ids)])  # (L, n, H_kv, D)
-        near = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1).mean(dim=(1, 2))
-        result[first] = {
-            "dimensions": dimensions.tolist(),
-            "over_median": values.tolist(),
-            "cosine_k_1_to_mean": near.tolist(),
-        }
+        near = {}
+        for name, position in (("cosine_k_1_to_mean", 1), ("cosine_k_middle_to_mean", length // 2)):
+            keys = torch.stack([k for k, _ in surgery.keys_values(measured.model, ids, position)])  # (L, n, H_kv, D)
+            cosines = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1)
+            near[name] = cosines.mean(dim=(1, 2)).tolist()
+        normed = {f"normed_{key}": rows.tolist() for key, rows in surgery.normed(measured.model, ids).items()}
+        result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near | normed
     return result
 
 
-def operations(measured: Subject) -> dict[str, Any]:
+def domains(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """Sink_1 by the kind of text (Fig. 9), over those that come with every Python installation.
+
+    Prose is the docstrings' probe split.
+    """
+    texts: dict[str, list[str]] = {"docstrings": list(islice(load_corpus("docstrings").texts("probe"), 2 * n))}
+    texts |= {kind: list(islice(domain(kind, progress=False), 2 * n)) for kind in DOMAINS if kind != "prose"}
+    length, first = _length(measured), usual_first(measured)
+    by = {}
+    for kind, available in texts.items():
+        long = [text for text in available if len(head(measured.tokenizer, text, length)) >= length][:n]
+        ids = measured.inputs("natural", len(long), length, first=first, texts=long)
+        by[kind] = {first: summary(measured.measure(ids, epsilons=EPSILONS, norms=False, bos=first == BOS))}
+    return {"T": length, "first": first, "epsilons": list(EPSILONS), "pieces": "first tokens of documents", "by": by}
+
+
+def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Surgery on natural text: losses in nats a token of tokens 2..T, shares in percent at eps = 0.3."""
     from sinkutils.measuring import surgery
 
-    model, first = measured.model, BOS if REAL_MODELS[measured.name].bos else TEXT
+    model, first = measured.model, usual_first(measured)
     ids, plain = (measured.inputs("natural", FEW, 64, first=start) for start in (first, TEXT))
     donors = measured.inputs("natural", FEW, 64, seed=1, first=first)
 
@@ -228,15 +289,21 @@ def operations(measured: Subject) -> dict[str, Any]:
     }
 
 
-SECTIONS = {
+SHOWN = {
     "about": about,
     "probes": probes,
     "lengths": lengths,
     "angles": angles,
     "maps": maps,
     "first_token": first_token,
-    "operations": operations,
+    "domains": domains,
 }
+SECTIONS = {name: make for name, make in SHOWN.items() if name != "domains"} | {"operations": operations}
+
+
+def _length(measured: Subject) -> int:
+    """T of the paper's probes, or all that the model can read."""
+    return min(64, measured.context)
 
 
 def _short(value: Any) -> Any:

@@ -60,7 +60,7 @@ def transplant(
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
     with _operating(model):
-        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _first_keys_values(model, donors)]
+        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _keys_values(model, donors)]
         if zero_values_from is not None:
             integer("zero_values_from", zero_values_from, 0, len(pairs))
             pairs = [(k, v * (layer < zero_values_from)) for layer, (k, v) in enumerate(pairs)]
@@ -75,10 +75,13 @@ def transplant(
         return _run(model, ids, shares, cache)
 
 
-def first_keys_values(model: nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """k_1 and v_1 of each layer for texts (n, T): pairs of (n, H_kv, D). In a causal model only x_1 decides them."""
+def keys_values(model: nn.Module, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """k_t and v_t at one position t of each layer for texts (n, T): pairs of (n, H_kv, D). Of a causal model's k_1 and
+    v_1 only x_1 decides.
+    """
+    integer("position", position, 1, ids.shape[1])
     with _operating(model):
-        return _first_keys_values(model, ids)
+        return _keys_values(model, ids, position)
 
 
 def hide(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
@@ -119,6 +122,27 @@ def massive(model: nn.Module, ids: Tensor) -> Tensor:
         with _removing(hooks):
             model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
     return torch.stack([found[layer] for layer in sorted(found)])
+
+
+def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]:
+    """What LN leaves of h, which is what each attention layer reads (Section 3.1), means over texts (n, T).
+
+    "share": of ||LN(h)||^2 in its `largest` dimensions; "rest": the median |LN(h)_j| over dimensions. Each (layers, 2):
+    of the first token, and the mean over the others.
+    """
+    found: dict[str, list[Tensor]] = {"share": [], "rest": []}
+
+    def see(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        sizes = (args[0] if args else kwargs["hidden_states"]).float().abs()
+        squares = sizes.square()
+        share = squares.topk(largest, dim=-1).values.sum(dim=-1) / squares.sum(dim=-1)  # (n, T)
+        for key, values in (("share", share), ("rest", sizes.median(dim=-1).values)):
+            found[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
+
+    with _operating(model) as (_, modules):
+        with _removing([module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]):
+            model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    return {key: torch.stack(rows) for key, rows in found.items()}
 
 
 def set_back(
@@ -229,9 +253,9 @@ def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCa
     return Outcome(torch.cat(losses), report)
 
 
-def _first_keys_values(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    cache = model.base_model(ids[:, :1].to(model.device), use_cache=True).past_key_values
-    return [(layer.keys[:, :, 0], layer.values[:, :, 0]) for layer in cache.layers]
+def _keys_values(model: Any, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
+    cache = model.base_model(ids[:, :position].to(model.device), use_cache=True).past_key_values
+    return [(layer.keys[:, :, -1], layer.values[:, :, -1]) for layer in cache.layers]
 
 
 @contextmanager

@@ -1,0 +1,303 @@
+"""The pictures of Section 3 and Appendix B; what is seen in them is said in `section_3_seen`.
+
+`models` is `properties.measured`: sections of `measuring.open_lms` by a model's title. The first token's colour is one
+in all pictures, that of the others too; positions, blocks and heads count from 1, dimensions from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sinkutils.showing.figures import BASE_COLOR, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
+from sinkutils.showing.properties import by_domain, by_length, report, usual
+from sinkutils.showing.section_3_seen import FIRSTS, Models, head_name, repeated_norms
+
+OTHERS, FIRST, MIDDLE = BASE_COLOR, FIRST_COLOR, STAR_COLOR
+SHOWN_TOKENS, SHOWN_ANGLES = 18, 24
+POSITIONS = {"nope": "none (NoPE)", "relative": "relative, bucket numbers", "relative_learned": "relative, learned",
+             "alibi": "ALiBi", "rotary": "rotary"}  # fmt: skip
+SINK = SINK_LABEL.split(",")[0]
+
+
+def _blocks(axis: Axes) -> None:
+    axis.set_xlabel("block $l$")
+    axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+
+
+def _map(axis: Axes, rows: list[list[float]], cmap: str, norm: Any) -> Any:
+    """A causal map (T, T) from its rows; what the mask hides is white."""
+    values = np.full((len(rows), len(rows)), np.nan)
+    for i, row in enumerate(rows):
+        values[i, : min(len(row), len(rows))] = row[: len(rows)]
+    edges = (0.5, len(rows) + 0.5, len(rows) + 0.5, 0.5)
+    axis.grid(False)
+    return axis.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", extent=edges)
+
+
+def token_maps(models: Models) -> Figure:
+    """A_ij on the first tokens of one text, with the tokens: of the head with the most alpha_1 and a middling one."""
+    figure, axes = plt.subplots(len(models), 2, figsize=(9.6, 4.5 * len(models)), squeeze=False)
+    for row, (title, of) in zip(axes, models.items(), strict=True):
+        tokens = [token.strip() or "·" for token in of["maps"]["tokens"]][:SHOWN_TOKENS]
+        for axis, head in zip(row, (of["maps"]["heads"][-1], of["maps"]["heads"][1]), strict=True):
+            image = _map(axis, head["rows"][: len(tokens)], "rocket_r", mpl.colors.Normalize(0, 1))
+            axis.set_xticks(range(1, len(tokens) + 1), tokens, rotation=90, fontsize="small")
+            axis.set_yticks(range(1, len(tokens) + 1), tokens, fontsize="small")
+            axis.set(title=f"{title}, {head_name(head)}", xlabel="key $j$", ylabel="query $i$")
+    figure.colorbar(image, ax=axes, label="$A_{i,j}$", shrink=0.6)
+    return figure
+
+
+def norms(models: Models) -> Figure:
+    """The l2-norms of h, k, v by block: first token against the mean of the others (Figs. 2 top, 11-14)."""
+    panels = (("hidden_norms", r"$\|h\|$"), ("key_norms", r"$\|k\|$"), ("value_norms", r"$\|v\|$"))
+    figure, axes = plt.subplots(len(models), 3, figsize=(9.6, 2.7 * len(models) + 0.3), squeeze=False)
+    for row, (title, of) in zip(axes, models.items(), strict=True):
+        for axis, (key, label) in zip(row, panels, strict=True):
+            if key not in report(of):
+                axis.set_visible(False)
+                continue
+            values = np.asarray(report(of)[key])
+            blocks = np.arange(1, len(values) + 1)
+            axis.plot(blocks, values[:, 0], "o-", markersize=4, color=FIRST, label="first token")
+            others = values[:, 1:].mean(axis=1)
+            axis.plot(blocks, others, "s--", markersize=3, color=OTHERS, label="mean of the others")
+            axis.set(ylabel=label, yscale="log" if key == "hidden_norms" else "linear")
+            if key != "hidden_norms":
+                axis.set_ylim(0, None)
+            _blocks(axis)
+        row[1].set_title(title)
+    axes[0, 2].legend(fontsize="small", loc="upper left")
+    return figure
+
+
+def chain(models: Models) -> Figure | None:
+    """Section 3.1's steps by block: a massive h_1, what LN leaves of it, how near k_1 is to one vector."""
+    models = {title: of for title, of in models.items() if "first_token" in of}
+    if not models:
+        return None
+    figure, axes = plt.subplots(len(models), 3, figsize=(8.8, 2.3 * len(models) + 0.3), squeeze=False)
+    for row, (title, of) in zip(axes, models.items(), strict=True):
+        one, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
+        blocks = np.arange(1, len(one["over_median"]) + 1)
+        for rank, label in enumerate(("largest", "second", "third")):
+            shade = mpl.colors.to_rgba(FIRST, 1 - 0.3 * rank)
+            row[0].plot(blocks, np.array(one["over_median"])[:, rank], color=shade, label=label)
+        row[0].axhline(1000, color=PAPER_COLOR, linestyle=":")
+        row[0].set(yscale="log", ylabel=r"$|h_{1,j}|$ / median")
+        layers, share = np.arange(1, len(one["normed_share"]) + 1), 100 * np.array(one["normed_share"])
+        row[1].plot(layers, share[:, 0], "o-", markersize=4, color=FIRST, label="first token")
+        row[1].plot(layers, share[:, 1], "s--", markersize=3, color=OTHERS, label="mean of the others")
+        row[1].set(ylabel=r"3 dims' share of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
+        row[2].plot(layers, one["cosine_k_1_to_mean"], "o-", markersize=4, color=FIRST, label="first token")
+        row[2].plot(layers, one["cosine_k_middle_to_mean"], "s--", markersize=3, color=MIDDLE, label=f"token {middle}")
+        row[2].set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
+        for axis in row:
+            _blocks(axis)
+    for axis in axes[0]:
+        axis.legend(fontsize="small")
+    return figure
+
+
+def angle_maps(models: Models) -> Figure:
+    """A_ij, cos(q_i, k_j), ||q_i|| ||k_j|| on one text, of the heads with most and least alpha_1 (Fig. 2 bottom)."""
+    heads = [
+        (title, head) for title, of in models.items() for head in (of["maps"]["heads"][-1], of["maps"]["heads"][0])
+    ]
+    panels = (("rows", "$A_{i,j}$", "rocket_r", (0, 1)), ("cosine", r"$\cos(q_i, k_j)$", "vlag", (-0.7, 0.7)),
+              ("norm_product", r"$\|q_i\| \|k_j\|$", "mako_r", None))  # fmt: skip
+    figure, axes = plt.subplots(3, len(heads), figsize=(2.35 * len(heads) + 0.9, 6.6), squeeze=False)
+    for row, (key, symbol, cmap, limits) in zip(axes, panels, strict=True):
+        for axis, (title, head) in zip(row, heads, strict=True):
+            rows = head[key][:SHOWN_ANGLES]
+            image = _map(axis, rows, cmap, mpl.colors.Normalize(*(limits or (0, max(map(max, rows))))))
+            if key == "rows":
+                axis.set_title(f"{title}\n{head_name(head)}", fontsize="x-small")
+            if limits is None:
+                figure.colorbar(image, ax=axis, shrink=0.7)
+        if limits:
+            figure.colorbar(image, ax=row, label=symbol, shrink=0.9)
+        row[0].set_ylabel("query $i$" if limits else f"query $i$; {symbol}")
+    for axis in axes[-1]:
+        axis.set_xlabel("key $j$")
+    return figure
+
+
+def angles(models: Models) -> Figure:
+    """cos(q, k) and ||q|| ||k|| by block, first token against the others, means and ranges over heads (Figs. 15-18)."""
+    models = {title: of for title, of in models.items() if "angles" in of}
+    figure, axes = plt.subplots(len(models), 2, figsize=(7.8, 2.3 * len(models) + 0.2), squeeze=False)
+    for row, (title, of) in zip(axes, models.items(), strict=True):
+        for axis, (key, label) in zip(
+            row, (("cosine", r"$\cos(q, k)$"), ("norm_product", r"$\|q\| \|k\|$")), strict=True
+        ):
+            for which, color, line, name in (
+                ("others", OTHERS, "--", "the others"),
+                ("first", FIRST, "-", "first token"),
+            ):
+                values = np.array(of["angles"][key][which])  # (layers, heads)
+                blocks = np.arange(1, len(values) + 1)
+                axis.fill_between(blocks, values.min(axis=1), values.max(axis=1), color=color, alpha=0.2, linewidth=0)
+                axis.plot(blocks, values.mean(axis=1), line, color=color, label=name)
+            axis.set(ylabel=label, title=title)
+            _blocks(axis)
+    axes[0, 0].legend(fontsize="small")
+    return figure
+
+
+def lengths(models: Models) -> Figure:
+    """Sink_1 against T, a line an eps (Fig. 3); hollow where uniform attention alone exceeds eps."""
+    figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 1.2, 3.4), sharey=True, squeeze=False)
+    for axis, (title, of) in zip(axes[0], models.items(), strict=True):
+        table = by_length(of)
+        values = table.drop(columns=["uniform", "texts"])
+        for color, (eps, line) in zip(sns.color_palette("flare", values.shape[1]), values.items(), strict=True):
+            saturated = table["uniform"] > eps
+            axis.plot(values.index, line, "o-", color=color, label=rf"$\epsilon = {eps:g}$")
+            axis.plot(values.index[saturated], line[saturated], "o", markerfacecolor="white", color=color)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values.index, [str(length) for length in values.index])
+        axis.set(xlabel="sequence length $T$", title=f"{title}, {FIRSTS[usual(of)]}", ylim=(-2, 103))
+    axes[0, 0].set_ylabel(SINK)
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def inputs(table: pd.DataFrame) -> Figure:
+    """Table 1 left as a picture: Sink_1 on natural, random and repeated tokens, a row a model; `by_input`."""
+    figure, axis = plt.subplots(figsize=(8.2, 0.36 * len(table) + 1.0))
+    kinds = {"natural": ("natural text", "o"), "random": ("random tokens", "s"), "repeat": ("one token repeated", "D")}
+    for color, (kind, (label, mark)) in zip((OTHERS, FIRST, MIDDLE), kinds.items(), strict=True):
+        for source, rows in table.groupby("of"):
+            places = [place for place, of in enumerate(table["of"]) if of == source]
+            axis.plot(rows[kind], places, mark, color=color, markerfacecolor=color if source == "ours" else "white",
+                      label=label if source == "ours" else None)  # fmt: skip
+    names = [
+        f"{row['model']}, no BOS (paper)" if row["of"] == "paper"
+        else f"{row['model']}, {FIRSTS[row['first']]}{' (as trained)' if row['usual'] else ''}"
+        for _, row in table.iterrows()
+    ]  # fmt: skip
+    axis.set_yticks(range(len(names)), names, fontsize="small")
+    axis.set(xlabel=SINK_LABEL, xlim=(-3, 103))
+    axis.invert_yaxis()
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    return figure
+
+
+def repeats(models: Models) -> Figure:
+    """||h_t|| by position on natural text and on one token repeated, without BOS (Section 3.3)."""
+    figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 0.4, 3.2), sharey=True, squeeze=False)
+    for axis, (title, of) in zip(axes[0], models.items(), strict=True):
+        peak, natural, repeated = repeated_norms(of)
+        positions = np.arange(1, len(natural) + 1)
+        axis.plot(positions, repeated, "s--", markersize=3, color=OTHERS, label="one token repeated")
+        axis.plot(positions, natural, "o-", markersize=3, color=FIRST, label="natural text")
+        axis.set(xlabel="position $t$", yscale="log", title=f"{title}, after block {peak + 1}")
+    axes[0, 0].set_ylabel(r"$\|h_t\|$ / natural mean, $t > 1$")
+    axes[0, -1].legend()
+    return figure
+
+
+def repeated_attention(seen: Mapping[str, Any]) -> Figure:
+    """Attention to the first of t equal tokens (Propositions 1-4), and the biases g behind two of them.
+
+    seen: `propositions.RepeatedTokens` by position embedding. Left, the largest A_t,1 over layers and heads; right,
+    the exponent by distance of those with a bias, less its value at distance 0.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4))
+    colors = dict(zip(seen, sns.color_palette("colorblind"), strict=False))
+    for name, one in seen.items():
+        first = np.asarray(one.weights[..., 0]).max(axis=(0, 1))
+        axes[0].plot(range(1, len(first) + 1), first, color=colors[name], label=POSITIONS[name])
+        if name in ("relative", "alibi"):
+            bias = np.asarray(one.logits[0, 0] - one.logits[0, 0, 0])
+            axes[1].plot(range(len(bias)), bias, color=colors[name], label=POSITIONS[name])
+    bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
+    axes[0].plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
+    axes[0].set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$",
+                ylim=(1e-3, 1.5))  # fmt: skip
+    axes[1].set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
+    axes[1].set_yscale("symlog", linthresh=1)
+    for axis in axes:
+        axis.legend(fontsize="small")
+    return figure
+
+
+def edited_positions(table: pd.DataFrame, name: str = "") -> Figure:
+    """Table 7 as a picture: Sink_1 and Sink_t over t, p_1 replaced by p_t or swapped with it; `name`: of our model."""
+    figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.3), sharey=True)
+    for axis, (operation, rows) in zip(axes, table[table["t"] > 1].groupby("operation"), strict=True):
+        for key, label, color in (("1", r"$\mathrm{Sink}_1$", FIRST), ("t", r"$\mathrm{Sink}_t$", OTHERS)):
+            axis.plot(
+                rows["t"],
+                rows[f"paper_{key}"],
+                "o:",
+                color=color,
+                markerfacecolor="white",
+                label=f"{label}, GPT2-XL (paper)",
+            )
+            if rows[f"sink_{key}"].notna().any():
+                axis.plot(rows["t"], rows[f"sink_{key}"], "s-", color=color, label=f"{label}, {name}")
+        axis.axhline(table["paper_1"].iloc[0], color=PAPER_COLOR, linestyle=":", linewidth=1)
+        axis.set(
+            xlabel="$t$",
+            title=f"$p_1$ {'replaced by' if operation == 'replace' else 'swapped with'} $p_t$",
+            xticks=rows["t"],
+        )
+    axes[0].set_ylabel("% of heads, repeated tokens")
+    axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    return figure
+
+
+def domains(models: Models) -> Figure | None:
+    """Sink_1 by the kind of text, a colour an eps (Fig. 9)."""
+    tables = {title: by_domain(of) for title, of in models.items() if "domains" in of}
+    if not tables:
+        return None
+    rows = max(map(len, tables.values()))
+    figure, axes = plt.subplots(
+        1, len(tables), figsize=(3.3 * len(tables) + 3.0, 0.26 * rows + 1.2), sharey=True, squeeze=False
+    )
+    for axis, (title, table) in zip(axes[0], tables.items(), strict=True):
+        for color, mark, eps in zip(sns.color_palette("flare", 5)[1:4], "osD", table, strict=True):
+            axis.axvline(table[eps].mean(), color=color, linewidth=1, linestyle=":")
+            axis.plot(table[eps], range(len(table)), mark, color=color, label=rf"$\epsilon = {eps:g}$")
+        axis.set_yticks(range(len(table)), table.index, fontsize="small")
+        axis.set(xlim=(0, 103), xlabel=SINK, title=title)
+    axes[0, 0].invert_yaxis()
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def by_size(table: pd.DataFrame, values: Mapping[str, str]) -> Figure:
+    """Quantities of models against their size, a panel each (Figs. 4 left, 10): empty marks are the paper's printed
+    values, filled ones were measured here. values: the label of each column to show.
+    """
+    figure, axes = plt.subplots(1, len(values), figsize=(3.9 * len(values) + 1.8, 3.5), squeeze=False)
+    here = table[table["source"] == "measured"]["family"].unique()
+    spread = table["parameters"].min() / 2, 2 * table["parameters"].max()
+    colors = dict(zip(here, sns.color_palette("colorblind"), strict=False))
+    for axis, (column, label) in zip(axes[0], values.items(), strict=True):
+        for index, (family, rows) in enumerate(table.groupby("family", sort=False)):
+            for source, part in rows.dropna(subset=column).sort_values("parameters").groupby("source"):
+                ours = source == "measured" or column.startswith("acc")  # the paper prints no accuracy
+                color = colors.get(family, PAPER_COLOR) if ours else PAPER_COLOR
+                mark, line = "os^Dv<>pXP"[index % 10], "-" if ours else ""
+                axis.plot(part["parameters"], part[column], mark, linestyle=line, color=color,
+                          markersize=8 if ours else 6, markerfacecolor=color if ours else "white",
+                          label=family if ours else f"{family} (paper)")  # fmt: skip
+        axis.set(xscale="log", xlim=spread, xlabel="parameters", ylabel=label, ylim=(0, 103))
+        axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+        if column.startswith("acc"):
+            axis.axhline(25, color=PAPER_COLOR, linestyle=":")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    return figure

@@ -1,0 +1,98 @@
+"""Notebooks 01 and 08 on models that they do not know: random ones of three families, in a folder."""
+
+import itertools
+import re
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+import torch
+import transformers as tf
+
+from sinkutils.data import probes
+from sinkutils.data.corpus import Corpus
+from sinkutils.measuring import open_lms
+from sinkutils.paths import NOTEBOOKS
+from sinkutils.showing import cards, figures, seen
+
+matplotlib.use("agg")
+BASE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 96}  # fmt: skip
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
+MODELS = {
+    "learned positions": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+    "parallel blocks": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**BASE)),
+    "sliding windows": lambda: tf.MistralForCausalLM(
+        tf.MistralConfig(**BASE, num_key_value_heads=2, sliding_window=12)
+    ),
+}
+
+
+def saved(folder: Path, build, corpus: Corpus) -> Path:
+    """A random model with the tests' tokenizer, as a user would have one in a folder."""
+    torch.manual_seed(0)
+    build().save_pretrained(folder)
+    tf.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def run(number: str, parameters: dict) -> dict:
+    """Execute a notebook's code cells and solutions in this process, with these parameters; returns what they left."""
+    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    space: dict = {"display": lambda *_: None}
+    for cell in nbformat.read(path, as_version=4).cells:
+        solutions = re.findall("```python\n(.*?)```", cell.source, re.DOTALL)
+        for solution in solutions if space.get("ids") is not None else ():  # there is a model
+            exec(compile(solution, f"{number}, a solution", "exec"), space)
+        if cell.cell_type == "code":
+            exec(compile(cell.source, f"{number}, cell {cell.id}", "exec"), space)
+            if "parameters" in cell.metadata.get("tags", []):
+                space |= parameters
+    plt.close("all")
+    return space
+
+
+@pytest.fixture
+def shown(corpus: Corpus, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+    """What the notebooks show, in the place of showing it; no records, the tests' text, and no walk over all files."""
+    shown: dict[str, list] = {"figures": [], "lines": [], "cards": []}
+    monkeypatch.setattr(probes, "load_corpus", lambda *_, **__: corpus)
+    monkeypatch.setattr(open_lms, "load_corpus", lambda *_, **__: corpus)
+    texts = list(itertools.islice(corpus.texts("train"), 8))
+    monkeypatch.setattr(open_lms, "domain", lambda kind, progress: iter(texts))
+    monkeypatch.setattr(figures, "RENDERED", tmp_path)
+    monkeypatch.setattr(figures, "display", lambda data, raw: shown["figures"].append(data["text/plain"]))
+    monkeypatch.setattr(seen, "display", lambda data, raw: shown["lines"].append(data["text/plain"]))
+    monkeypatch.setattr(cards, "display", lambda data, raw: shown["cards"].append(data["text/plain"]))
+    return shown
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_pages_on_real_models_run_on_any_model(
+    family: str, corpus: Corpus, tmp_path: Path, shown: dict[str, list], capsys: pytest.CaptureFixture
+) -> None:
+    folder = saved(tmp_path / "a model", MODELS[family], corpus)
+    parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
+    space = run("01", parameters)
+    assert list(space["models"]) == ["a model"] and "left out" not in capsys.readouterr().out
+    assert len(shown["figures"]) == 14
+    assert (space["edited"] is None) == (family != "learned positions")
+    assert any("no head with a sink" in line or "heads with a mean α₁" in line for line in shown["lines"])
+    assert str(tmp_path) not in "".join(itertools.chain(*shown.values()))
+
+    found = len(shown["figures"])
+    assert run("08", parameters)["lm"] is not None
+    assert len(shown["figures"]) == found + 6  # not the toy's
+    assert len(shown["lines"]) > 12 and all(len(line) <= 100 for line in "\n".join(shown["lines"]).split("\n"))
+
+
+def test_without_the_model_the_page_on_surgery_says_what_is_missing(
+    tmp_path: Path, shown: dict[str, list], capsys: pytest.CaptureFixture
+) -> None:
+    parameters = {"model": str(tmp_path / "nothing"), "preset": "smoke", "recompute": "never"}
+    assert run("08", parameters)["lm"] is None
+    told = capsys.readouterr().out
+    assert "there is no folder" in told and "which is not here; recorded: nothing yet" in told
+    assert not shown["figures"]
