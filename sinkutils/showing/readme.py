@@ -29,12 +29,12 @@ from sinkutils.study.store import Runs
 PRESET = "laptop"
 RESULTS = ("done", "failed")  # the statuses of a record that counts
 CHIPS = {
-    rules.REPRODUCED: "🟢",
-    rules.PARTLY: "🟠",
-    rules.NOT_REPRODUCED: "🔴",
-    rules.INCONCLUSIVE: "🟡",
-    rules.NOT_VISIBLE: "⚫",
-    rules.NOT_RUN: "⚪",
+    rules.REPRODUCED: "●",
+    rules.PARTLY: "◐",
+    rules.NOT_REPRODUCED: "✕",
+    rules.INCONCLUSIVE: "◌",
+    rules.NOT_VISIBLE: "–",
+    rules.NOT_RUN: "○",
 }
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
