@@ -17,7 +17,8 @@ pytestmark = [needs_chromium, pytest.mark.skipif(not BOOK.exists(), reason="ther
 LOOK = """
 const done = arguments[0], all = (query) => [...document.querySelectorAll(query)];
 const loaded = new Promise((wake) => document.readyState === "complete" ? wake() : addEventListener("load", wake));
-const drawn = () => window.MathJax && MathJax.startup.promise, pause = () => new Promise((wake) => setTimeout(wake, 200));
+const drawn = () => window.MathJax && MathJax.startup.promise;
+const pause = () => new Promise((wake) => setTimeout(wake, 200));
 loaded.then(drawn).then(() => document.fonts.ready).then(pause).then(() => done({
     ids: all("[id]").map((element) => element.id),
     links: all("a[href]").map((element) => element.href),
