@@ -2,15 +2,13 @@
 
 import matplotlib
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 from sinkutils.ledger.trials import sink_token_ratios
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.showing import diagrams, figures, notebook
-from sinkutils.showing.tables import paper_beside_ours
+from sinkutils.showing import comparisons, diagrams, figures, notebook
 from sinkutils.study.grid import config
 from sinkutils.study.record import record_folder, write_record
 
@@ -101,57 +99,37 @@ def test_norms_at_the_sink_token_need_one():
         sink_token_ratios(tiny(), torch.zeros(1, 4, dtype=torch.int64))
 
 
-def record(runs, name, status="done", **final):
-    metrics = {"status": status, "reason": None, "curve": [], "final": final}
-    write_record(record_folder("smoke", name, 0, runs), config(name, "smoke"), metrics, {"wall_seconds": 1.0})
-
-
-def test_the_records_of_a_table_come_by_row_and_what_is_missing_is_named_once_with_its_command(runs, capsys):
-    record(runs, "fixed_1", sink_1=20.0)
-    found = notebook.records_of("Table 12 left", "smoke", recompute="never")
-    assert list(found) == ["H = 8", "H = 4", "H = 2", "H = 1", "addition"]
-    # The base of the preset has two heads: its record stands beside the paper's H = 2, and not beside its base.
-    assert found["H = 2"].metrics["final"]["sink_1"] == 20.0
-    said = capsys.readouterr().out
-    assert said.startswith("Not recorded yet: 8 heads; 4 heads; 1 head; heads added") and "heads_8" not in said
-    assert said.endswith("python -m sinkutils sweep --preset smoke\n")
-    both = notebook.records_of(("Table 3", "Appendix A"), "smoke", recompute="never")
-    assert list(both)[-1] == "T5's learned relative PE"
-    assert notebook.records_of("Figure 8 right", "smoke", recompute="never") == {}  # 1B is not of this preset
+def test_what_is_missing_is_named_once_by_its_name_with_the_command(runs, capsys):
+    metrics = {"status": "done", "reason": None, "curve": [], "final": {"sink_1": 20.0}}
+    write_record(record_folder("smoke", "fixed_1", 0, runs), config("fixed_1", "smoke"), metrics, {})
+    notebook.ensure(["Table 12 left", "Table 4"], "smoke", recompute="never")
+    assert capsys.readouterr().out == (
+        "Not recorded yet: 8 heads; 4 heads; 1 head; heads added, not concatenated; a learnable sink token\n"
+        "x*; KV biases; K biases; V biases, seed 0. To make what is missing:\n"
+        "    python -m sinkutils sweep --preset smoke\n"
+    )
+    notebook.ensure(["Figure 8 right"], "smoke", recompute="never")  # 1B is not of this preset
+    assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="item must be one of"):
-        notebook.records_of("Table 99", "smoke", recompute="never")
-
-
-def test_bars_say_what_failed_was_not_run_or_is_not_printed(runs):
-    record(runs, "k_bias", sink_1=1.0, sink_star=60.0)
-    record(runs, "k_bias_first_20", status="failed")
-    table = paper_beside_ours("Table 5", "smoke", runs)
-    paper, ours = figures.paper_and_ours(table, ("sink_star", "sink_1")).axes
-    said = {axis: [text.get_text() for text in axis.texts] for axis in (paper, ours)}
-    assert said[ours] == ["60.0", "no run", "no run", "failed", *["no run"] * 3,
-                          "1.0", "no run", "no run", "failed", *["no run"] * 3]  # fmt: skip
-    assert said[paper][:5] == ["–", "–", "–", "–", "69.7"]
-    heights = [bar.get_height() for bar in ours.patches]
-    assert np.flatnonzero(heights).tolist() == [0, 7]
-    assert ours.get_ylim()[1] > 60
+        notebook.ensure(["Table 99"], "smoke", recompute="never")
 
 
 def test_a_curve_without_the_quantity_has_no_line_in_its_panel():
     steps = range(3)
-    runs = {"with": [{"step": s, "sink_star": 5.0, "sink_1": 0.0} for s in steps],
-            "without": [{"step": s, "sink_1": 20.0} for s in steps]}  # fmt: skip
-    star, first = figures.curves(runs, ("sink_star", "sink_1"), ("Sink_*", "Sink_1")).axes
-    drawn = [[line.get_ydata().tolist() for line in axis.lines if len(line.get_ydata())] for axis in (star, first)]
+    runs = {"with": [[{"step": s, "sink_star": 5.0, "sink_1": 0.0} for s in steps]],
+            "without": [[{"step": s, "sink_1": 20.0} for s in steps]]}  # fmt: skip
+    star, first = figures.along_training(runs, {"sink_star": "Sink_*", "sink_1": "Sink_1"}).axes
+    drawn = [[line.get_ydata().tolist() for line in axis.lines] for axis in (star, first)]
     assert drawn == [[[5.0] * 3], [[0.0] * 3, [20.0] * 3]]
 
 
-def test_a_figure_of_nothing_is_not_drawn_and_saves_nothing(runs, tmp_path, monkeypatch):
+def test_a_figure_of_nothing_is_not_drawn_and_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
     nothing = pd.DataFrame(index=["a"], columns=[1, 2], dtype=float)
-    empty = [figures.norm_ratios({"a": "failed", "b": "not run"}), figures.curves({}, ["sink_1"], ["sink"]),
-             figures.paper_and_ours(paper_beside_ours("Table 5", "smoke", runs)), figures.alpha_heatmaps({}),
-             figures.final_values({"a": None, "b": None}, "x"), figures.sink_by_position(nothing),
-             figures.sink_by_position(pd.DataFrame()), figures.qk_maps({})]  # fmt: skip
+    empty = [comparisons.norm_ratios({"a": "failed", "b": "not run"}), figures.along_training({"a": []}, {"x": "x"}),
+             comparisons.comparison([]), comparisons.effects(nothing[:0], "x"), comparisons.destinations({}),
+             figures.alpha_heatmaps({}), figures.sink_by_position(nothing), figures.sink_by_position(pd.DataFrame()),
+             figures.qk_maps({})]  # fmt: skip
     for figure in empty:
         assert figure is None
         figures.save(figure, "nothing")
