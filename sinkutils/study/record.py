@@ -235,7 +235,10 @@ def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def verify_record(target: Path) -> list[str]:
-    """The names of a record's files; its weights may have been deleted. Raises `CorruptRecord`, naming the file, unless each is as it was written."""
+    """The names of a record's files; its weights may have been deleted.
+
+    Raises `CorruptRecord`, naming the file, unless each is as it was written.
+    """
     name = "/".join(target.parts[-3:])
     try:
         lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
