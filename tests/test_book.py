@@ -16,8 +16,10 @@ pytestmark = [needs_chromium, pytest.mark.skipif(not BOOK.exists(), reason="ther
 
 LOOK = """
 const done = arguments[0], all = (query) => [...document.querySelectorAll(query)];
-const settled = window.MathJax ? MathJax.startup.promise : Promise.resolve();
-settled.then(() => document.fonts.ready).then(() => new Promise((wake) => setTimeout(wake, 200))).then(() => done({
+const loaded = new Promise((wake) => document.readyState === "complete" ? wake() : addEventListener("load", wake));
+const drawn = () => window.MathJax && MathJax.startup.promise;
+const pause = () => new Promise((wake) => setTimeout(wake, 200));
+loaded.then(drawn).then(() => document.fonts.ready).then(pause).then(() => done({
     ids: all("[id]").map((element) => element.id),
     links: all("a[href]").map((element) => element.href),
     images: all("img").map((image) => [image.src.slice(0, 80), image.naturalWidth]),
@@ -138,7 +140,8 @@ def test_every_slider_and_button_of_the_first_notebook_moves_its_picture(driver)
     driver.find_elements("css selector", "figure .controls")
     moved = driver.execute_async_script(PLAY)
     assert len(moved) >= 4
-    assert all(any(changed) for changed in moved) and sum(map(sum, moved)) >= 2 * len(moved)
+    assert all(any(changed) for changed in moved)
+    assert sum(changed.count(False) for changed in moved) <= 1  # "nothing matches" is how the logits start
     assert console_errors(driver) == []
 
 

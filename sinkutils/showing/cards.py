@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,29 @@ LACKING = re.compile(r"^(.+): (\d+) of (\d+) seeds( hold .*)?$")
 
 def show_verdicts(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
     """Show the card of each of these claims. Raises ValueError for an unknown id or preset."""
-    table = pd.concat([ledger.claims(preset, runs, part) for part in ledger.PARTS]).set_index("id", drop=False)
-    unknown = set(ids) - set(table.index)
-    if unknown:
-        raise ValueError(f"claims are {', '.join(table.index)}; got {', '.join(sorted(unknown))}")
+    table = judged(ids, preset, runs)
     cards = [card(table.loc[id].to_dict(), ledger.checks(id, preset, runs), preset) for id in ids]
     text, page = zip(*cards, strict=True)
     display({"text/plain": "\n\n".join(text), "text/html": "\n".join(page)}, raw=True)
+
+
+def show_summary(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
+    """The verdicts of several claims in a line each, for the end of a page."""
+    table = judged(ids, preset, runs)
+    claims = [(table.loc[id, "verdict"], names.human(table.loc[id, "claim"])) for id in ids]
+    text = [textwrap.fill(f"[{verdict.upper()}] {claim}", WIDTH, subsequent_indent="  ") for verdict, claim in claims]
+    page = "".join(
+        f"<div style='margin:0.25em 0'>{chip(verdict)} {html.escape(claim)}</div>" for verdict, claim in claims
+    )
+    display({"text/plain": "\n".join(text), "text/html": page}, raw=True)
+
+
+def judged(ids: Sequence[str], preset: str, runs: Path | str | None = None) -> pd.DataFrame:
+    """The ledger by id, its parts together. Raises ValueError where it has no claim of these ids."""
+    table = pd.concat([ledger.claims(preset, runs, part) for part in ledger.PARTS]).set_index("id", drop=False)
+    if unknown := sorted(set(ids) - set(table.index)):
+        raise ValueError(f"claims are {', '.join(table.index)}; got {', '.join(unknown)}")
+    return table
 
 
 def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def _cells(axis: Axes, rows: Sequence[Sequence[str]], predicted: int | None = No
             axis.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white" if name != REDRAWN else "black",
                                      alpha=faint))  # fmt: skip
             dark = name in (EOS, BOS, FIX)
-            axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=6.5, alpha=faint,
+            axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=7.5, alpha=faint,
                       color="white" if dark else "black", rotation=90 if dark else 0)  # fmt: skip
     axis.set(xlim=(-0.1, max(map(len, rows)) + 0.1), ylim=(len(rows) + 0.4, -0.4), xticks=[], yticks=[])
     axis.grid(False)

@@ -12,6 +12,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -20,12 +21,10 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from IPython.display import display
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sinkutils.paths import FIGURES, RENDERED
-from sinkutils.showing.names import Row
 
 COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
 
@@ -35,8 +34,9 @@ STAR_LABEL = r"$\mathrm{Sink}_*^{\epsilon}$ (%)"
 # One colour a quantity, one for the base, one for what the paper prints; in grey they stay apart with their marks.
 BASE_COLOR, FIRST_COLOR, STAR_COLOR, PAPER_COLOR = "#0173b2", "#de8f05", "#029e73", "#666666"
 OTHER_COLORS = ("#d55e00", "#cc78bc", "#029e73", "#ca9161", "#56b4e9", "#949494", "#8c2d6b", "#b8a800")
+LIGHT = "rocket_r"  # of maps: little is light, much is dark, what is hidden white
 MARKS = "os^Dv<>pXP"
-SINKS = {"1": (r"$\alpha_1$", "sink_1", FIRST_COLOR, "o"), "star": (r"$\alpha_*$", "sink_star", STAR_COLOR, "^")}
+DASHES = ("--", ":", "-.", (0, (6, 1)), (0, (1, 3)), (0, (3, 1, 1, 1, 1, 1)))  # the base alone has a solid line
 
 
 def theme() -> None:
@@ -54,19 +54,20 @@ def theme() -> None:
     )
 
 
-def save(figure: Figure | None, name: str) -> None:
-    """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none.
+def save(figure: Figure | None, name: str) -> Path | None:
+    """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none. Returns the PNG.
 
     They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
     ignores: a lesson leaves the checkout as it was.
     """
     if figure is None:
-        return
+        return None
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
         figure.savefig(folder / f"{name}.png", metadata={"Software": None})
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    return folder / f"{name}.png"
 
 
 def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
@@ -79,12 +80,12 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     if figure is None:
         print("Nothing to draw: none of these runs is recorded yet.")
         return
-    if name:
-        save(figure, name)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", metadata={"Software": None})
+    png: Any = save(figure, name) if name else io.BytesIO()
+    if not name:
+        figure.savefig(png, format="png", metadata={"Software": None})
     plt.close(figure)
-    width, data = round(90 * figure.get_figwidth()), base64.b64encode(png.getvalue()).decode()
+    picture = png.read_bytes() if name else png.getvalue()
+    width, data = round(90 * figure.get_figwidth()), base64.b64encode(picture).decode()
     words = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(caption, quote=False))
     page = (f'<figure style="margin:0.5em 0"><img alt="{html.escape(alt)}" width="{width}" '
             f'style="max-width:100%;background:white" src="data:image/png;base64,{data}">'
@@ -121,217 +122,51 @@ def along_training(
     if not shown:
         return None
     colors = colors_of(list(shown), base, ordered)
-    figure, axes = plt.subplots(1, len(keys), figsize=(4.4 * len(keys) + 1.6, 3.4), squeeze=False)
+    dashes: dict[str, Any] = {name: "-" if name == base or len(shown) == 1 else DASHES[index % len(DASHES)]
+                              for index, name in enumerate(shown)}  # fmt: skip
+    size = (max(6.0, 4.0 * len(keys)), 3.0 + 0.12 * len(shown))
+    figure, axes = plt.subplots(1, len(keys), figsize=size, squeeze=False)
     for axis, (key, label) in zip(axes[0], keys.items(), strict=True):
-        for index, (name, frames) in enumerate(shown.items()):
+        for name, frames in shown.items():
             lines = [frame.set_index("step")[key].astype(float) for frame in frames if key in frame]
-            dash = "-" if name == base else ("-", "--", "-.", ":")[index % 4]
             for line in lines if len(lines) > 1 else ():
                 axis.plot(line.index, line, color=colors[name], linewidth=0.6, alpha=0.5)
             if lines:
                 mean = pd.concat(lines, axis=1).mean(axis=1)
-                axis.plot(mean.index, mean, color=colors[name], linestyle=dash, linewidth=1.8)
+                axis.plot(mean.index, mean, color=colors[name], linestyle=dashes[name], linewidth=1.8)
         axis.set(xlabel=xlabel, ylabel=label)
         if "loss" not in key:
             axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
-    handles = [Line2D([], [], color=colors[name], linestyle="-" if name == base else ("-", "--", "-.", ":")[index % 4],
+    handles = [Line2D([], [], color=colors[name], linestyle=dashes[name],
                       label=f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}")
-               for index, (name, frames) in enumerate(shown.items())]  # fmt: skip
-    figure.legend(handles=handles, loc="outside right center", fontsize="small")
+               for name, frames in shown.items()]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=1 if len(handles) < 3 else 2)
     return figure
 
 
-def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: str = "") -> Figure | None:
-    """The picture of a comparison: a row each setting, a dot each head's alpha at the end, a line at epsilon.
+def attention_map(weights: Any, title: str = "", tokens: Sequence[str] | None = None) -> Figure:
+    """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show.
 
-    Left, each head's mean alpha_1 over the texts (what: "1") or alpha_* ("star"), the seeds a little below each other;
-    right, the share of heads above epsilon, a small mark a seed and a large one their mean, a diamond what the paper
-    prints. The base's row is shaded. What has no run of ours says so in its row.
+    Positions count from 1; keys that a query cannot see stay white. tokens: the text, beside the queries and keys.
+    With one more column than rows, the first is k*.
     """
-    if not any(row.trained for row in rows):
-        return None
-    figure, (heads, shares) = plt.subplots(
-        1, 2, figsize=(9.2, 0.42 * len(rows) + 1.3), sharey=True, width_ratios=(1.7, 1)
-    )
-    for y, row in enumerate(rows):
-        if row.base:
-            for panel in (heads, shares):
-                panel.axhspan(y - 0.5, y + 0.5, color=BASE_COLOR, alpha=0.12, linewidth=0)
-        for index, key in enumerate(what):
-            _, column, color, mark = SINKS[key]
-            middle = y + 0.42 * (index - (len(what) - 1) / 2)
-            _dots(heads, row, key, middle, 0.6 / len(what), color, mark)
-            values = [value for run in row.trained.values() if (value := run.final.get(column)) is not None]
-            shares.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
-            if values:
-                shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
-            if column in row.paper.values:
-                shares.plot(row.paper.values[column], middle, "D", color=PAPER_COLOR, markerfacecolor="white")
-        if row.state:
-            heads.text(0.5, y, row.state, ha="center", va="center", fontsize="small", color=PAPER_COLOR)
-    heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
-    heads.text(EPSILON, -0.55, r"$\epsilon$", ha="center", va="bottom", fontsize="small")
-    symbols = " and ".join(SINKS[key][0] for key in what)
-    heads.set(xlim=(-0.02, 1.02), xlabel=f"{symbols} of each head", ylabel=axis_label)
-    heads.set_yticks(range(len(rows)), [row.label for row in rows])
-    heads.set_ylim(len(rows) - 0.5, -0.5)
-    shares.set(xlim=(-4, 104), xlabel=r"heads above $\epsilon = 0.3$ (%)")
-    for panel in (heads, shares):
-        panel.grid(False, axis="y")
-    handles = [Line2D([], [], linestyle="", marker=SINKS[key][3], color=SINKS[key][2], markeredgecolor="black",
-                      markersize=8, label=f"ours, {SINKS[key][0]}") for key in what]  # fmt: skip
-    if any(row.paper.values for row in rows):
-        handles.append(
-            Line2D([], [], linestyle="", marker="D", color=PAPER_COLOR, markerfacecolor="white", label="paper")
-        )
-    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    return figure
-
-
-def _dots(axis: Axes, row: Row, key: str, middle: float, height: float, color: str, mark: str) -> None:
-    """Each head of each seed, the seeds below each other within `height`."""
-    for index, run in enumerate(row.trained.values()):
-        alpha = run.report.get("alpha_star") if key == "star" else run.report.get("alpha", [None])[0]
-        if alpha is not None:
-            values = np.ravel(alpha)
-            y = middle + height * ((index + 0.5) / len(row.trained) - 0.5)
-            axis.plot(values, np.full(len(values), y), mark, color=color, markersize=4, alpha=0.65, markeredgewidth=0)
-
-
-SYMBOLS = {"sink_star": STAR_LABEL.split(" (")[0], "sink_1": SINK_LABEL.split(" (")[0]}
-
-
-def dynamics(curve: Sequence[Mapping[str, float]], title: str = "", sink: str = "sink_1") -> Figure:
-    """Train and validation loss and a sink metric along one run (Fig. 4 middle, Fig. 28)."""
-    frame = pd.DataFrame(curve)
-    figure, losses = plt.subplots()
-    colors = sns.color_palette("colorblind")
-    losses.plot(frame["step"], frame["train_loss"], color=colors[0], label="train loss")
-    losses.plot(frame["step"], frame["valid_loss"], color=colors[0], linestyle="--", label="valid loss")
-    losses.set(xlabel="optimisation step", ylabel="loss (nats a token)", title=title)
-    sinks = losses.twinx()
-    label = STAR_LABEL if sink == "sink_star" else SINK_LABEL
-    sinks.plot(frame["step"], frame[sink], color=colors[1], label=label.split(" (")[0])
-    sinks.set(ylabel=label, ylim=(0, max(5.0, 1.1 * frame[sink].max())))
-    sinks.grid(False)
-    sinks.yaxis.label.set_color(colors[1])
-    handles = [*losses.get_legend_handles_labels()[0], *sinks.get_legend_handles_labels()[0]]
-    losses.legend(handles=handles, loc="center right")
-    return figure
-
-
-def curves(
-    runs: Mapping[str, Sequence[Mapping[str, float]]],
-    keys: Sequence[str],
-    labels: Sequence[str],
-    xlabel: str = "optimisation step",
-) -> Figure | None:
-    """Several runs' curves, a panel for each of `keys` (Fig. 4 right); runs are told apart by colour and dashes.
-
-    A run without a key, such as sink_star without a key bias, has no line in its panel.
-    """
-    frames = [
-        pd.DataFrame(curve).reindex(columns=["step", *keys]).astype(float).assign(run=name)
-        for name, curve in runs.items()
-    ]
-    if not frames:
-        return None
-    frame = pd.concat(frames, ignore_index=True)
-    figure, axes = plt.subplots(1, len(keys), figsize=(4.6 * len(keys), 3.6), squeeze=False)
-    for index, (axis, key, label) in enumerate(zip(axes[0], keys, labels, strict=True)):
-        last = index == len(keys) - 1
-        sns.lineplot(frame, x="step", y=key, hue="run", style="run", ax=axis, legend=last, palette="colorblind",
-                     errorbar=None)  # fmt: skip
-        axis.set(xlabel=xlabel, ylabel=label)
-        if "loss" not in key:
-            axis.set_ylim(-0.02 * axis.get_ylim()[1], None)  # from zero, and a line at zero is seen
-        if last:
-            sns.move_legend(axis, "center left", bbox_to_anchor=(1.0, 0.5), title=None)
-    return figure
-
-
-def paper_and_ours(
-    table: pd.DataFrame, value: str | Sequence[str] = "sink_1", ylabel: str = SINK_LABEL, title: str = ""
-) -> Figure | None:
-    """Two panels, one scale each: what the paper reports and what our records say, row by row.
-
-    `table` is `tables.paper_beside_ours`; bars of ours carry the range over seeds where there are several. value: one
-    column, or several as bars side by side, such as ("sink_star", "sink_1").
-    """
-    if (table["ours"] == "not run").all():
-        return None
-    values = (value,) if isinstance(value, str) else tuple(value)
-    width, colors = 0.6 if len(values) == 1 else 0.8 / len(values), sns.color_palette("colorblind")
-    figure, axes = plt.subplots(1, 2, figsize=(9.0 if len(values) == 1 else 10.2, 3.4), sharex=True)
-    several = False
-    for index, name in enumerate(values):
-        rows = np.arange(len(table)) + width * (index - (len(values) - 1) / 2)
-        ours = table[name].to_numpy(dtype=float)
-        spread = np.abs(np.stack([ours - table[f"{name}_low"], table[f"{name}_high"] - ours]).astype(float))
-        several = several or bool((np.nan_to_num(spread) > 0).any())
-        color = PAPER_COLOR if len(values) == 1 else colors[index]
-        _bars(axes[0], rows, table[f"{name}_paper"].to_numpy(dtype=float), None, color, table["paper"], width)
-        _bars(axes[1], rows, ours, spread, colors[index], table["ours"], width, SYMBOLS.get(name, name))
-    headings = ("paper (60M)", "ours (lines: range over seeds)" if several else "ours")
-    for axis, name in zip(axes, headings, strict=True):
-        axis.set(title=name, xticks=range(len(table)))
-        axis.set_xticklabels(table["row"], rotation=30, ha="right")
-        axis.grid(False, axis="x")
-    axes[0].set_ylabel(ylabel)
-    if len(values) > 1:
-        axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-NO_VALUE = {"failed": "failed", "not run": "no run"}  # else a value that is not printed, or that a model does not have
-
-
-def _bars(
-    axis: Axes,
-    rows: np.ndarray,
-    values: np.ndarray,
-    spread: np.ndarray | None,
-    color: Any,
-    states: Sequence[str],
-    width: float,
-    label: str = "",
-) -> None:
-    reach = np.nan_to_num(values) + (0 if spread is None else np.nan_to_num(spread[1]))
-    error = None
-    if spread is not None and (np.nan_to_num(spread) > 0).any():
-        error = np.where((np.nan_to_num(spread) > 0).any(axis=0), spread, np.nan)  # a bar of one seed has no range
-    axis.bar(rows, np.nan_to_num(values), yerr=error, color=color, width=width, capsize=3, label=label)
-    axis.set_ylim(0, max(1.15 * reach.max(), 1.0, axis.get_ylim()[1]))
-    for row, value, top, state in zip(rows, values, reach, states, strict=True):
-        text = NO_VALUE.get(state, "–") if np.isnan(value) else f"{value:.1f}"
-        upright = 90 if len(text) > 4 and width < 0.5 else 0  # "failed", "no run" would run into the next bar's
-        axis.annotate(text, (row, top), ha="center", va="bottom", fontsize="x-small", xytext=(0, 2),
-                      textcoords="offset points", rotation=upright)  # fmt: skip
-
-
-def attention_map(weights: Any, title: str = "", columns: Sequence[str] | None = None) -> Figure:
-    """One head's attention map: queries down, keys across, on a square-root scale so that small weights show."""
-    values = np.asarray(weights, dtype=float)
-    figure, axis = plt.subplots(figsize=(4.6, 4.0))
-    image = axis.imshow(values, cmap="rocket", norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
-    figure.colorbar(image, ax=axis, label=r"$A_{i,k}$")
+    values = np.array(weights, dtype=float)
+    rows, columns = values.shape
+    values[np.triu_indices(rows, 1 + columns - rows, columns)] = np.nan
+    side = 4.6 if tokens is None else max(4.6, 0.2 * rows + 1.6)
+    figure, axis = plt.subplots(figsize=(side + 0.6, side))
+    first = 0.5 - (columns - rows)
+    image = axis.imshow(values, cmap=LIGHT, norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest",
+                        extent=(first, rows + 0.5, rows + 0.5, 0.5))  # fmt: skip
+    figure.colorbar(image, ax=axis, label=r"$A_{i,k}$", shrink=0.8)
     axis.set(xlabel="key $k$", ylabel="query $i$", title=title)
-    if columns is not None:
-        ticks = [index for index, name in enumerate(columns) if name]
-        axis.set_xticks(ticks, [columns[index] for index in ticks])
+    if tokens is not None:
+        axis.set_xticks(range(1, rows + 1), tokens, rotation=90, fontsize="x-small")
+        axis.set_yticks(range(1, rows + 1), tokens, fontsize="x-small")
+    elif columns > rows:
+        ticks = [0, *range(1, rows + 1, max(1, rows // 4))]
+        axis.set_xticks(ticks, ["$k^*$", *map(str, ticks[1:])])
     axis.grid(False)
-    return figure
-
-
-def alpha_heatmap(alpha: Any, title: str = "", symbol: str = r"$\alpha_1^{l,h}$") -> Figure:
-    """Importance scores by block and head (Figs. 19 to 24, 27); alpha: (layers, heads)."""
-    values = np.atleast_2d(np.asarray(alpha, dtype=float))
-    figure, axis = plt.subplots(figsize=(max(3.6, 0.45 * values.shape[1] + 2), max(2.6, 0.3 * values.shape[0] + 1.2)))
-    sns.heatmap(values, vmin=0, vmax=1, cmap="rocket", ax=axis, cbar_kws={"label": symbol}, linewidths=0.5,
-                xticklabels=range(1, values.shape[1] + 1), yticklabels=range(1, values.shape[0] + 1))  # fmt: skip
-    axis.set(xlabel="head $h$", ylabel="block $l$", title=title)
     return figure
 
 
@@ -355,31 +190,8 @@ def norms(reports: Mapping[str, Any], title: str = "") -> Figure:
     return figure
 
 
-def norm_ratios(ratios: Mapping[str, Sequence[float] | str], title: str = "") -> Figure | None:
-    """The norm of h of the first token over the mean of the others, by block (Figs. 7, 8, 29): massive activations.
-
-    A text in place of values, such as "failed" or "not run", stands in the legend.
-    """
-    if all(isinstance(values, str) for values in ratios.values()):
-        return None
-    figure, axis = plt.subplots()
-    for index, (name, values) in enumerate(ratios.items()):
-        color = sns.color_palette("colorblind")[index % 10]
-        if isinstance(values, str):
-            axis.plot([], [], " ", label=f"{name}: {values}")
-        else:
-            axis.plot(range(1, len(values) + 1), values, marker="os^Dv<>p"[index % 8], label=name, color=color)
-    axis.axhline(1, color=PAPER_COLOR, linewidth=1, linestyle=":")
-    axis.set(
-        xlabel="block $l$", ylabel=r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$", title=title, ylim=(0, None)
-    )
-    axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 QK_PANELS = {
-    "map": (r"$A_{i,j}$", "rocket"),
+    "map": (r"$A_{i,j}$", LIGHT),
     "cosine": (r"$\cos(q_i, k_j)$", "vlag"),
     "norm_product": (r"$\|q_i\| \cdot \|k_j\|$", "mako"),
 }
@@ -415,8 +227,11 @@ def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tu
     return figure
 
 
-def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "") -> Figure | None:
-    """`alpha_heatmap` of several models side by side, one colour scale; alpha: (layers, heads)."""
+def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "", symbol: str = r"$\alpha_1^{l,h}$") -> Figure | None:
+    """Importance scores by block and head of several models side by side, one scale (Figs. 19 to 24, 27).
+
+    alphas: (layers, heads) by the model's name.
+    """
     if not alphas:
         return None
     arrays = {name: np.asarray(alpha, dtype=float) for name, alpha in alphas.items()}
@@ -424,14 +239,14 @@ def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "") -> Figure | None:
     height = max(2.6, *(0.12 * len(values) for values in arrays.values()))
     figure, axes = plt.subplots(1, len(arrays), figsize=(sum(widths) + 1.2, height), squeeze=False, width_ratios=widths)
     for axis, (name, values) in zip(axes[0], arrays.items(), strict=True):
-        image = axis.imshow(values, cmap="rocket", vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+        image = axis.imshow(values, cmap=LIGHT, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
                             extent=(0.5, values.shape[1] + 0.5, len(values) + 0.5, 0.5))  # fmt: skip
         axis.set(title=name, xlabel="head $h$")
         for numbered in (axis.xaxis, axis.yaxis):
             numbered.set_major_locator(mpl.ticker.MaxNLocator(integer=True, min_n_ticks=1))
         axis.grid(False)
     axes[0, 0].set_ylabel("block $l$")
-    figure.colorbar(image, ax=axes[0], label=r"$\alpha_1^{l,h}$")
+    figure.colorbar(image, ax=axes[0], label=symbol)
     if title:
         figure.suptitle(title)
     return figure
@@ -523,76 +338,6 @@ def repeated_attention(seen: Mapping[str, Any], title: str = "") -> Figure:
     return figure
 
 
-def operation_weights(rows: Mapping[str, tuple[Any, Any]], labels: tuple[str, str], title: str = "") -> Figure:
-    """One query's weights A_ij by key under several operations, a panel and a scale each (Section 7.4).
-
-    rows: by operation, the weights (T,) before and after a change. labels: what the legend calls the two.
-    """
-    columns = 4
-    lines = -(-len(rows) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(2.5 * columns, 1.9 * lines + 0.6), sharex=True, squeeze=False)
-    colors = PAPER_COLOR, sns.color_palette("colorblind")[1]
-    for axis, (name, pair) in zip(axes.flat, rows.items(), strict=False):
-        for shift, values, color, label in zip((-0.2, 0.2), pair, colors, labels, strict=True):
-            axis.bar(np.arange(1, len(values) + 1) + shift, np.asarray(values), 0.4, color=color, label=label)
-        sums = " and ".join(f"{float(sum(values)):.2f}".replace("-", "\N{MINUS SIGN}") for values in pair)
-        axis.set_title(f"{name}\nsums {sums}", fontsize="small")
-        axis.axhline(0, color=PAPER_COLOR, linewidth=0.8)
-        axis.grid(False, axis="x")
-    for axis in axes[-1]:
-        axis.set(xlabel="key $j$", xticks=range(1, 1 + max(len(pair[0]) for pair in rows.values())))
-    for axis in axes[:, 0]:
-        axis.set_ylabel("$A_{T,j}$")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def step_differences(runs: Mapping[str, Mapping[str, Sequence[float]]], title: str = "") -> Figure:
-    """Differences of two runs' weights by step on a log scale, a panel an optimiser (Eqs. 32-42)."""
-    figure, axes = plt.subplots(1, len(runs), figsize=(4.6 * len(runs), 3.6), sharey=True, squeeze=False)
-    for axis, (name, lines) in zip(axes[0], runs.items(), strict=True):
-        for index, (label, values) in enumerate(lines.items()):
-            axis.plot(range(1, len(values) + 1), np.maximum(values, 1e-17), marker="os^Dv<>p"[index % 8], label=label,
-                      markersize=4, color=sns.color_palette("colorblind")[index])  # fmt: skip
-        axis.set(yscale="log", xlabel="optimisation step $s$", title=name, ylim=(1e-18, 10))
-        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-        axis.legend(fontsize="small", loc="center right")
-    axes[0, 0].set_ylabel(r"$\max\,|\hat W_O^s - \alpha W_O^s|$")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def final_values(runs: Mapping[str, Any], xlabel: str, title: str = "") -> Figure | None:
-    """Losses and Sink_1 at the end of several runs in their order (Figs. 5 right, 6 right); runs: `Record` or None.
-
-    What is not run leaves a gap, which its label says.
-    """
-    if not any(runs.values()):
-        return None
-    finals = [run.metrics["final"] if run is not None and run.status == "done" else {} for run in runs.values()]
-    rows, colors = np.arange(len(runs)), sns.color_palette("colorblind")
-    figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.4))
-    for key, label, color, line in (("train_loss", "train loss", colors[0], "-"),
-                                    ("valid_loss", "valid loss", colors[0], "--")):  # fmt: skip
-        axes[0].plot(rows, [final.get(key, np.nan) for final in finals], line, marker="o", color=color, label=label)
-    axes[1].plot(rows, [final.get("sink_1", np.nan) for final in finals], marker="o", color=colors[1])
-    axes[0].set_ylabel("loss (nats a token)")
-    axes[0].legend()
-    axes[1].set(ylabel=SINK_LABEL, ylim=(0, max(5.0, axes[1].get_ylim()[1])))
-    names = [name if final else f"{name}\n({'no run' if run is None else 'failed'})"
-             for (name, run), final in zip(runs.items(), finals, strict=True)]  # fmt: skip
-    for axis in axes:
-        axis.set_xlim(-0.4, len(runs) - 0.6)
-        axis.set_xticks(rows, names, fontsize="small")
-        axis.set_xlabel(xlabel)
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
 def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> Figure | None:
     """Sink_k by position k, a row a run or a text (Table 10 right, Fig. 5 middle); rows without values stay white."""
     if table.isna().all(axis=None):  # also of a table without columns
@@ -600,8 +345,11 @@ def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> 
     size = (0.55 * table.shape[1] + 3.0, (0.42 if len(table) < 15 else 0.2) * len(table) + 1.3)
     figure, axis = plt.subplots(figsize=size)
     few = len(table) < 15
-    sns.heatmap(table.astype(float), vmin=0, vmax=100, cmap="rocket", ax=axis, annot=few, fmt=".0f", linewidths=0.5,
+    sns.heatmap(table.astype(float), vmin=0, vmax=100, cmap=LIGHT, ax=axis, annot=few, fmt=".0f", linewidths=0.5,
                 cbar_kws={"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}, yticklabels=few)  # fmt: skip
     axis.set(xlabel="position $k$", ylabel=ylabel, title=title)
     axis.tick_params(axis="y", rotation=0)
+    axis.grid(False)
+    for row in np.flatnonzero(table.isna().all(axis=1)):
+        axis.text(table.shape[1] / 2, row + 0.5, "not run yet", ha="center", va="center", color=PAPER_COLOR)
     return figure

@@ -23,7 +23,7 @@ from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import OPEN_LMS, PAPER
-from sinkutils.showing import figures, names, notebook, seen
+from sinkutils.showing import figures, items, names, seen
 from sinkutils.study.grid import resolve
 from sinkutils.study.paper import PaperRow
 
@@ -76,7 +76,7 @@ def compare(
     group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss"),
     runs: Path | str | None = None
 ) -> None:  # fmt: skip
-    """A group of variants as picture and sentences on `keys` of the ledger's quantities, as `notebook.compare`."""
+    """A group of variants as picture and sentences on `keys` of the ledger's quantities, as `items.compare`."""
     shown, ours = rows(group, preset, runs), results(preset, runs)
     trained = [row for row in shown if row.trained]
     if len(trained) < 2:
@@ -84,7 +84,7 @@ def compare(
         print(textwrap.fill(f"Not recorded yet: {lacking}.", seen.WIDTH))
         return
     what = ("1", "star") if any("sink_star" in run.final for row in trained for run in row.trained.values()) else ("1",)
-    notebook.show_rows(shown, group[0].upper() + group[1:], "variant", preset, what)
+    items.show_rows(shown, group[0].upper() + group[1:], "variant", preset, what)
     seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
 
 

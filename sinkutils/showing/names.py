@@ -15,8 +15,8 @@ from pathlib import Path
 from sinkutils.ledger.results import Run, results
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig
-from sinkutils.study.experiments import EXPERIMENTS, experiment
-from sinkutils.study.grid import config, resolve
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment
+from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.paper import PaperRow, paper_rows
 
 SUBSCRIPTS = str.maketrans("0123456789ktij", "₀₁₂₃₄₅₆₇₈₉ₖₜᵢⱼ")
@@ -26,7 +26,9 @@ NAMES = re.compile(rf"(?<![\w.-])({'|'.join(sorted((re.escape(e.name) for e in E
 WORDS = {
     r"\beps\b": "ε",
     "excess alpha": "excess of alpha",
-    "valid loss": "validation loss",
+    "valid[ _]loss": "validation loss",
+    r"\bsink_star\b": "Sink*",
+    r"\bsink_(?=\d)": "Sink_",
     "norm_product": "norm product",
     r"(python -m sinkutils[^;`]*[^;`.])": r"`\1`",
 }
@@ -39,7 +41,7 @@ def of(name: str, preset: str = "laptop") -> str:
 
 def title(name: str) -> str:
     """What an experiment is called wherever it is; "base" is the paper's default."""
-    return experiment("default" if name == "base" else name).title.replace(" x ", " × ")
+    return experiment("default" if name == "base" else name).title.replace(" x ", " × ").replace("alpha", "α")
 
 
 def is_experiment(name: str) -> bool:
@@ -131,4 +133,18 @@ def rows(item: str, preset: str = "laptop", runs: Path | str | None = None) -> l
         except ValueError:
             name = ""
         found.setdefault(name or row.experiment, Row(row, label(row, preset), name, ours.seeds(name), name == base))
+    return list(found.values())
+
+
+def every(preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+    """The base and every experiment of the paper that changes it and is measured at its length, a row each."""
+    ours, base, found = results(preset, runs), resolve("base", preset), dict[str, Row]()
+    length = config("base", preset).train.eval_length
+    for one in EXPERIMENTS:
+        if one.section in (AFTER_PAPER, "D") or not (one.base or one.name == base) or one.name in unavailable(preset):
+            continue
+        if config(one.name, preset).train.eval_length == length:
+            name = resolve(one.name, preset)
+            paper = PaperRow("", title(name), name, one.paper, "")
+            found.setdefault(name, Row(paper, paper.row, name, ours.seeds(name), name == base))
     return list(found.values())

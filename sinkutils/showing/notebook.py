@@ -16,10 +16,11 @@ from IPython.display import display
 from tqdm.auto import tqdm
 
 from sinkutils.paths import FIGURES, NOTEBOOKS
-from sinkutils.showing import figures, names, seen
+from sinkutils.showing import names
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.seen import WIDTH
-from sinkutils.showing.tables import paper_beside_ours, plain
+from sinkutils.showing.tables import plain
+from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config, keeps_weights, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
@@ -27,7 +28,6 @@ from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 CELL_SECONDS = 1200
-SHARES = {"1": "sink_1", "star": "sink_star"}
 
 
 def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
@@ -135,16 +135,17 @@ def record_or_train(
     return recorded({name: name}, preset, seed, recompute, device, weights)[name]
 
 
-def records_of(
-    items: str | Sequence[str], preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
-) -> dict[str, Record | None]:
-    """`recorded` for the rows of an item of the paper, or of several, without those that the preset cannot hold.
+def ensure(
+    items: Sequence[str], preset: str, seed: int = 0, recompute: str = "missing", device: str | None = None
+) -> None:
+    """Train what is not recorded of these items of the paper, or name it in a line where recompute is "never".
 
-    Raises ValueError for an unknown item, preset or `recompute`.
+    What the preset cannot hold is left out. Raises ValueError for an unknown item, preset or `recompute`.
     """
-    named, refused = (items,) if isinstance(items, str) else items, unavailable(preset)
-    rows = {row.row: row.experiment for item in named for row in paper_rows(item) if row.experiment not in refused}
-    return recorded(rows, preset, seed, recompute, device)
+    refused = unavailable(preset)
+    found = dict.fromkeys(row.experiment for item in items for row in paper_rows(item) if row.experiment not in refused)
+    recorded({name: name for name in found if name == "base" or not experiment(name).download}, preset, seed, recompute,
+             device)  # fmt: skip
 
 
 def recorded(
@@ -172,50 +173,11 @@ def recorded(
         elif found[label] is None and run.experiment not in missing:
             missing.append(run.experiment)
     if missing:
-        what = "the weights of " * weights + "; ".join(dict.fromkeys(names.of(name, preset) for name in missing))
-        lines = textwrap.fill(f"Not recorded yet: {what}. To make what is missing:", WIDTH)
-        print(f"{lines}\n    python -m sinkutils sweep --preset {preset}")
+        found_names = [names.of(name, preset) for name in missing]
+        what = "; ".join(found_names) if len(missing) < 12 else f"{len(missing)} of {len(found)} runs"
+        lines = f"Not recorded yet: {'the weights of ' * weights}{what}, seed {seed}. To make what is missing:"
+        print(f"{textwrap.fill(lines, WIDTH)}\n    python -m sinkutils sweep --preset {preset}")
     return found
-
-
-def compare(
-    item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",), runs: Path | None = None
-) -> None:
-    """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
-    what the records say of `keys` (`seen.sentences`).
-
-    what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
-    """
-    show_rows(names.rows(item, preset, runs), item, names.axis(item), preset, what)
-    show(paper_beside_ours(item, preset, runs))
-    seen.show(item, preset, keys, runs)
-
-
-def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
-    """The picture of some rows, `figures.comparison`, with its caption; axis: what the rows differ in."""
-    figure = figures.comparison(rows, what, axis)
-    symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
-    printed = any(row.paper.values for row in rows)
-    shares = [f"{row.short} {_mean(row, SHARES[key])}"
-              + f" ({row.paper.values.get(SHARES[key], 'no number')})" * printed
-              for key in what for row in rows if row.trained]  # fmt: skip
-    caption = (f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds "
-               "lie below each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and "
-               "texts above ε: small marks are seeds, large ones their mean"
-               + ", diamonds the paper's 60M models" * printed + ".")  # fmt: skip
-    beside = " and in brackets the paper's" if printed else ""
-    alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: "
-    figures.show(figure, caption, alt + "; ".join(shares), f"{slug(title)}_{preset}")
-
-
-def _mean(row: names.Row, column: str) -> str:
-    values = [run.final[column] for run in row.trained.values() if run.final.get(column) is not None]
-    return f"{sum(values) / len(values):.1f}" if values else "none"
-
-
-def slug(item: str) -> str:
-    """A file name's part for an item: "Figure 4 right" is fig4_right, "Table 9" is table_9."""
-    return item.lower().replace("figure ", "fig").replace(" ", "_")
 
 
 def show(table: pd.DataFrame) -> None:
@@ -238,18 +200,6 @@ def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
     frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
     text = frame.to_string(index=index, na_rep="-", line_width=WIDTH, max_colwidth=60)
     _display(text, frame.to_html(index=index, na_rep="-"))
-
-
-def show_claims(ledger: pd.DataFrame) -> None:
-    """Show the ledger, the same on every run: as HTML a row a claim, as text a paragraph a claim."""
-    paragraphs = [
-        f"[{row['verdict']}] {row['id']} ({row['source']}): {row['claim']}\n"
-        f"    paper: {row['paper']}; ours: {row['ours'] or '-'}; {row['reason']}"
-        for _, row in ledger.iterrows()
-    ]
-    columns = ["verdict", "claim", "source", "paper", "ours", "holds", "reason"]
-    with pd.option_context("display.max_colwidth", None):
-        _display("\n".join(paragraphs), ledger[columns].to_html(index=False, justify="left"))
 
 
 def _display(text: str, html: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from sinkutils.measuring.report import Report
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import Record
 
 ITEMS = ("Table 15", "Section 7.4")  # its rows, and exp without normalisation, of which the text alone speaks
 SIMILARITY = {"exp": "exp(s)", "sigmoid": "sigmoid(s)", "elu": "elu(s) + 1", "linear": "s"}
@@ -51,9 +49,9 @@ def weights(spec: AttentionSpec, stretch: float = 1.0) -> Tensor:
 def operations() -> pd.DataFrame:
     """The twelve operations, a row each: phi, f and Z, and what `attend` gives for them on `inputs`.
 
-    least A_ij and row sums: whether weights can be negative, and what they sum to. moved: the largest change of another
-    key's weight when k_1 is stretched, 0 where weights are independent. metric: what Sink_k reads, the weights or
-    proxy scores |f| / sum |f|, where these differ.
+    least weight and row sums: whether weights can be negative, and what they sum to. moved: the largest change of
+    another key's weight when k_1 is stretched, 0 where weights are independent. metric: what Sink_k reads, the weights
+    or proxy scores |f| / sum |f|, where these differ.
     """
     return pd.DataFrame({name: _row(spec) for name, spec in specs().items()}).T
 
@@ -64,29 +62,11 @@ def _row(spec: AttentionSpec) -> dict[str, str]:
     proxy = before.abs() / before.abs().sum(dim=-1, keepdim=True)
     sums, moved = before.sum(dim=-1), (after - before)[:, 1:].abs().max()
     return {
-        "phi(x)": KERNEL[spec.kernel],
+        "φ(x)": KERNEL[spec.kernel],
         "f(s)": SIMILARITY[spec.similarity],
         "Z": NORMALIZER[spec.normalizer],
-        "least A_ij": f"{before[seen].min():.2f}",
+        "least weight": f"{before[seen].min():.2f}",
         "row sums": f"{sums.min():.2f} to {sums.max():.2f}",
         "moved": f"{moved:.2f}",
         "metric": "weights" if (proxy - before).abs().max() < ROUNDING else "proxy scores",
-    }
-
-
-def outcome(run: Record | None) -> str:
-    """How a run ended, for a legend or a table: done, failed (which is a result), or not run."""
-    return "not run" if run is None else run.status
-
-
-def norm_ratios(runs: Mapping[str, Record | None], key: str = "hidden_norms") -> dict[str, list[float] | str]:
-    """||h_1^l|| over the mean of the others' norms by block but the last (Figs. 7, 8, 29), or how a run ended without.
-
-    key: the norms in the report, such as "before_norm_norms" of a post-norm model.
-    """
-    return {
-        name: Report.from_dict(run.metrics["final"]["report"]).norm_ratio(key)
-        if run is not None and run.status == "done"
-        else outcome(run)
-        for name, run in runs.items()
     }

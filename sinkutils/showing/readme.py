@@ -19,7 +19,7 @@ from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger import later as later_claims
 from sinkutils.measuring.open_lms import recorded
-from sinkutils.paths import BENCHMARKS, FIGURES, ROOT
+from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names, svg
 from sinkutils.showing.explorer import side_by_side
 from sinkutils.showing.tables import records
@@ -29,12 +29,12 @@ from sinkutils.study.store import Runs
 PRESET = "laptop"
 RESULTS = ("done", "failed")  # the statuses of a record that counts
 CHIPS = {
-    rules.REPRODUCED: "🟢",
-    rules.PARTLY: "🟠",
-    rules.NOT_REPRODUCED: "🔴",
-    rules.INCONCLUSIVE: "🟡",
-    rules.NOT_VISIBLE: "⚫",
-    rules.NOT_RUN: "⚪",
+    rules.REPRODUCED: "●",
+    rules.PARTLY: "◐",
+    rules.NOT_REPRODUCED: "✕",
+    rules.INCONCLUSIVE: "◌",
+    rules.NOT_VISIBLE: "–",
+    rules.NOT_RUN: "○",
 }
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
@@ -70,18 +70,18 @@ def _why(row: dict[str, Any]) -> str:
     return cards.reason(row, ledger.checks(row["id"], PRESET), PRESET)
 
 
-# The notebooks: title, question, thumbnail in figures/.
+# The notebooks: title, and a picture that is shown once there is one.
 CHAPTERS = {
-    "00_quickstart": ("What is an attention sink?", "hero"),
-    "01_properties": ("Sinks in real models", "fig3"),
-    "02_optimization": ("When does it emerge?", "fig4_middle_laptop"),
-    "03_data": ("What has the text to do with it?", "table_10_right_laptop"),
-    "04_loss": ("Weight decay, prefixes, windows", "table_2_laptop"),
-    "05_architecture": ("A key bias in disguise", "table_4_laptop"),
-    "06_attention_operation": ("Is it softmax?", "table_6_laptop"),
-    "07_after_pretraining": ("And after pre-training?", "fig30_laptop"),
-    "08_what_it_is_for": ("What is it for? Surgery on a real model", "surgery"),
-    "09_after_the_paper": ("After the paper", "after_paper"),
+    "00_quickstart": ("What is an attention sink?", "docs/hero.svg"),
+    "01_properties": ("Sinks in real models", "figures/fig1_tokens.png"),
+    "02_optimization": ("When does it emerge?", "figures/fig4_middle_curves_laptop.png"),
+    "03_data": ("What has the text to do with it?", "figures/table_10_right_laptop.png"),
+    "04_loss": ("Weight decay, prefixes, windows", "figures/table_2_laptop.png"),
+    "05_architecture": ("A key bias in disguise", "figures/table_4_laptop.png"),
+    "06_attention_operation": ("Is it softmax?", "figures/nothing_to_do.png"),
+    "07_after_pretraining": ("And after pre-training?", "figures/sft_heads_laptop.png"),
+    "08_what_it_is_for": ("What is it for? Surgery on a real model", "figures/transplant.png"),
+    "09_after_the_paper": ("After the paper", "figures/after_the_paper_laptop.png"),
 }
 
 
@@ -90,8 +90,7 @@ def notebooks_part() -> str:
     rows = []
     for stem, finding in findings().items():
         title, picture = CHAPTERS[stem]
-        file = FIGURES / f"{picture}.png"
-        thumbnail = f'<img src="figures/{file.name}" width="150" alt="{title}">' if file.exists() else ""
+        thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
         rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
     return markdown(["", "notebook", "what it finds"], rows)
 

@@ -16,13 +16,15 @@ from IPython.display import display
 
 from sinkutils.ledger.effects import level, paired
 from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
-from sinkutils.showing.names import Row, human, of, rows
+from sinkutils.showing.names import Row, every, human, of, rows
+from sinkutils.showing.tables import means_and_thresholds
 
 WIDTH = 98  # of a line of text
 # By the ledger's quantity: what more and less of it are called.
 WORDS = {
     "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
     "excess_star": ("More of a sink on the bias", "Less of a sink on the bias"),
+    "visible_1": ("More of a sink for the queries that see x₁", "Less of a sink for the queries that see x₁"),
     "valid_loss": ("A higher validation loss", "A lower validation loss"),
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
@@ -219,6 +221,31 @@ def by_position(item: str, preset: str = "laptop", runs: Path | str | None = Non
     if not told:
         return ["None of these runs is recorded yet."]
     return told + _missing(shown)
+
+
+def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+    """What the records tell as a whole: what strengthens and what weakens the sink, what a threshold hides."""
+    shown, ours = every(preset, runs), results(preset, runs)
+    table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
+    done = sum(bool(row.trained) for row in shown)
+    told = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
+    more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
+    if len(table):
+        undecided = len(table) - len(more) - len(less)
+        told.append(f"Of {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, "
+                    f"{len(less)} less; {undecided} cannot be told from it.")  # fmt: skip
+    for words, part in (("Most of all", more[:3]), ("Least of all", less[:3])):
+        told += [f"{words}: {_listed(part)}."] if len(part) else []
+    late = differences(shown, ours, "onset").sort_values("mean")
+    for words, part in (("Earlier", late[late["high"] < 0][:3]), ("Later", late[late["low"] > 0][::-1][:3])):
+        told += [f"{words} than in the base it comes with (share of the steps) {_listed(part)}."] if len(part) else []
+    means = means_and_thresholds(shown)
+    hidden = means[means["hidden"]]
+    if len(means) > 1:
+        which = ", ".join(f"{row.label} (mean α₁ {row.alpha:.2f})" for row in hidden.itertuples())
+        told.append(f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % although their mean α₁ is over twice that "
+                    f"of even attention{': ' * bool(which)}{which}.")  # fmt: skip
+    return told
 
 
 def _listed(table: pd.DataFrame) -> str:

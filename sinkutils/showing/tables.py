@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from sinkutils.ledger.results import EPSILON, Results, Run, results, sink
 from sinkutils.measuring.report import Report
-from sinkutils.showing.names import human, label
+from sinkutils.showing.names import Row, human, label
 from sinkutils.study.grid import config, experiment, largest_alpha, resolve
-from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import Record
+from sinkutils.study.paper import PaperRow, paper_rows
 from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -21,7 +22,6 @@ VALUES = (*SINKS, "valid_loss")
 EXCESS = ("excess_1", "excess_star")  # means of (alpha - u) / (1 - u), u that of uniform attention
 NUMERIC = ("steps", *SINKS, *EXCESS, "valid_loss", "train_loss", "wall_seconds")
 COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
-EPSILON = 0.3
 HEADINGS = {
     **{f"sink_{k}": f"Sink{'₁₂₃₄'[k - 1]} %" for k in (1, 2, 3, 4)},
     "sink_star": "Sink* %",
@@ -49,9 +49,8 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
     and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed
     or not run; `seeds` counts ours. Raises ValueError, listing what there is, for an unknown item or preset.
     """
-    rows = paper_rows(item)
-    results = records(preset, runs)
-    table = pd.DataFrame([{"item": item} | _beside(row, results, preset) for row in rows])
+    rows, ours = paper_rows(item), results(preset, runs)
+    table = pd.DataFrame([{"item": item} | _beside(row, ours) for row in rows])
     shown = [v for v in VALUES if v in ("sink_1", "valid_loss") or _reported(table, v)]
     hidden = [column for v in VALUES if v not in shown for column in _columns(v)]
     return table.drop(columns=hidden)
@@ -91,29 +90,29 @@ def _row(entry: Entry) -> dict[str, Any]:
     return row | {"section": known.section, "item": known.item}
 
 
-def _beside(paper: Any, results: pd.DataFrame, preset: str) -> dict[str, Any]:
+def _beside(paper: PaperRow, ours: Results) -> dict[str, Any]:
     """One row of `paper_beside_ours`."""
+    preset = ours.preset
     row: dict[str, Any] = {"row": paper.row, "label": label(paper, preset), "experiment": "", "seeds": 0}
     row |= {"paper": "failed" if paper.note == "failed" else "done" if paper.values else "", "ours": "not run"}
     note = [] if paper.note == "failed" else [paper.note]
-    ours = results.iloc[:0]
+    done: list[Run] = []
     try:
         row["experiment"] = resolve(paper.experiment, preset)
     except ValueError:
         note.append("not of this preset")
     else:
-        same = results[results["experiment"] == row["experiment"]]
-        ours = same[same["status"] == "done"]
-        row["seeds"] = len(ours)
-        failed = int((same["status"] == "failed").sum())
-        row["ours"] = "done" if len(ours) else "failed" if failed else "not run"
-        if failed and len(ours):
-            note.append(f"{failed} of our {failed + len(ours)} runs failed")
+        made = ours.seeds(row["experiment"]).values()
+        done = [run for run in made if not run.failed]
+        failed, row["seeds"] = len(made) - len(done), len(done)
+        row["ours"] = "done" if done else "failed" if failed else "not run"
+        if failed and done:
+            note.append(f"{failed} of our {len(made)} runs failed")
         largest = largest_alpha(config(paper.experiment, preset))
         if largest <= EPSILON:
             note.append(f"at this scale the window keeps α₁ at or below {largest:.2g}: no sink can be measured")
     for value in VALUES:
-        numbers = ours[value].dropna()
+        numbers = pd.Series([run.final.get(value) for run in done], dtype=float).dropna()
         row[f"{value}_paper"] = paper.values.get(value, math.nan)
         row |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
     return row | {"note": "; ".join(filter(None, note))}
@@ -142,13 +141,52 @@ def _ours(row: pd.Series, value: str, digits: int) -> str:
     return f"{mean} ({row[f'{value}_low']:.{digits}f} to {row[f'{value}_high']:.{digits}f})"
 
 
-def sinks_by_position(runs: Mapping[str, Record | None], eps: float = EPSILON) -> pd.DataFrame:
-    """Sink_k^eps in percent for every recorded position k, a row a run; NaN for what is not run or failed."""
-    rows = {}
-    for name, run in runs.items():
-        report = run.metrics["final"].get("report", {}) if run is not None else {}
-        rows[name] = {int(k): by_eps[str(eps)] for k, by_eps in report.get("sink", {}).items()}
-    return pd.DataFrame.from_dict(rows, orient="index").sort_index(axis=1)
+def sinks_by_position(rows: Sequence[Row], eps: float = EPSILON) -> pd.DataFrame:
+    """Sink_k^eps in percent for every recorded position k, a row a setting, mean over its seeds; NaN without any."""
+    found = {}
+    for row in rows:
+        each = [pd.Series({int(k): by_eps[str(eps)] for k, by_eps in run.report.get("sink", {}).items()})
+                for run in row.trained.values()]  # fmt: skip
+        found[row.label] = pd.concat(each, axis=1).mean(axis=1) if each else pd.Series(dtype=float)
+    return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1)
+
+
+def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, list[float] | str]:
+    """||h_1^l|| over the mean of the others' norms by block but the last (Figs. 7, 8, 29), mean over a row's seeds, or
+    why there is none.
+
+    key: the norms in the report, such as "before_norm_norms" of a post-norm model.
+    """
+    ratios: dict[str, list[float] | str] = {}
+    for row in rows:
+        each = [Report.from_dict(run.report).norm_ratio(key) for run in row.trained.values() if key in run.report]
+        ratios[row.label] = np.mean(each, axis=0).tolist() if each else row.state or "not measured"
+    return ratios
+
+
+def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
+    """Mean alpha_1 and Sink_1 of each row that trained, over its seeds (Section 3.2: what a threshold keeps of a mean).
+
+    Columns label, alpha, sink, base, hidden: Sink_1 under 1 % though alpha_1 is over twice that of even attention.
+    """
+    found = []
+    for row in rows:
+        runs = [run for run in row.trained.values() if "alpha" in run.report]
+        if runs:
+            alpha, share = np.mean([run.report["alpha"][0] for run in runs]), np.mean([sink(run) for run in runs])
+            found.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * runs[0].report["floor"]))
+    table = pd.DataFrame(found, columns=["label", "alpha", "sink", "base", "hidden"])
+    return table.astype({"base": bool, "hidden": bool})
+
+
+def destinations(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, float]]:
+    """Where attention goes in runs, by label and seed: its shares by kind of key, mean over layers, heads and seeds."""
+    shares = {}
+    for name, seeds in runs.items():
+        each = [run.final["destinations"] for run in seeds.values() if run.final.get("destinations")]
+        if each:
+            shares[name] = {kind: float(np.mean([one[kind] for one in each])) for kind in each[0]}
+    return shares
 
 
 def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:

@@ -143,7 +143,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                  {"data.random_positions": positions}, base=False)
       for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
                               ("1_to_5", (1, 2, 3, 4, 5)), ("1_to_10", tuple(range(1, 11))))),
-    *(Experiment(f"data_share_{share:g}", "5", f"{share:.0%} of the text", {"data.share": of_four_epochs(share)})
+    *(Experiment(f"data_share_{share:g}", "5", f"text x {share:g}", {"data.share": of_four_epochs(share)})
       for share in (1.0, 0.5, 0.1, 0.04, 0.02, 0.01)),
     # Section 6: loss function (Table 2, Figures 5 and 6)
     *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))

@@ -19,7 +19,6 @@ from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
-from sinkutils.study.paper import paper_rows as paper_rows  # notebook 06 takes it from here
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 

@@ -1,0 +1,150 @@
+"""What notebooks 03, 04 and 06 show: packing and masks as drawn, sinks by position and text, operations compared."""
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from sinkutils.data.packing import DataConfig
+from sinkutils.measuring.measure import measure
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.showing import comparisons, diagrams, figures, names, operations
+from sinkutils.showing.tables import (
+    destinations,
+    means_and_thresholds,
+    norm_ratios,
+    sinks_by_position,
+    sinks_by_text,
+)
+from sinkutils.study.grid import config
+from sinkutils.study.record import record_folder, write_record
+
+matplotlib.use("agg")
+
+
+@pytest.fixture(autouse=True)
+def no_figure_left_open():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Table 10 right at smoke, position 2 with a sink of 40 and 60 % on x_2 at two seeds, the others not run."""
+    for seed, share in ((0, 40.0), (1, 60.0)):
+        sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
+        norms = [[2.0 + seed, 1.0, 1.0], [4.0, 1.0, 1.0]]
+        report = {"sink": sink, "alpha": [[[0.2, 0.2]] * 2], "targets": [1], "epsilons": [0.3], "layers": [0, 1],
+                  "hidden_norms": norms, "T": 3, "floor": 0.09}  # fmt: skip
+        kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
+        final = {
+            "step": 1,
+            "sink_1": 0.0,
+            "train_loss": 2.0,
+            "valid_loss": 3.0,
+            "report": report,
+            "destinations": kinds,
+        }
+        outcome = {"status": "done", "reason": None, "curve": [], "final": final}
+        write_record(record_folder("smoke", "fixed_2", seed, tmp_path), config("fixed_2", "smoke", seed), outcome,
+                     {"wall_seconds": 1.0})  # fmt: skip
+    return names.rows("Table 10 right", "smoke", tmp_path)
+
+
+# --- 03 and 04 -------------------------------------------------------------------------------------------------------
+
+
+def test_sinks_stand_by_position_and_what_is_not_run_is_empty(rows):
+    table = sinks_by_position(rows)
+    assert list(table.columns) == [1, 2, 10]
+    assert table.loc["position 2"].tolist() == [0.0, 50.0, 0.0]
+    assert table.loc["position 3"].isna().all()
+
+
+def test_sinks_text_by_text_have_the_metric_as_their_mean():
+    shape = LMConfig(vocab_size=50, context_length=12, num_layers=2, num_heads=2, hidden_size=16, intermediate_size=24)
+    model = TransformerLM(shape, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # attention that is far from uniform
+    ids = torch.randint(0, 50, (7, 12), generator=torch.Generator().manual_seed(1))
+    report = measure(model, ids, targets=(1, 3), epsilons=(0.2,))
+    table = sinks_by_text(report, 0.2)
+    assert table.shape == (7, 2) and table[1].nunique() > 1
+    for k in (1, 3):
+        assert table[k].mean() == pytest.approx(report.sink(k, 0.2))
+
+
+def test_the_packing_that_is_drawn_is_that_of_the_training_text():
+    corpus = diagrams.ToyCorpus((3, 6))  # A1 A2 A3 EOS B1 .. B6 EOS
+    assert diagrams.packed(corpus, 5, DataConfig()) == [
+        ["A1", "A2", "A3", "EOS", "B1", "B2"],
+        ["B2", "B3", "B4", "B5", "B6", "EOS"],
+    ]
+    rows = diagrams.packed(corpus, 5, DataConfig(random_positions=(1, 2), fixed_position=3))
+    assert [row[:4] for row in rows] == [["?", "?", "fix", "EOS"], ["?", "?", "fix", "B5"]]
+
+
+def test_the_regions_of_a_mask_are_those_that_attention_sees():
+    causal = diagrams.regions(4, AttentionSpec())
+    assert causal.tolist() == [[2, 0, 0, 0], [2, 1, 0, 0], [2, 1, 1, 0], [2, 1, 1, 1]]
+    assert diagrams.regions(4, AttentionSpec(window=2)).tolist() == [
+        [2, 0, 0, 0], [2, 1, 0, 0], [0, 3, 1, 0], [0, 0, 3, 1]]  # fmt: skip
+    assert diagrams.regions(3, AttentionSpec(prefix=2)).tolist() == [[2, 2, 0], [2, 2, 0], [2, 2, 1]]
+
+
+# --- 06 --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_operations_says_what_each_one_is():
+    table = operations.operations()
+    assert table.loc["softmax", ["row sums", "metric"]].tolist() == ["1.00 to 1.00", "weights"]
+    assert table.loc["sigmoid, not normalised", "moved"] == "0.00"  # independent weights
+    assert float(table.loc["sigmoid, normalised", "moved"]) > 0  # in its denominator they meet
+    signed = table[table["least weight"].astype(float) < 0]
+    assert set(signed["φ(x)"]) <= {"x", "mlp(x)"} and len(signed) >= 2
+    assert set(table.loc[table["least weight"].astype(float) < 0, "metric"]) == {"proxy scores"}
+
+
+def test_the_weights_that_are_drawn_are_those_of_attend():
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
+    q, k, _ = operations.inputs()
+    logits = q @ k.T / q.shape[1] ** 0.5
+    assert torch.allclose(operations.weights(spec), torch.sigmoid(logits).tril())
+    assert torch.equal(operations.weights(spec), attend(*[x[None, None] for x in (q, k, k)], spec)[1][0, 0])
+
+
+def test_norm_ratios_are_means_over_seeds_and_say_what_there_is_not(rows):
+    ratios = norm_ratios(rows)
+    assert ratios == {"position 1": "not run yet", "position 2": [2.5], "position 3": "not run yet"}
+    legend = comparisons.norm_ratios(ratios, "position 2").legends[0]
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["position 1: not run yet", "position 2"]
+
+
+def test_where_attention_goes_is_a_mean_over_seeds_and_heads(rows):
+    shares = destinations({row.label: row.trained for row in rows})
+    assert shares == {"position 2": {"first": pytest.approx(0.6), "self": pytest.approx(0.4)}}
+    bars = comparisons.destinations(shares).axes[0].patches
+    assert [bar.get_width() for bar in bars] == [pytest.approx(0.6), pytest.approx(0.4)]
+
+
+def test_a_threshold_may_hide_a_mean(rows):
+    table = means_and_thresholds(rows)
+    assert table[["label", "alpha", "sink", "hidden"]].values.tolist() == [
+        ["position 2", pytest.approx(0.2), 0.0, True]
+    ]
+    assert comparisons.means_and_thresholds(table[:0]) is None
+
+
+def test_effects_are_filled_where_their_interval_leaves_out_zero():
+    table = pd.DataFrame({"label": ["a", "b"], "mean": [0.2, 0.1], "low": [0.1, -0.1], "high": [0.3, 0.3]})
+    points = [line for line in comparisons.effects(table, "x").axes[0].lines if line.get_marker() == "o"]
+    assert [point.get_markerfacecolor() == "white" for point in points] == [False, True]
+
+
+def test_keys_that_a_query_cannot_see_stay_white():
+    image = figures.attention_map(np.full((3, 4), 0.25)).axes[0].images[0].get_array()  # a column of k*
+    assert np.isnan(np.ma.filled(image, np.nan)).tolist() == np.triu(np.ones((3, 4)), 2).astype(bool).tolist()
