@@ -76,7 +76,7 @@ class Experiment:
     overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
     headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
-    weights: bool = False  # seed 0 keeps its weights at small presets, for the notebooks
+    weights: int = 0  # of how many seeds the weights are kept at small presets: for a notebook 1, for a claim 3
     note: str = ""
     presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
     start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
@@ -121,7 +121,7 @@ _KERNELS = (
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
     Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True,
-               weights=True),
+               weights=1),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
     Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
@@ -138,7 +138,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
     *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
-                 base=False, headline=k == 1, weights=k == 1) for k in (1, 2, 3)),
+                 base=False, headline=k == 1, weights=int(k == 1)) for k in (1, 2, 3)),
     *(Experiment(f"random_{name}", "5", f"random tokens at positions {', '.join(map(str, positions))}",
                  {"data.random_positions": positions}, base=False)
       for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
@@ -149,37 +149,36 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
       for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0, 10.0)),
     *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
-                 weights=p == 5)
+                 weights=int(p == 5))
       for p in (2, 3, 4, 5, 10)),
     Experiment("prefix_5_default", "6", "prefix of 5 tokens, none of them fixed", _attention(prefix=5), base=False),
     *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
-                 weights=share == 4)
+                 weights=3 * (share == 4))
       for share in (64, 32, 16, 8, 4, 2)),
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": of_context(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable",
-                 weights=name == "learnable") for name, title in (
+    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable") for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
         ("relative", "relative positions, T5's bucket number as the bias"),
         ("relative_learned", "relative positions, a learned bias a bucket (T5)"),
         ("alibi", "ALiBi"))),
     Experiment("learnable_default", "7", "learnable positions, no fixed token", {"model.position": "learnable"},
-               base=False, weights=True),
+               base=False, weights=1),
     Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}, headline=True),
     # Section 7.3: biases (Tables 4 and 5)
     Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
-               weights=True),
+               weights=1),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
-               base=False, weights=True),
+               base=False, weights=3),
     Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
-    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=True),
+    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=3),
     Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
     *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
                  _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
       for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
     # Section 7.4: attention operations (Tables 6 and 15, Figure 8)
-    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=True),
+    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=1),
     Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid"), headline=True),
     Experiment("elu", "7", "elu + 1, no normalisation", _attention(similarity="elu", normalizer="none")),
     Experiment("elu_normalised", "7", "elu + 1, normalised", _attention(similarity="elu")),
@@ -215,7 +214,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
     # After the paper: data/paper/after_paper.csv says where each comes from
-    *(Experiment(name, AFTER_PAPER, title, overrides, weights=name == "gate_head", presets=("smoke", "laptop", "gpu"))
+    *(Experiment(name, AFTER_PAPER, title, overrides, weights=int(name == "gate_head"),
+                 presets=("smoke", "laptop", "gpu"))
       for name, title, overrides in (
         ("gate_head", "an output gate a head", {"model.gate": "head"}),
         ("gate_element", "an output gate an element", {"model.gate": "element"}),

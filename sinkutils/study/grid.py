@@ -19,7 +19,6 @@ from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
-from sinkutils.study.paper import paper_rows as paper_rows  # notebook 06 takes it from here
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
@@ -42,10 +41,10 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 
 
 def keeps_weights(run: RunConfig) -> bool:
-    """Whether the record of a run keeps its weights: of what a fine-tuning starts from, and for the notebooks seed 0 of
+    """Whether the record of a run keeps its weights: of what a fine-tuning starts from, and the first seeds of
     some experiments at small presets.
     """
-    shown = experiment(run.experiment).weights and run.seed == 0 and preset(run.preset).keeps_weights
+    shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
     return shown or any(
         run.experiment == other.start for other in _all(run.preset)[0].values() if isinstance(other, FinetuneConfig)
     )

@@ -6,7 +6,8 @@ data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
     alpha.safetensors alpha along the curve and, at the end, by text
     provenance.json   code hash, device, versions, time: never part of a comparison
     SHA256SUMS        a digest of every file above and of itself
-    model.safetensors, tokenizer.json   only for the few runs that notebooks open
+    model.safetensors, tokenizer.json   only for the few runs that notebooks open, and what fine-tunings start from;
+                      the weights may be deleted to save space, which makes it a record without weights
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ RECIPE = 2  # raised by hand when a change to the trainer or the model changes t
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"
+WEIGHTS = "model.safetensors"
 PARTS = ("config", "metrics", "provenance")  # the JSON files
 ADVICE = "delete the folder and train the run again"
 # The modules whose text decides a run's numbers.
@@ -95,7 +97,7 @@ class Record:
     @property
     def weights(self) -> Path | None:
         """The weights' file where they were kept."""
-        path = self.folder / "model.safetensors"
+        path = self.folder / WEIGHTS
         return path if path.exists() else None
 
 
@@ -182,7 +184,7 @@ def write_record(
     if arrays:
         files["alpha.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in arrays.items()})
     if weights is not None:
-        files["model.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
+        files[WEIGHTS] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_str().encode()
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
@@ -233,7 +235,10 @@ def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def verify_record(target: Path) -> list[str]:
-    """The names of a record's files. Raises `CorruptRecord`, naming the file, unless each is as it was written."""
+    """The names of a record's files; its weights may have been deleted.
+
+    Raises `CorruptRecord`, naming the file, unless each is as it was written.
+    """
     name = "/".join(target.parts[-3:])
     try:
         lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
@@ -245,6 +250,9 @@ def verify_record(target: Path) -> list[str]:
         raise CorruptRecord(f"record {name}: {SUMS} is damaged: {ADVICE}")
     for file in dict.fromkeys((*(f"{part}.json" for part in PARTS), *digests)):
         path = target / file
+        if file == WEIGHTS and not path.exists():  # left out to save space: a record without weights
+            del digests[file]
+            continue
         if not path.is_file() or Path(file).name != file:
             raise CorruptRecord(f"record {name}: {file} is missing: {ADVICE}")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digests.get(file):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -113,7 +114,7 @@ def solutions(path):
     """The code of a page's folded solutions."""
     pages = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
     folded = re.findall(r"<details><summary>Solution.*?</details>", "\n".join(pages), re.DOTALL)
-    return [code for page in folded for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    return [textwrap.dedent(code) for page in folded for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
 
 
 IDENTIFIERS = re.compile(

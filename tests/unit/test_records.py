@@ -71,6 +71,11 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
 def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
     path = folder / file
     blob = bytearray(path.read_bytes())
+    if (file, damage) == ("model.safetensors", "delete"):  # to save space: the rest still counts
+        path.unlink()
+        assert read_record(folder).weights is None and store(folder).get(tiny) is not None
+        assert store(folder).get(tiny, weights=True) is None
+        return
     if damage.startswith("flip"):
         blob[{"first": 0, "middle": len(blob) // 2, "last": -1}[damage.split()[1]]] ^= 1
     path.write_bytes({"truncate": blob[:-3], "empty": b""}.get(damage, bytes(blob)))
