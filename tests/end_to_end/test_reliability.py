@@ -80,8 +80,9 @@ def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, corpu
         assert process.stdout is not None and process.stdout.readline().strip() == "ready"
         return process
 
-    began = time.monotonic()
-    assert start(tmp_path / "whole").wait() == 0
+    process = start(tmp_path / "whole")
+    began = time.monotonic()  # when it is ready: imports take longer than the run, and would let it end before a kill
+    assert process.wait() == 0
     whole = time.monotonic() - began
     rng, kills = np.random.default_rng(0), 0
     folder = record_folder("test", "tiny", 0, tmp_path / "killed")
