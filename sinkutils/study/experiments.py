@@ -120,8 +120,7 @@ _KERNELS = (
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
-    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True,
-               weights=1),
+    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
     Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
@@ -138,7 +137,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
     *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
-                 base=False, headline=k == 1, weights=int(k == 1)) for k in (1, 2, 3)),
+                 base=False, headline=k == 1, weights=3 * (k == 1)) for k in (1, 2, 3)),
     *(Experiment(f"random_{name}", "5", f"random tokens at positions {', '.join(map(str, positions))}",
                  {"data.random_positions": positions}, base=False)
       for name, positions in (("1", (1,)), ("1_2", (1, 2)), ("2", (2,)),
@@ -158,17 +157,17 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": of_context(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable") for name, title in (
+    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable",
+                 weights=int(name == "learnable")) for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
         ("relative", "relative positions, T5's bucket number as the bias"),
         ("relative_learned", "relative positions, a learned bias a bucket (T5)"),
         ("alibi", "ALiBi"))),
     Experiment("learnable_default", "7", "learnable positions, no fixed token", {"model.position": "learnable"},
-               base=False, weights=1),
+               base=False),
     Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}, headline=True),
     # Section 7.3: biases (Tables 4 and 5)
-    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True,
-               weights=1),
+    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
                base=False, weights=3),
     Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
