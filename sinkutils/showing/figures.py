@@ -170,61 +170,11 @@ def attention_map(weights: Any, title: str = "", tokens: Sequence[str] | None = 
     return figure
 
 
-def norms(reports: Mapping[str, Any], title: str = "") -> Figure:
-    """The l2-norms of h, k, v: first token against the mean of the others, a block a point (Fig. 2 top)."""
-    panels = (("hidden_norms", r"$\|h\|$"), ("key_norms", r"$\|k\|$"), ("value_norms", r"$\|v\|$"))
-    figure, axes = plt.subplots(1, 3, figsize=(9.6, 3.0))
-    for axis, (key, label) in zip(axes, panels, strict=True):
-        for index, (name, report) in enumerate(reports.items()):
-            values = np.asarray(report[key] if isinstance(report, Mapping) else getattr(report, key), dtype=float)
-            blocks, color = np.arange(1, len(values) + 1), sns.color_palette("colorblind")[index]
-            prefix = f"{name}: " if len(reports) > 1 else ""
-            axis.plot(blocks, values[:, 0], marker="o", color=color, label=f"{prefix}first token")
-            axis.plot(blocks, values[:, 1:].mean(axis=1), marker="s", linestyle="--", color=color,
-                      label=f"{prefix}mean of the others")  # fmt: skip
-        axis.set(xlabel="block $l$", ylabel=label, ylim=(0, None))
-        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
-    axes[0].legend(fontsize="small")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
 QK_PANELS = {
     "map": (r"$A_{i,j}$", LIGHT),
     "cosine": (r"$\cos(q_i, k_j)$", "vlag"),
     "norm_product": (r"$\|q_i\| \cdot \|k_j\|$", "mako"),
 }
-
-
-def qk_maps(kept: Mapping[str, Any], title: str = "", panels: Sequence[str] = tuple(QK_PANELS)) -> Figure | None:
-    """A_ij, cos(q_i, k_j) and their norm product, a head a column, mean over the sequences (Figs. 2 bottom, 15 to 18).
-
-    kept: `sinks.Kept` of each head by its label. panels: which of QK_PANELS are shown, a row each.
-    """
-    if not kept:
-        return None
-    size = (2.3 * len(kept) + 0.9, 2.1 * len(panels) + 0.6)
-    figure, axes = plt.subplots(len(panels), len(kept), figsize=size, squeeze=False, sharex=True, sharey=True)
-    for row, name in zip(axes, panels, strict=True):
-        symbol, cmap = QK_PANELS[name]
-        maps = np.stack([np.asarray(getattr(head, name), dtype=float).mean(axis=0) for head in kept.values()])
-        maps[:, *np.triu_indices(maps.shape[-1], 1)] = np.nan  # hidden by the causal mask
-        limits = {"map": (0, 1), "cosine": (-1, 1), "norm_product": (0, np.nanmax(maps))}[name]
-        scale = mpl.colors.PowerNorm(0.5, *limits) if name == "map" else mpl.colors.Normalize(*limits)
-        edges = (0.5, maps.shape[-1] + 0.5, maps.shape[-1] + 0.5, 0.5)  # positions count from 1
-        for axis, values in zip(row, maps, strict=True):
-            image = axis.imshow(values, cmap=cmap, norm=scale, interpolation="nearest", extent=edges)
-            axis.grid(False)
-        row[0].set_ylabel("query $i$")
-        figure.colorbar(image, ax=row, label=symbol, shrink=0.9)
-    for axis, label in zip(axes[0], kept, strict=True):
-        axis.set_title(label, fontsize="small")
-    for axis in axes[-1]:
-        axis.set_xlabel("key $j$")
-    if title:
-        figure.suptitle(title)
-    return figure
 
 
 def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "", symbol: str = r"$\alpha_1^{l,h}$") -> Figure | None:
@@ -247,92 +197,6 @@ def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "", symbol: str = r"$
         axis.grid(False)
     axes[0, 0].set_ylabel("block $l$")
     figure.colorbar(image, ax=axes[0], label=symbol)
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def sink_by_length(table: pd.DataFrame, title: str = "") -> Figure:
-    """Sink_1 against T, a line an eps (Fig. 3), from `properties.by_length`."""
-    figure, axis = plt.subplots()
-    colors = sns.color_palette("flare", table.shape[1] - 1)
-    for color, (eps, values) in zip(colors, table.drop(columns="uniform").items(), strict=True):
-        # Where uniform attention alone exceeds eps, every head would count.
-        saturated = table["uniform"] > eps
-        axis.plot(table.index, values, marker="o", color=color, label=rf"$\epsilon = {eps:g}$")
-        axis.plot(table.index[saturated], values[saturated], "o", markerfacecolor="white", color=color)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(table.index, [str(length) for length in table.index])
-    axis.set(xlabel="sequence length $T$", ylabel=SINK_LABEL.split(",")[0], title=title, ylim=(0, None))
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
-def sink_by_domain(table: pd.DataFrame, title: str = "") -> Figure:
-    """Sink_1 by domain, a panel an eps and a colour a model (Fig. 9), from `properties.by_domain`."""
-    panels = table["eps"].unique()
-    figure, axes = plt.subplots(1, len(panels), figsize=(9.6, 3.4), sharey=True, squeeze=False)
-    for axis, eps in zip(axes[0], panels, strict=True):
-        last = eps == panels[-1]
-        sns.lineplot(table[table["eps"] == eps], x="domain", y="sink_1", hue="model", style="model", markers=True,
-                     ax=axis, legend=last, palette="colorblind", errorbar=None)  # fmt: skip
-        axis.set(title=rf"$\epsilon = {eps:g}$", xlabel="", ylabel=SINK_LABEL.split(",")[0], ylim=(0, None))
-        axis.tick_params(axis="x", rotation=40)
-        if last:
-            sns.move_legend(axis, "center left", bbox_to_anchor=(1.0, 0.5), title=None)
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def by_size(table: pd.DataFrame, values: Mapping[str, str], title: str = "") -> Figure:
-    """Quantities of models against their size, a panel each and a colour a family (Figs. 4 left, 10).
-
-    values: the label of each column to show. Filled marks are measured, empty ones the paper's printed values.
-    """
-    figure, axes = plt.subplots(1, len(values), figsize=(4.4 * len(values) + 1.6, 3.6), squeeze=False)
-    families = list(dict.fromkeys(table["family"]))
-    for axis, (column, label) in zip(axes[0], values.items(), strict=True):
-        for index, family in enumerate(families):
-            color, mark = sns.color_palette("colorblind")[index % 10], "os^Dv<>p"[index % 8]
-            for source, face in (("paper", "white"), ("measured", color)):
-                rows = table[(table["family"] == family) & (table["source"] == source)].dropna(subset=column)
-                rows = rows.sort_values("parameters")
-                axis.plot(rows["parameters"], rows[column], mark, linestyle="-" if source == "measured" else "",
-                          color=color, markerfacecolor=face,
-                          label=f"{family} ({source})" if len(rows) else None)  # fmt: skip
-        axis.set(xscale="log", xlabel="parameters", ylabel=label, ylim=(0, 105))
-        axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-        axis.set_xlim(1e4, 2e11)
-    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    if title:
-        figure.suptitle(title)
-    return figure
-
-
-def repeated_attention(seen: Mapping[str, Any], title: str = "") -> Figure:
-    """Attention to the first of t equal tokens (Propositions 1-4), and the biases g behind two of them.
-
-    seen: `propositions.RepeatedTokens` by position embedding. Left, the largest A_t,1 over layers and heads; right,
-    the exponent by distance of those with a bias, less its value at distance 0.
-    """
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4))
-    colors = dict(zip(seen, sns.color_palette("colorblind"), strict=False))
-    for name, one in seen.items():
-        first = np.asarray(one.weights[..., 0]).max(axis=(0, 1))
-        axes[0].plot(range(1, len(first) + 1), first, color=colors[name], label=name)
-        if name in ("relative", "alibi"):
-            bias = np.asarray(one.logits[0, 0] - one.logits[0, 0, 0])
-            axes[1].plot(range(len(bias)), bias, color=colors[name], label=name)
-    if "rotary" in seen:
-        bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
-        axes[0].plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
-    axes[0].set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$",
-                ylim=(1e-3, 1.5))  # fmt: skip
-    axes[1].set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
-    axes[1].set_yscale("symlog", linthresh=1)
-    for axis in axes:
-        axis.legend(fontsize="small")
     if title:
         figure.suptitle(title)
     return figure

@@ -126,10 +126,16 @@ def test_a_curve_without_the_quantity_has_no_line_in_its_panel():
 def test_a_figure_of_nothing_is_not_drawn_and_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
     nothing = pd.DataFrame(index=["a"], columns=[1, 2], dtype=float)
-    empty = [comparisons.norm_ratios({"a": "failed", "b": "not run"}), figures.along_training({"a": []}, {"x": "x"}),
-             comparisons.comparison([]), comparisons.effects(nothing[:0], "x"), comparisons.destinations({}),
-             figures.alpha_heatmaps({}), figures.sink_by_position(nothing), figures.sink_by_position(pd.DataFrame()),
-             figures.qk_maps({})]  # fmt: skip
+    empty = [
+        comparisons.norm_ratios({"a": "failed", "b": "not run"}),
+        figures.along_training({"a": []}, {"x": "x"}),
+        comparisons.comparison([]),
+        comparisons.effects(nothing[:0], "x"),
+        comparisons.destinations({}),
+        figures.alpha_heatmaps({}),
+        figures.sink_by_position(nothing),
+        figures.sink_by_position(pd.DataFrame()),
+    ]
     for figure in empty:
         assert figure is None
         figures.save(figure, "nothing")
