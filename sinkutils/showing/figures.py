@@ -170,13 +170,6 @@ def attention_map(weights: Any, title: str = "", tokens: Sequence[str] | None = 
     return figure
 
 
-QK_PANELS = {
-    "map": (r"$A_{i,j}$", LIGHT),
-    "cosine": (r"$\cos(q_i, k_j)$", "vlag"),
-    "norm_product": (r"$\|q_i\| \cdot \|k_j\|$", "mako"),
-}
-
-
 def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "", symbol: str = r"$\alpha_1^{l,h}$") -> Figure | None:
     """Importance scores by block and head of several models side by side, one scale (Figs. 19 to 24, 27).
 
