@@ -125,6 +125,7 @@ def main() -> None:
     for size in options.sizes:
         layers, context, batch = SHAPES[size]
         shape = (size, layers, context, batch)
+        torch.compiler.reset()  # or the second size would be compiled for shapes that vary, which no training is
         peers = {"llama fp32": llama_step(*shape), "ours fp32": our_step(*shape, "fp32"),
                  "ours bf16": our_step(*shape, "bf16")}  # fmt: skip
         if options.compile or options.before:
