@@ -143,53 +143,6 @@ class Group:
         with model.no_sync() if self.parallel == "ddp" and not last else contextlib.nullcontext():
             yield
 
-    def weights(self, model: nn.Module) -> dict[str, Any]:
-        """The whole weights by name; of a model that is cut, on rank 0 alone. Every process has to call it."""
-        if self.parallel != "fsdp":
-            return model.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(model, options=options)
-
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-        """The optimiser's whole state by the index of the parameter; as for `weights`."""
-        if self.parallel != "fsdp":
-            return optimizer.state_dict()["state"]
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=options)}
-        names = [name for name, _ in model.named_parameters()]
-        return {index: state["state"][name] for index, name in enumerate(names)} if self.first else {}
-
-    def load(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        weights: dict[str, Tensor],
-        state: dict[int, dict[str, Tensor]],
-    ) -> None:
-        """Take up `weights` and `optimizer_state`, which rank 0 has and the others get from it."""
-        if self.size == 1:
-            model.load_state_dict(weights)
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-            return
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, {**weights}, options=options)
-        named: dict[str, Any] = {}
-        if self.first:
-            names = [name for name, _ in model.named_parameters()]
-            groups = [{**group, "params": names} for group in optimizer.state_dict()["param_groups"]]
-            named = {"state": {names[i]: values for i, values in state.items()}, "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, named, options=options)
-
 
 ALONE = Group()
 

@@ -27,7 +27,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.optimizers import make_optimizer
+from sinkutils.training.optimizers import make_optimizers
 
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
@@ -87,7 +87,7 @@ class Run:
         self.model = self.first_model().to(device)
         train = config.train
         self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
-        self.optimizer = make_optimizer(self.model, train, group)
+        self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
@@ -147,10 +147,11 @@ class Run:
                 loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, self.step)
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         self.passed.append((total, norm))
         return total

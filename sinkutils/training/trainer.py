@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm.auto import tqdm
 
 from sinkutils.checks import device as find_device
@@ -23,7 +24,7 @@ from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, write_record
 from sinkutils.study.store import Runs
-from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, arrays, summary
@@ -126,7 +127,7 @@ def train(
             "processes": group.size,
             "parallel": group.parallel,
         }
-        weights = dict(group.weights(run.model)) if keep_weights else None
+        weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None  # on rank 0
         tokenizer = run.tokenizer if keep_weights else None
         outcome, alphas = summary(run, report, reason), arrays(run, None if reason else report)
         parts = (outcome, provenance, weights, tokenizer, corpus.identity, alphas)
