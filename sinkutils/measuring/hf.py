@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import require
 from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries
+from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries, refuse_heads
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
@@ -42,9 +43,7 @@ try:
         repeat_heads,
     )
 except ImportError as error:
-    raise ImportError(
-        "measuring models other than TransformerLM needs transformers: pip install transformers"
-    ) from error
+    raise ImportError("measuring models of others needs transformers: pip install transformers") from error
 
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
@@ -66,29 +65,24 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
-    handles = []
-    before_hooks = {module: _hooks(module) for module in model.modules()}
+    hooks = {module: set(module._forward_hooks) for module in model.modules()}
     try:
         for config in configs.values():
             config._attn_implementation = "eager" if capture.legacy else NAME
-        handles = capture.hook()
-        yield capture
+        with ExitStack() as stack:
+            for handle in capture.hook():
+                stack.enter_context(handle)
+            yield capture
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, hooks in before_hooks.items():
-            if _hooks(module) != hooks:  # some families record their weights by hooks that they never take off
-                for hook in set(_hooks(module)) - set(hooks):
+        for module, own in hooks.items():
+            if left := set(module._forward_hooks) - own:  # some families never take off those that record their weights
+                for hook in left:
                     del module._forward_hooks[hook]
                 for part in model.modules():
                     part.__dict__.pop("_output_capturing_hooks_installed", None)
         for key, config in configs.items():
             config._attn_implementation = before[key]
         _current.reset(token)
-
-
-def _hooks(module: nn.Module) -> list[int]:
-    return list(module._forward_hooks)
 
 
 def _attention(
@@ -116,15 +110,12 @@ class Capture:
     """What is known of one model, and what its attention modules report while it runs."""
 
     def __init__(self, model: nn.Module, request: Request, tally: Tally, exact: bool) -> None:
+        kind = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(
-                f"model must be a TransformerLM or a causal LM of transformers, got {type(model).__name__}: "
-                "take it out of its wrapper"
-            )
+            raise ValueError(f"model must be a TransformerLM or of transformers: take {kind} out of its wrapper")
         if model.config.model_type in REFUSED:
-            raise ValueError(f"{type(model).__name__} cannot be measured: {REFUSED[model.config.model_type]}")
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
+            raise ValueError(f"{kind} cannot be measured: {REFUSED[model.config.model_type]}")
+        require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
         self.model, self.base = model, model.base_model
         self.request, self.tally, self.exact = request, tally, exact
         self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
@@ -137,16 +128,11 @@ class Capture:
         self.last_hidden: Tensor | None = None
         self.blocks, self.layers = attention_layers(self.base)
         eager = [chooses_attention(module) for module in self.layers]
-        if any(eager) != all(eager):
-            raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
+        require(any(eager) == all(eager), f"{kind} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
         self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
         wrong = [pair for pair in request.heads if pair[0] not in self.layers.values()]
-        if wrong:
-            raise ValueError(
-                f"heads names (layer, head) pairs that the model does not have: {wrong}; its attention layers are "
-                f"{sorted(self.layers.values())}"
-            )
+        refuse_heads(wrong, f"its attention layers are {sorted(self.layers.values())}")
 
     @property
     def path(self) -> str:
@@ -181,9 +167,7 @@ class Capture:
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
         except IndexError as error:
-            raise ValueError(
-                f"ids have {ids.shape[1]} positions, and the model has no embedding for one of them: give fewer"
-            ) from error
+            raise ValueError(f"ids have {ids.shape[1]} positions, more than the model has embeddings for") from error
         wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
         if wrong:
             raise ValueError(
@@ -224,10 +208,8 @@ class Capture:
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
         if k.shape[2] != q.shape[2]:
-            raise ValueError(
-                f"{type(self.model).__name__} attends to {k.shape[2]} keys for {q.shape[2]} tokens (compressed, or its "
-                "own): alpha_k is of tokens"
-            )
+            kind = type(self.model).__name__
+            raise ValueError(f"{kind} attends to {k.shape[2]} keys for {q.shape[2]} tokens: alpha_k is of tokens")
         causal = kwargs.get("is_causal")
         if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
@@ -247,11 +229,7 @@ class Capture:
     def _check_heads(self, layer: int, count: int) -> None:
         """Raise ValueError for a head that a layer does not have; a first pass that records nothing comes here too."""
         wrong = [(layer, head) for head in self.request.heads_of(layer) if head >= count]
-        if wrong:
-            raise ValueError(
-                f"heads names (layer, head) pairs that the model does not have: {wrong}; its layer {layer} has heads "
-                f"0..{count - 1}"
-            )
+        refuse_heads(wrong, f"its layer {layer} has heads 0..{count - 1}")
 
     def _look_at_mask(
         self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]

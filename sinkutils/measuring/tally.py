@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sinkutils.checks import require
 from sinkutils.measuring.report import Kept, Report
 from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec, Extras, features, halves, visible
@@ -124,6 +125,11 @@ class Request:
 
     def heads_of(self, layer: int) -> list[int]:
         return [head for chosen, head in self.heads if chosen == layer]
+
+
+def refuse_heads(pairs: list[tuple[int, int]], has: str) -> None:
+    """Raise ValueError where there are (layer, head) pairs that a model does not have; `has` says what it has."""
+    require(not pairs, f"heads names (layer, head) pairs that the model does not have: {pairs}; {has}")
 
 
 def keep_products(tally: Tally, layer: int, head: int, q: Tensor, k: Tensor) -> None:

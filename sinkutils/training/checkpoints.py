@@ -22,9 +22,9 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
-    weights, state = get_state_dict(run.model, run.optimizers, options=WHOLE)
-    tensors: dict[str, Tensor] = {f"model.{name}": weight for name, weight in weights.items()}
-    for name, moments in state.get("state", {}).items():
+    weights, state = whole_state(run)
+    tensors = {f"model.{name}": weight for name, weight in weights.items()}
+    for name, moments in state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
     if run.alphas:
         tensors["alphas"] = torch.stack(run.alphas)
@@ -38,14 +38,20 @@ def load_checkpoint(run: Run, path: Path) -> None:
     extra = run.group.once(lambda: extra)
     if extra is None:
         return
-    weights, state = get_state_dict(run.model, run.optimizers, options=WHOLE)  # as at the start: rank 0 fills them
-    weights = {name: tensors[f"model.{name}"] for name in weights}
-    for name, moments in state.get("state", {}).items():
+    weights, state = whole_state(run)  # of the start, to be filled
+    weights.update({name: tensors[f"model.{name}"] for name in weights})
+    for name, moments in state["state"].items():
         moments.update({key: tensors[f"optimizer.{name}.{key}"] for key in moments})
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
     set_state_dict(run.model, run.optimizers, model_state_dict=weights, optim_state_dict=state, options=options)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
     run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
+
+
+def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights by name, and the optimisers' "state" by the parameter's name; on the other ranks nothing."""
+    weights, state = get_state_dict(run.model, run.optimizers, options=WHOLE)
+    return weights, {"state": {}, **state}
 
 
 def identity(run: Run) -> list[str]:
