@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from sinkutils.study.record import CorruptRecord, config_hash, read_tensors, write_tensors
 
@@ -24,7 +29,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
     weights, state = whole_state(run)
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
-    for name, moments in state["state"].items():
+    for name, moments in state.get("state", {}).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
     if run.alphas:
         tensors["alphas"] = torch.stack(run.alphas)
@@ -40,18 +45,19 @@ def load_checkpoint(run: Run, path: Path) -> None:
         return
     weights, state = whole_state(run)  # of the start, to be filled
     weights.update({name: tensors[f"model.{name}"] for name in weights})
-    for name, moments in state["state"].items():
+    for name, moments in state.get("state", {}).items():
         moments.update({key: tensors[f"optimizer.{name}.{key}"] for key in moments})
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    set_state_dict(run.model, run.optimizers, model_state_dict=weights, optim_state_dict=state, options=options)
+    set_model_state_dict(run.model, weights, options=options)
+    set_optimizer_state_dict(run.model, run.optimizers, state, options=options)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
     run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
 
 
 def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights by name, and the optimisers' "state" by the parameter's name; on the other ranks nothing."""
+    """The weights by name, and the optimisers' "state" by the parameter's name; on ranks that do not write, nothing."""
     weights, state = get_state_dict(run.model, run.optimizers, options=WHOLE)
-    return weights, {"state": {}, **state}
+    return (weights, state) if run.group.first else ({}, {})
 
 
 def identity(run: Run) -> list[str]:
