@@ -82,8 +82,8 @@ def _natural(
         where, items = "texts", list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
         good = all(isinstance(text, str) for text in items)
         require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
-    ids = (head(tokenizer, item, needed) if isinstance(item, str) else item
-           for item in map(items.__getitem__, generator.permutation(len(items))))  # fmt: skip
+    drawn = (items[index] for index in generator.permutation(len(items)))
+    ids = (head(tokenizer, item, needed) if isinstance(item, str) else item for item in drawn)
     chosen = list(islice((document[:needed] for document in ids if len(document) >= needed), n))
     if len(chosen) < n:
         few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(items)}), n={n} are needed"

@@ -54,10 +54,9 @@ def _table(name: str) -> list[dict[str, str]]:
 _TABLE_8 = [row for row in _table("open_lms.csv") if row["item"] == "Table 8"]
 _PRINTED = {row["hub_id"]: float(row["sink_1"]) for row in _TABLE_8 if row["sink_1"]}
 MODELS = tuple(
-    ZooModel(row["name"], row["hub_id"], row["family"], float(row["parameters"]), row["chat"] == "1",
-             row["in_paper"] == "1", _PRINTED.get(row["hub_id"]))
-    for row in _table("models.csv")
-)  # fmt: skip
+    ZooModel(name, hub_id, family, float(parameters), chat == "1", in_paper == "1", _PRINTED.get(hub_id))
+    for name, hub_id, family, parameters, chat, in_paper in map(dict.values, _table("models.csv"))
+)
 
 
 def find(name: str) -> ZooModel | None:

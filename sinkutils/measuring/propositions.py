@@ -95,8 +95,7 @@ def repeated_tokens(
     """
     if position not in PROPOSITION:
         raise ValueError(f"position must be one of {', '.join(PROPOSITION)}, which leave h^0 alone; got {position!r}")
-    config = LMConfig(vocab_size=64, context_length=length, num_layers=num_layers, num_heads=num_heads,
-                      hidden_size=hidden_size, intermediate_size=2 * hidden_size, position=position)  # fmt: skip
+    config = LMConfig(64, length, num_layers, num_heads, hidden_size, 2 * hidden_size, position)
     model = TransformerLM(config, seed).double().eval()
     if position == "rotary":
         model.cos, model.sin = rotary_tables(length, config.head_dim, torch.float64)

@@ -211,8 +211,9 @@ class Report:
         text was kept beside the summary: then Sink is known at any eps, as of a live report.
         """
         means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
-        means |= {name: torch.tensor(summary[key])[None] for name, key in (("star", "alpha_star"),
-                  ("renormalised", "alpha_renormalised")) if key in summary}  # fmt: skip
+        for name in ("star", "renormalised"):
+            if f"alpha_{name}" in summary:
+                means[name] = torch.tensor(summary[f"alpha_{name}"])[None]
         by_text = alpha is not None
         alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
         if by_text:

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 
 from sinkutils.study.record import CorruptRecord, config_hash, read_tensors, write_tensors
 
@@ -22,7 +17,7 @@ if TYPE_CHECKING:
     from sinkutils.training.run import Run
 
 # Of a model and its optimisers, however they are cut: whole, by name, in rank 0's memory.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run: Run, path: Path) -> None:
@@ -48,15 +43,15 @@ def load_checkpoint(run: Run, path: Path) -> None:
     for name, moments in state.get("state", {}).items():
         moments.update({key: tensors[f"optimizer.{name}.{key}"] for key in moments})
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    set_model_state_dict(run.model, weights, options=options)
-    set_optimizer_state_dict(run.model, run.optimizers, state, options=options)
+    dcp.set_model_state_dict(run.model, weights, options=options)
+    dcp.set_optimizer_state_dict(run.model, run.optimizers, state, options=options)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
     run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
 
 
 def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights by name, and the optimisers' "state" by the parameter's name; on ranks that do not write, nothing."""
-    weights, state = get_state_dict(run.model, run.optimizers, options=WHOLE)
+    weights, state = dcp.get_state_dict(run.model, run.optimizers, options=WHOLE)
     return (weights, state) if run.group.first else ({}, {})
 
 

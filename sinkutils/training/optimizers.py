@@ -23,11 +23,9 @@ def make_optimizers(model: nn.Module, train: TrainConfig, group: Group = ALONE) 
         if group.size > 1:
             raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")
         # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
-        linear = [name for name, p in named.items()
-                  if name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2]  # fmt: skip
+        matrices = [name for name, p in named.items() if p.ndim == 2 and name.endswith(".weight")]
+        linear = [named.pop(name) for name in matrices if name.startswith("blocks.")]
         # An update has the size of AdamW's, so that one rate and one decay serve both.
-        optimizers.append(
-            Muon([named.pop(name) for name in linear], rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        )
+        optimizers.append(Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     betas = (train.beta1, train.beta2)
     return [*optimizers, AdamW(named.values(), rate, betas, train.adam_eps, weight_decay=decay, fused=True)]

@@ -45,12 +45,11 @@ class Outcome:
 
 
 def run_one(
-    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None,
-    device: str,
-) -> int:  # fmt: skip
+    scale: str, experiment: str, seed: int, runs: str, log: str, seconds: float, corpus: str | None, device: str
+) -> int:
     """Train one run in a process of its own, with its output in `log`; returns the exit status."""
-    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name, "--seed", str(seed),
-               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds), "--device", device]  # fmt: skip
+    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", scale, "--seed", str(seed)]
+    command += ["--runs", runs, "--checkpoint-seconds", str(seconds), "--device", device]
     if corpus:
         command += ["--corpus", corpus]
     Path(log).parent.mkdir(parents=True, exist_ok=True)

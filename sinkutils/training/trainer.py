@@ -187,8 +187,8 @@ def compiles() -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     except Exception as error:  # whatever a missing or broken compiler raises
-        warnings.warn(f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, "
-                      "and its numbers differ in the last digits; a C++ compiler mends that", stacklevel=2)  # fmt: skip
+        lack = f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower"
+        warnings.warn(f"{lack}, with other last digits; a C++ compiler mends that", stacklevel=2)
         return False
     return True
 
