@@ -3,7 +3,7 @@
     python benchmarks/measure.py                  100 x 64 and 4 x 1024 tokens
     python benchmarks/measure.py --long           and 1 x 32768, without the published procedure, also with windows
     python benchmarks/measure.py --json out.json
-    python benchmarks/measure.py --model smollm2  a real one of `sinkutils models`: blocks and measure, 100 x 64, in turns
+    python benchmarks/measure.py --model smollm2  a real one: blocks and measure, 100 x 64, in turns
 
 GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
 own, so that its peak memory is its own. The ways:
