@@ -106,8 +106,11 @@ def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> l
     return cells
 
 
-def in_turns(name: str, rounds: int, threads: int | None) -> list[dict]:
-    """The blocks and `measure` of a real model on 100 x 64 tokens, in one process and in turns; the best of each."""
+def in_turns(name: str, rounds: int, threads: int | None) -> dict:
+    """The blocks and `measure` of a real model on 100 x 64 tokens, in one process and in turns.
+
+    The ratio is the median of the rounds' own: over a minute the machine drifts by more than the two differ.
+    """
     import sinkutils
 
     if threads:
@@ -118,17 +121,23 @@ def in_turns(name: str, rounds: int, threads: int | None) -> list[dict]:
         "blocks": lambda: model.model(ids, use_cache=False),
         "measure": lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink(),
     }
-    best = {way: {"seconds": float("inf"), "cpu_seconds": float("inf")} for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     with torch.no_grad():
-        for _ in range(rounds + 1):  # the first one warms up, and is never the best
+        for _ in range(rounds + 1):
             for way, work in ways.items():
-                started = time.perf_counter(), time.process_time()
+                started = time.perf_counter()
                 work()
-                took = time.perf_counter() - started[0], time.process_time() - started[1]
-                best[way] = {what: min(x, best[way][what]) for what, x in zip(best[way], took, strict=True)}
-    return [{"way": way, "model": name, "samples": 100, "length": 64, "threads": torch.get_num_threads(), **times,
-             **{f"{what}_times_blocks": x / best["blocks"][what] for what, x in times.items()}}
-            for way, times in best.items()]  # fmt: skip
+                seconds[way].append(time.perf_counter() - started)
+    rounds_taken = list(zip(seconds["blocks"][1:], seconds["measure"][1:], strict=True))  # the first one warms up
+    return {
+        "model": name,
+        "samples": 100,
+        "length": 64,
+        "threads": torch.get_num_threads(),
+        "blocks_seconds": [blocks for blocks, _ in rounds_taken],
+        "measure_seconds": [measure for _, measure in rounds_taken],
+        "ratio": statistics.median(measure / blocks for blocks, measure in rounds_taken),
+    }
 
 
 def row(cell: dict, cells: list[dict]) -> str:
@@ -155,10 +164,8 @@ def main() -> None:
         child(way, int(samples), int(length), arguments.repeats, arguments.threads)
         return
     if arguments.model:
-        cells = in_turns(arguments.model, arguments.repeats, arguments.threads)
-        for cell in cells:
-            print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                            for key, value in cell.items()))  # fmt: skip
+        cells = [in_turns(arguments.model, arguments.repeats, arguments.threads)]
+        print(json.dumps(cells[0]))
     else:
         print("samples x T   way            time      ratio     peak memory  ratio")
         cells = run([*SETTINGS, *([LONG] if arguments.long else [])], arguments.repeats, arguments.threads)
