@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sinkutils.checks import device as find_device
-from sinkutils.checks import first_line, require
+from sinkutils.checks import require
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.config import LMConfig
@@ -212,7 +212,8 @@ def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
         return f"{hub_id!r} is not on the hub (or is private: log in with `hf auth login`)"
     if offline:
         return f"{hub_id!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-    return f"{what} could not be loaded: {first_line(error)}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"{what} could not be loaded: {first}"
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -78,7 +78,7 @@ class LMConfig:
         require(dims <= size, f"bias_dims (d_a) must be at most head_dim={size}, got {dims}")
         causal = spec.prefix == 1 or self.position not in ADDED_TO_LOGITS
         others = "use rotary, nope, absolute or learnable"
-        require(causal, f"position={self.position!r} has no bias for the later keys that a prefix shows: {others}")
+        require(causal, f"position={self.position!r} has no bias for keys after the query, as a prefix shows: {others}")
 
     @property
     def head_dim(self) -> int:
