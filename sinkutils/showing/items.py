@@ -17,8 +17,6 @@ from sinkutils.showing.tables import (
     sinks_by_position,
 )
 
-SHARES = {"1": "sink_1", "star": "sink_star"}
-
 
 def compare(
     item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",), runs: Path | None = None
@@ -37,9 +35,12 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     """The picture of some rows, `comparisons.comparison`, with its caption; axis: what the rows differ in."""
     symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
     printed = any(row.paper.values for row in rows)
-    shares = [f"{row.short} {_mean(row, SHARES[key])}"
-              + f" ({row.paper.values.get(SHARES[key], 'no number')})" * printed
-              for key in what for row in rows if row.trained]  # fmt: skip
+    shares = []
+    for column in (comparisons.SINKS[key][1] for key in what):
+        for row in (row for row in rows if row.trained):
+            values = row.values(lambda run, column=column: run.final.get(column))
+            mean = f"{np.mean(values):.1f}" if values else "none"
+            shares.append(f"{row.short} {mean}" + f" ({row.paper.values.get(column, 'no number')})" * printed)
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
         "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
@@ -67,7 +68,8 @@ def compare_norms(
     )
     largest = [f"{label} {line if isinstance(line, str) else f'{max(line):.1f}'}" for label, line in ratios.items()]
     alt = f"{item}, {names.axis(item)}: largest norm ratio of the first token, {'; '.join(largest)}"
-    figure = comparisons.norm_ratios(ratios, base, names.ordered(item))
+    symbol = r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$"
+    figure = figures.by_block(ratios, symbol, base, names.ordered(item), level=1)
     figures.show(figure, caption, alt, f"{slug(item)}_{preset}")
     seen.show(item, preset, ("hidden",), runs)
 
@@ -78,8 +80,8 @@ def along(item: str, preset: str, keys: Mapping[str, str], runs: Path | None = N
     curves = {row.label: [run.curve for run in row.runs.values()] for row in rows}
     base = next((row.label for row in rows if row.base), None)
     figure = figures.along_training(curves, keys, base, names.ordered(item))
-    ends = [f"{row.short} {np.mean(values):.1f}" for row in rows
-            if (values := [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve])]  # fmt: skip
+    last = {row.short: [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve] for row in rows}
+    ends = [f"{name} {np.mean(values):.1f}" for name, values in last.items() if values]
     caption = f"**{item} along training.** Thick, the mean over seeds; thin, each seed. Blue is the base."
     alt = f"{item}: curves along training; Sink_1 in percent at the end: {'; '.join(ends)}"
     figures.show(figure, caption, alt, f"{slug(item)}_curves_{preset}")
@@ -88,7 +90,7 @@ def along(item: str, preset: str, keys: Mapping[str, str], runs: Path | None = N
 def positions(item: str, preset: str, runs: Path | None = None) -> None:
     """Where each row of an item has its sink among the first ten positions: a heat map and sentences."""
     table = sinks_by_position(names.rows(item, preset, runs))
-    figure = figures.sink_by_position(table, "", names.axis(item))
+    figure = figures.sink_by_position(table, names.axis(item))
     caption = (
         f"**{item}: {names.axis(item)}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
         "over seeds; white rows are not run yet."
@@ -96,11 +98,6 @@ def positions(item: str, preset: str, runs: Path | None = None) -> None:
     told = seen.by_position(item, preset, runs)
     figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(told)}", f"{slug(item)}_{preset}")
     seen.show_text(told)
-
-
-def _mean(row: names.Row, column: str) -> str:
-    values = [run.final[column] for run in row.trained.values() if run.final.get(column) is not None]
-    return f"{sum(values) / len(values):.1f}" if values else "none"
 
 
 def slug(item: str) -> str:
@@ -140,7 +137,5 @@ def where_attention_goes(experiments: Sequence[str], preset: str, runs: Path | N
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "
         "proxies."
     )
-    first = [
-        f"{name} {row['first']:.2f} on the first token and {row['star']:.2f} on a bias" for name, row in shares.items()
-    ]
-    figures.show(comparisons.destinations(shares), caption, "; ".join(first), f"destinations_{preset}")
+    alt = [f"{name} {kinds['first']:.2f} on x₁ and {kinds['star']:.2f} on a bias" for name, kinds in shares.items()]
+    figures.show(comparisons.destinations(shares), caption, "; ".join(alt), f"destinations_{preset}")
