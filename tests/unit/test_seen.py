@@ -6,15 +6,15 @@ import re
 import matplotlib
 import numpy as np
 import pytest
+from helpers import made_up
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.report import uniform_alpha
-from sinkutils.showing import cards, comparisons, figures, items, names, notebook, seen
+from sinkutils.showing import cards, comparisons, figures, items, names, seen
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 FLOOR = uniform_alpha(64)
@@ -27,22 +27,21 @@ def add(tmp_path):
 
     def record(name, *alphas, star=None, loss=2.7):
         for seed, alpha in enumerate(alphas):
-            run = config(name, "laptop", seed)
-            metrics = {"status": "failed", "reason": "the loss was not finite", "curve": [], "final": {"step": 9}}
-            if alpha is not None:
-                layers, heads = run.model.num_layers, run.model.num_heads
-                values = {"1": alpha, "2": 0.01, **({"star": star} if star else {})}
-                sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
-                report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(layers)), "floor": FLOOR,
-                          "alpha": [[[values[k]] * heads] * layers for k in ("1", "2")], "sink": sink,
-                          "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}}  # fmt: skip
-                if star:
-                    report["sink_star"] = sink.pop("star")
-                    report["alpha_star"] = [[star] * heads] * layers
-                final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
-                final |= {"sink_star": report["sink_star"]["0.3"]} if star else {}
-                metrics = {"status": "done", "reason": None, "curve": [], "final": final}
-            write_record(record_folder("laptop", name, seed, tmp_path), run, metrics, {"wall_seconds": 1.0})
+            if alpha is None:
+                made_up(tmp_path, name, seed, "laptop", status="failed", reason="not finite", final={"step": 9})
+                continue
+            shape = config(name, "laptop").model
+            values = {"1": alpha, "2": 0.01} | ({"star": star} if star else {})
+            sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
+            maps = {k: [[value] * shape.num_heads] * shape.num_layers for k, value in values.items()}
+            report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(shape.num_layers)),
+                      "floor": FLOOR, "alpha": [maps["1"], maps["2"]], "sink": sink,
+                      "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}}  # fmt: skip
+            final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
+            if star:
+                report |= {"sink_star": sink.pop("star"), "alpha_star": maps["star"]}
+                final["sink_star"] = report["sink_star"]["0.3"]
+            made_up(tmp_path, name, seed, "laptop", final=final)
         return tmp_path
 
     return record
@@ -112,10 +111,8 @@ def test_our_setting_stands_before_the_papers():
     run = config(row.experiment)
     expected = f"rate {run.train.learning_rate:g}, {run.train.steps:,} steps (rate 2e-4, 40k steps)"
     assert names.label(row, "laptop") == expected
-    assert (
-        names.human("excess alpha_1: lr_half above fixed_1", "laptop")
-        == "excess of α₁: learning rate / 2 above the base"
-    )
+    line = names.human("excess alpha_1: lr_half above fixed_1", "laptop")
+    assert line == "excess of α₁: learning rate / 2 above the base"
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------
@@ -141,9 +138,8 @@ def test_every_card_is_short_lines_without_identifiers(some):
     for id in table.index:
         text, page = cards.card(table.loc[id].to_dict(), ledger.checks(id, "laptop", some), "laptop")
         assert max(map(len, text.split("\n"))) <= 100, id
-        assert not IDENTIFIER.search(
-            re.sub(r"`.*?`", "", text, flags=re.DOTALL) + re.sub(r"<code>.*?</code>", "", page)
-        ), id
+        words = re.sub(r"`.*?`", "", text, flags=re.DOTALL) + re.sub(r"<code>.*?</code>", "", page)
+        assert not IDENTIFIER.search(words), id
     with pytest.raises(ValueError, match="claims are universal"):
         cards.show_verdicts("weight_decays", preset="laptop")
 
@@ -164,9 +160,7 @@ def test_the_comparison_draws_each_head_and_the_papers_value(some):
     assert comparisons.comparison(names.rows("Table 3", runs=some / "none")) is None
 
 
-def test_a_figure_brings_its_caption_and_its_alt_text(some, monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(figures, "display", lambda data, raw: shown.append(data))
+def test_a_figure_brings_its_caption_and_its_alt_text(some, shown, capsys):
     figures.show(comparisons.comparison(names.rows("Table 2", runs=some)), "**Bold.** a < b", 'say "what"')
     assert '<img alt="say &quot;what&quot;"' in shown[0]["text/html"]
     assert "<figcaption" in shown[0]["text/html"] and "<b>Bold.</b> a &lt; b" in shown[0]["text/html"]
@@ -186,10 +180,7 @@ def test_curves_show_each_seed_and_their_mean():
     assert math.isclose(figure.axes[0].get_ylim()[0], -0.1, abs_tol=0.01)
 
 
-def test_an_item_is_a_picture_a_table_and_sentences(some, monkeypatch):
-    shown = []
-    for module in (figures, notebook, seen):
-        monkeypatch.setattr(module, "display", lambda data, raw: shown.append(data))
+def test_an_item_is_a_picture_a_table_and_sentences(some, shown, monkeypatch):
     monkeypatch.setattr(figures, "RENDERED", some / "rendered")
     items.compare("Table 2", "laptop", runs=some)
     picture, table, sentences = shown
