@@ -56,13 +56,8 @@ def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
 
 
 def test_a_threshold_reads_what_was_measured():
-    report = {
-        "floor": 0.1,
-        "samples": 9,
-        "alpha": [[[0.5, 0.1], [0.9, 0.2]]],
-        "sink": {"1": {"0.2": 75.0, "0.3": 50.0}},
-    }
-    measured = {T: {"T": T} | report for T in (8, 64)}
+    report = {"floor": 0.1, "samples": 9, "alpha": [[[0.5, 0.1], [0.9, 0.2]]]}
+    measured = {T: report | {"T": T, "sink": {"1": {"0.2": 75.0, "0.3": 50.0}}} for T in (8, 64)}
     picture = interactive.threshold(measured, "a model")
     assert "75.0 % at ε = 0.2" in picture.caption and "from 50.0 % at T = 8 to 50.0 % at T = 64" in picture.caption
     assert [row["T"] for row in picture.data["lengths"]] == [8, 64]
