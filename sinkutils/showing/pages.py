@@ -27,5 +27,6 @@ def show_text(lines: Sequence[str], heading: str = "What you see") -> None:
     told = list(dict.fromkeys(lines))
     text = [textwrap.fill(f"- {line}".replace("**", ""), WIDTH, subsequent_indent="  ") for line in told]
     items = "".join(f"<li>{bold(line)}</li>" for line in told)
-    page = f'<div style="max-width:60em"><b>{heading}</b><ul style="margin-top:0.2em">{items}</ul></div>'
+    above = f"<b>{heading}</b>" if heading else ""
+    page = f'<div style="max-width:60em">{above}<ul style="margin-top:0.2em">{items}</ul></div>'
     put("\n".join([heading, *text] if heading else text), page)

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -12,7 +11,6 @@ import torch
 import transformers as tf
 
 from sinkutils.data import probes
-from sinkutils.data.corpus import Corpus
 from sinkutils.measuring import open_lms
 from sinkutils.paths import NOTEBOOKS
 from sinkutils.showing import figures
@@ -30,7 +28,7 @@ MODELS = {
 }
 
 
-def saved(folder: Path, build, corpus: Corpus) -> Path:
+def saved(folder, build, corpus):
     """A random model with the tests' tokenizer, as a user would have one in a folder."""
     torch.manual_seed(0)
     build().save_pretrained(folder)
@@ -38,7 +36,7 @@ def saved(folder: Path, build, corpus: Corpus) -> Path:
     return folder
 
 
-def run(number: str, parameters: dict) -> dict:
+def run(number, parameters):
     """Execute a notebook's code cells and solutions in this process, with these parameters; returns what they left."""
     (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
     space: dict = {"display": lambda *_: None}
@@ -55,7 +53,7 @@ def run(number: str, parameters: dict) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def no_records_and_the_tests_text(corpus: Corpus, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_records_and_the_tests_text(corpus, runs, tmp_path, monkeypatch):
     """No walk over all files either."""
     monkeypatch.setattr(probes, "load_corpus", lambda *_, **__: corpus)
     monkeypatch.setattr(open_lms, "load_corpus", lambda *_, **__: corpus)
@@ -64,15 +62,13 @@ def no_records_and_the_tests_text(corpus: Corpus, runs: Path, tmp_path: Path, mo
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
 
 
-def texts(shown: list, start: str) -> list[str]:
+def texts(shown, start):
     """What is shown and begins so."""
     return [data["text/plain"] for data in shown if data["text/plain"].startswith(start)]
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_pages_on_real_models_run_on_any_model(
-    family: str, corpus: Corpus, tmp_path: Path, shown: list, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys):
     folder = saved(tmp_path / "a model", MODELS[family], corpus)
     parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
     space = run("01", parameters)
@@ -89,9 +85,7 @@ def test_the_pages_on_real_models_run_on_any_model(
     assert all(len(line) <= 100 for text in texts(shown, "") for line in text.split("\n"))
 
 
-def test_without_the_model_the_page_on_surgery_says_what_is_missing(
-    tmp_path: Path, shown: list, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_the_model_the_page_on_surgery_says_what_is_missing(tmp_path, shown, capsys):
     parameters = {"model": str(tmp_path / "nothing"), "preset": "smoke", "recompute": "never"}
     assert run("08", parameters)["lm"] is None
     told = capsys.readouterr().out
