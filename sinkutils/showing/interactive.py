@@ -71,11 +71,11 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     svg.text(root, f"step {steps[-1]:,}", 526, bottom - 40, part="step", font_weight="bold")
     ends = {name: (film["sinks"][0], film["sinks"][-1]) for name, film in zip(shown, films, strict=True)}
     words = "{}, {:.0f} % before the first step and {:.0f} % at the end"
-    told = "; ".join(words.format(name, *pair) for name, pair in ends.items())
+    changes = "; ".join(words.format(name, *pair) for name, pair in ends.items())
     target = "the bias k∗" if k == "*" else f"token {k}"
     caption = (
         "How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention it gives to "
-        f"{target}; the line is the share of heads that give it more than 0.3: {told}. One seed a run."
+        f"{target}; the line is the share of heads that give it more than 0.3: {changes}. One seed a run."
         + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
     alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at "
@@ -120,8 +120,8 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     svg.line(root, left, y, right, y, part="epsilon", stroke=INK, stroke_width=1.5)
     read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][at]:.1f} %"
     svg.text(root, read, left, 20, part="read", font_weight="bold")
-    told = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
-    counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in told)
+    shown = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
+    counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in shown)
     short, long = (f"{row['sinks'][at]:.1f} % at T = {row['T']}" for row in (measured[0], measured[-1]))
     caption = (
         f"What a threshold does, in {model}. Above the solid line ε a head counts as a sink, text by text; the dotted "

@@ -95,9 +95,9 @@ def positions(item: str, preset: str, runs: Path | None = None) -> None:
         f"**{item}: {names.axis(item)}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
         "over seeds; white rows are not run yet."
     )
-    told = seen.by_position(item, preset, runs)
-    figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(told)}", f"{slug(item)}_{preset}")
-    seen.show_text(told)
+    lines = seen.by_position(item, preset, runs)
+    figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(lines)}", f"{slug(item)}_{preset}")
+    seen.show_text(lines)
 
 
 def slug(item: str) -> str:
@@ -137,5 +137,6 @@ def where_attention_goes(experiments: Sequence[str], preset: str, runs: Path | N
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "
         "proxies."
     )
-    alt = [f"{name} {kinds['first']:.2f} on x₁ and {kinds['star']:.2f} on a bias" for name, kinds in shares.items()]
-    figures.show(comparisons.destinations(shares), caption, "; ".join(alt), f"destinations_{preset}")
+    words = "{} {:.2f} on the first token and {:.2f} on a bias"
+    alt = "; ".join(words.format(name, kinds["first"], kinds["star"]) for name, kinds in shares.items())
+    figures.show(comparisons.destinations(shares), caption, alt, f"destinations_{preset}")

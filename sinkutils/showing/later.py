@@ -43,12 +43,12 @@ def sources() -> pd.DataFrame:
 
 def show_sources(group: str) -> None:
     """What the papers behind a group's variants say, and in brackets what was read of them."""
-    told = sources().query("group == @group").reset_index()
+    variants = sources().query("group == @group").reset_index()
     lines = []
-    for (title, source, says, checked), part in told.groupby(["title", "source", "says", "checked"], sort=False):
-        variants = seen.capital("; ".join(names.title(name) for name in part["name"]))
+    for (title, source, says, checked), part in variants.groupby(["title", "source", "says", "checked"], sort=False):
+        what = seen.capital("; ".join(names.title(name) for name in part["name"]))
         paper = f"{title}, arXiv {source}" if source else title
-        lines.append(f"**{variants}.** {says} ({paper}; read: {checked}.)")
+        lines.append(f"**{what}.** {says} ({paper}; read: {checked}.)")
     seen.show_text(lines, heading="")
 
 

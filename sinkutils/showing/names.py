@@ -150,14 +150,14 @@ def every(preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
 
 def named(rows: Iterable[tuple[PaperRow, str]], preset: str, runs: Path | str | None = None) -> list[Row]:
     """Rows of the paper and their labels with the records of ours that the ledger judges."""
-    ours, base, found = results(preset, runs), resolve("base", preset), []
+    ours, base, named_rows = results(preset, runs), resolve("base", preset), []
     for paper, words in rows:
         try:
             name = resolve(paper.experiment, preset)
         except ValueError:  # not of this preset
             name = ""
-        found.append(Row(paper, words, name, ours.seeds(name), name == base))
-    return found
+        named_rows.append(Row(paper, words, name, ours.seeds(name), name == base))
+    return named_rows
 
 
 def _once(rows: list[Row]) -> list[Row]:

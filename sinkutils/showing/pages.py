@@ -24,9 +24,9 @@ def bold(text: str) -> str:
 
 def show_text(lines: Sequence[str], heading: str = "What you see") -> None:
     """Show sentences under a heading, each once."""
-    told = list(dict.fromkeys(lines))
-    text = [textwrap.fill(f"- {line}".replace("**", ""), WIDTH, subsequent_indent="  ") for line in told]
-    items = "".join(f"<li>{bold(line)}</li>" for line in told)
+    sentences = list(dict.fromkeys(lines))
+    text = [textwrap.fill(f"- {line}".replace("**", ""), WIDTH, subsequent_indent="  ") for line in sentences]
+    items = "".join(f"<li>{bold(line)}</li>" for line in sentences)
     above = f"<b>{heading}</b>" if heading else ""
     page = f'<div style="max-width:60em">{above}<ul style="margin-top:0.2em">{items}</ul></div>'
     put("\n".join([heading, *text] if heading else text), page)

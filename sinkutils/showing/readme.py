@@ -310,18 +310,18 @@ PARTS: dict[str, Callable[[], str]] = {
 def render(text: str) -> str:
     """A page with the parts that it marks made anew. Raises ValueError for a part that there is not."""
 
-    def made(match: re.Match[str]) -> str:
+    def anew(match: re.Match[str]) -> str:
         if match[2] not in PARTS:
             raise ValueError(f"there is no part {match[2]!r}: {', '.join(PARTS)}")
         return f"{match[1]}{PARTS[match[2]]()}\n{match[3]}"
 
-    return re.sub(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", anew, text, flags=re.DOTALL)
 
 
 def generated() -> dict[str, str]:
     """Every file that is generated, or has generated parts, by its path in the checkout, as it should read."""
-    made = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
-    return made | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
+    pages = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
+    return pages | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
 
 
 def page(*parts: str) -> str:

@@ -84,22 +84,22 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     other, quantity = reference(shown), human(QUANTITIES[key].heading)
     name = of(other, ours.preset) if other == "base" else "the default"
-    told = _of_base(ours, other, key, name)
+    lines = _of_base(ours, other, key, name)
     table = differences(shown, ours, key)
     more, less = table[table["low"] > 0], table[table["high"] < 0]
     undecided = table[(table["low"] <= 0) & (table["high"] >= 0)]
     which = f" (difference of the {quantity}, 95 % interval)"
     for words, part in zip(WORDS[key], (more, less), strict=True):
         if len(part):
-            told.append(f"{words} than {name}{which}: {_listed(part)}.")
+            lines.append(f"{words} than {name}{which}: {_listed(part)}.")
             which = ""
     if key == "excess_1":
-        told += _beside_paper(pd.concat([more, less]))
+        lines += _beside_paper(pd.concat([more, less]))
     if len(undecided):
-        told.append(f"Not to be told from {name} with these seeds: {_listed(undecided)}.")
+        lines.append(f"Not to be told from {name} with these seeds: {_listed(undecided)}.")
     if key == "excess_star":
-        told += _on_the_bias(shown)
-    return told
+        lines += _on_the_bias(shown)
+    return lines
 
 
 def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
@@ -166,8 +166,8 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
             above, below = estimate.low > threshold, estimate.high <= threshold
             side = "Above" if above else "Not above" if below else "Not to be told from"
             sides[side].append(f"{row.short} {_effect(estimate, quantity.digits)}")
-    told = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
-    return [" ".join([f"{capital(human(quantity.heading))} (95 % interval).", *told])] if told else []
+    lines = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
+    return [" ".join([f"{capital(human(quantity.heading))} (95 % interval).", *lines])] if lines else []
 
 
 def _missing(shown: Sequence[Row]) -> list[str]:
@@ -183,8 +183,8 @@ def _missing(shown: Sequence[Row]) -> list[str]:
             f"{row.short} ({failures[row.short]} of {len(row.runs)} seeds)" for row in shown if failures[row.short]
         ],
     }
-    told = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
-    return [*[f"{len(waiting)} of the {len(shown)} rows are not run yet."] * many, *told]
+    lines = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
+    return [*[f"{len(waiting)} of the {len(shown)} rows are not run yet."] * many, *lines]
 
 
 def by_position(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
@@ -192,7 +192,7 @@ def by_position(item: str, preset: str = "laptop", runs: Path | str | None = Non
 
     The position with the largest mean excess, its Sink_k over the seeds, and the largest Sink at any other.
     """
-    shown, told = rows(item, preset, runs), []
+    shown, lines = rows(item, preset, runs), []
     for row in shown:
         seeds = row.values(lambda run: {k: excess(run, k) or 0.0 for k in run.report.get("targets", ())} or None)
         if not seeds:
@@ -202,11 +202,11 @@ def by_position(item: str, preset: str = "laptop", runs: Path | str | None = Non
         shares = {k: row.values(lambda run, k=k: sink(run, k) or 0.0) for k in mean.index}
         most, rest = shares.pop(where), max(map(np.mean, shares.values()), default=0.0)
         if np.mean(most) < 0.05:
-            told.append(f"{row.short}: no sink on any of the first {count} positions.")
+            lines.append(f"{row.short}: no sink on any of the first {count} positions.")
             continue
         here = f"most on x_{where}, Sink_{where} = {spread(most, 1, ' %')}"
-        told.append(human(f"{row.short}: {here}, at most {rest:.1f} % on any other of the first {count}."))
-    return told + _missing(shown) if told else ["None of these runs is recorded yet."]
+        lines.append(human(f"{row.short}: {here}, at most {rest:.1f} % on any other of the first {count}."))
+    return lines + _missing(shown) if lines else ["None of these runs is recorded yet."]
 
 
 def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
@@ -214,10 +214,10 @@ def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
     shown, ours = every(preset, runs), results(preset, runs)
     table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
     done = sum(bool(row.trained) for row in shown)
-    told = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
+    lines = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
-        told.append(
+        lines.append(
             f"Of {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} less; "
             f"{len(table) - len(more) - len(less)} cannot be told from it."
         )
@@ -229,16 +229,16 @@ def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
         f"Earlier {onset}": later[later["high"] < 0],
         f"Later {onset}": later[later["low"] > 0][::-1],
     }
-    told += [f"{words} {_listed(part[:3])}." for words, part in parts.items() if len(part)]
+    lines += [f"{words} {_listed(part[:3])}." for words, part in parts.items() if len(part)]
     means = means_and_thresholds(shown)
     hidden = means[means["hidden"]]
     if len(means) > 1:
         which = ", ".join(f"{row.label} (mean α₁ {row.alpha:.2f})" for row in hidden.itertuples())
-        told.append(
+        lines.append(
             f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % although their mean α₁ is over twice that of even "
             f"attention{': ' * bool(which)}{which}."
         )
-    return told
+    return lines
 
 
 def _listed(table: pd.DataFrame) -> str:

@@ -157,13 +157,13 @@ def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
 
     Columns label, alpha, sink, base, hidden: Sink_1 under 1 % though alpha_1 is over twice that of even attention.
     """
-    found = []
+    cells = []
     for row in rows:
         reports = row.values(lambda run: run.report if "alpha" in run.report else None)
         if reports:
             alpha, share = np.mean([report["alpha"][0] for report in reports]), np.mean(row.values(sink))
-            found.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * reports[0]["floor"]))
-    table = pd.DataFrame(found, columns=["label", "alpha", "sink", "base", "hidden"])
+            cells.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * reports[0]["floor"]))
+    table = pd.DataFrame(cells, columns=["label", "alpha", "sink", "base", "hidden"])
     return table.astype({"base": bool, "hidden": bool})
 
 
