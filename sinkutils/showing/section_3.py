@@ -42,9 +42,9 @@ POSITIONS = {
 SINK = SINK_LABEL.split(",")[0]
 
 
-def _first(axis: Axes, values: Any, label: str = "first token", **options: Any) -> None:
+def _first(axis: Axes, values: Any, label: str = "first token", size: float = 4) -> None:
     """The first token's line, a point a block or a position, counted from 1."""
-    axis.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=FIRST_COLOR, label=label, **options)
+    axis.plot(range(1, len(values) + 1), values, "o-", markersize=size, color=FIRST_COLOR, label=label)
 
 
 def _others(axis: Axes, values: Any, label: str = "mean of the others", color: str = BASE_COLOR) -> None:
@@ -204,7 +204,7 @@ def repeats(models: Models) -> Figure:
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         peak, natural, repeated = repeated_norms(of)
         _others(axis, repeated, "one token repeated")
-        _first(axis, natural, "natural text")
+        _first(axis, natural, "natural text", size=3)
         axis.set(xlabel="position $t$", yscale="log", title=f"{title}, after block {peak + 1}")
     axes[0, 0].set_ylabel(r"$\|h_t\|$ / natural mean, $t > 1$")
     axes[0, -1].legend()
