@@ -40,7 +40,6 @@ from sinkutils.measuring.own import Subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER, ROOT
-from sinkutils.showing import readme
 from sinkutils.study.grid import EXPERIMENTS, config, resolve, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS
@@ -800,9 +799,3 @@ def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch,
 def test_the_bases_weights_have_no_first_key_of_a_window():
     own = Subject("base", TransformerLM(LMConfig(vocab_size=50, context_length=8, num_layers=1)), None)
     assert math.isnan(trials._window_first(own))
-
-
-def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(monkeypatch):
-    page = readme.ledger_page()
-    assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
-    assert json.loads(frozen.PATH.read_text(encoding="utf-8"))[0]["sha256"][:16] in page

@@ -6,7 +6,9 @@ import subprocess
 import pytest
 from helpers import made_up
 
-from sinkutils.ledger import rules
+from sinkutils.ledger import frozen, rules
+from sinkutils.ledger.conclusions import CLAIMS
+from sinkutils.ledger.later import LATER
 from sinkutils.paths import ROOT
 from sinkutils.showing import readme
 from sinkutils.study.store import Runs
@@ -63,3 +65,9 @@ def test_differences_are_the_claims_that_do_not_hold_the_worst_first(monkeypatch
     assert [line.split("<br> ")[1] for line in lines] == [table["id"].iloc[2], table["id"].iloc[0]]
     table["verdict"] = rules.REPRODUCED
     assert readme.differences_part() == "Of what is recorded so far, nowhere."
+
+
+def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand():
+    page = readme.ledger_page()
+    assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
+    assert frozen.ledgers()[0][:16] in page
