@@ -10,7 +10,6 @@ import html
 import re
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -32,27 +31,27 @@ COLORS = {
 LACKING = re.compile(r"^(.+): (\d+) of (\d+) seeds( hold .*)?$")
 
 
-def show_verdicts(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
+def show_verdicts(*ids: str, preset: str = "laptop") -> None:
     """Show the card of each of these claims. Raises ValueError for an unknown id or preset."""
-    table = judged(ids, preset, runs)
-    cards = [card(table.loc[id].to_dict(), ledger.checks(id, preset, runs), preset) for id in ids]
+    table = judged(ids, preset)
+    cards = [card(table.loc[id].to_dict(), ledger.checks(id, preset), preset) for id in ids]
     text, page = zip(*cards, strict=True)
     put("\n\n".join(text), "\n".join(page))
 
 
-def show_summary(*ids: str, preset: str = "laptop", runs: Path | str | None = None) -> None:
+def show_summary(*ids: str, preset: str = "laptop") -> None:
     """The verdicts of several claims in a line each, for the end of a page."""
     text, page = [], ""
-    for row in judged(ids, preset, runs).loc[list(ids)].to_dict("records"):
+    for row in judged(ids, preset).loc[list(ids)].to_dict("records"):
         claim = names.human(row["claim"])
         text.append(textwrap.fill(f"[{row['verdict'].upper()}] {claim}", WIDTH, subsequent_indent="  "))
         page += f"<div style='margin:0.25em 0'>{chip(row['verdict'])} {html.escape(claim)}</div>"
     put("\n".join(text), page)
 
 
-def judged(ids: Sequence[str], preset: str, runs: Path | str | None = None) -> pd.DataFrame:
+def judged(ids: Sequence[str], preset: str) -> pd.DataFrame:
     """The ledger by id, its parts together. Raises ValueError where it has no claim of these ids."""
-    table = pd.concat([ledger.claims(preset, runs, part) for part in ledger.PARTS]).set_index("id", drop=False)
+    table = pd.concat([ledger.claims(preset, part=part) for part in ledger.PARTS]).set_index("id", drop=False)
     if unknown := sorted(set(ids) - set(table.index)):
         raise ValueError(f"claims are {', '.join(table.index)}; got {', '.join(unknown)}")
     return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,17 +17,15 @@ from sinkutils.showing.tables import (
 )
 
 
-def compare(
-    item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",), runs: Path | None = None
-) -> None:
+def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
     """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
     what the records say of `keys` (`seen.sentences`).
 
     what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
     """
-    show_rows(names.rows(item, preset, runs), item, names.axis(item), preset, what)
-    notebook.show(paper_beside_ours(item, preset, runs))
-    seen.show(item, preset, keys, runs)
+    show_rows(names.rows(item, preset), item, names.axis(item), preset, what)
+    notebook.show(paper_beside_ours(item, preset))
+    seen.show(item, preset, keys)
 
 
 def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
@@ -52,14 +49,12 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
 
 
-def compare_norms(
-    item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None, runs: Path | None = None
-) -> None:
+def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None) -> None:
     """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block.
 
     more: further lines by label. Raises ValueError for an unknown item or preset.
     """
-    rows = names.rows(item, preset, runs)
+    rows = names.rows(item, preset)
     ratios = norm_ratios(rows) | dict(more or {})
     base = next((row.label for row in rows if row.base), None)
     caption = (
@@ -71,12 +66,12 @@ def compare_norms(
     symbol = r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$"
     figure = figures.by_block(ratios, symbol, base, names.ordered(item), level=1)
     figures.show(figure, caption, alt, f"{slug(item)}_{preset}")
-    seen.show(item, preset, ("hidden",), runs)
+    seen.show(item, preset, ("hidden",))
 
 
-def along(item: str, preset: str, keys: Mapping[str, str], runs: Path | None = None) -> None:
+def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
     """An item's runs along training, a panel for each of keys (its label). Raises ValueError for an unknown item."""
-    rows = names.rows(item, preset, runs)
+    rows = names.rows(item, preset)
     curves = {row.label: [run.curve for run in row.runs.values()] for row in rows}
     base = next((row.label for row in rows if row.base), None)
     figure = figures.along_training(curves, keys, base, names.ordered(item))
@@ -87,15 +82,15 @@ def along(item: str, preset: str, keys: Mapping[str, str], runs: Path | None = N
     figures.show(figure, caption, alt, f"{slug(item)}_curves_{preset}")
 
 
-def positions(item: str, preset: str, runs: Path | None = None) -> None:
+def positions(item: str, preset: str) -> None:
     """Where each row of an item has its sink among the first ten positions: a heat map and sentences."""
-    table = sinks_by_position(names.rows(item, preset, runs))
+    table = sinks_by_position(names.rows(item, preset))
     figure = figures.sink_by_position(table, names.axis(item))
     caption = (
         f"**{item}: {names.axis(item)}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
         "over seeds; white rows are not run yet."
     )
-    lines = seen.by_position(item, preset, runs)
+    lines = seen.by_position(item, preset)
     figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(lines)}", f"{slug(item)}_{preset}")
     seen.show_text(lines)
 
@@ -105,9 +100,9 @@ def slug(item: str) -> str:
     return item.lower().replace("figure ", "fig").replace(" ", "_")
 
 
-def effects(preset: str, key: str = "excess_1", runs: Path | None = None) -> None:
+def effects(preset: str, key: str = "excess_1") -> None:
     """What the settings that change the base do to a quantity of the ledger, the largest and the smallest effects."""
-    table = seen.differences(names.every(preset, runs), results(preset, runs), key)
+    table = seen.differences(names.every(preset), results(preset), key)
     what = names.human(QUANTITIES[key].heading)
     figure = comparisons.effects(table, f"{what}, less the base's")
     caption = (
@@ -117,9 +112,9 @@ def effects(preset: str, key: str = "excess_1", runs: Path | None = None) -> Non
     figures.show(figure, caption, f"{what} of {len(table)} settings, less the base's", f"effects_{key}_{preset}")
 
 
-def thresholds(preset: str, runs: Path | None = None) -> None:
+def thresholds(preset: str) -> None:
     """Each setting's mean alpha_1 against its Sink_1."""
-    table = means_and_thresholds(names.every(preset, runs))
+    table = means_and_thresholds(names.every(preset))
     caption = (
         "**A threshold hides what lies below it.** A point is a setting: its mean α₁ over heads, texts and seeds, and "
         "the share of heads above ε = 0.3 (dashed)."
@@ -128,9 +123,9 @@ def thresholds(preset: str, runs: Path | None = None) -> None:
     figures.show(comparisons.means_and_thresholds(table), caption, alt, f"thresholds_{preset}")
 
 
-def where_attention_goes(experiments: Sequence[str], preset: str, runs: Path | None = None) -> None:
+def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
     """The shares of attention by kind of key, a bar an experiment. Raises ValueError for an unknown one."""
-    ours = results(preset, runs)
+    ours = results(preset)
     shares = destinations({names.of(name, preset): ours.seeds(name) for name in experiments})
     caption = (
         "**Where attention goes.** The share of all attention by kind of key, each key counting for the first that "

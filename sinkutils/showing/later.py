@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -52,28 +51,23 @@ def show_sources(group: str) -> None:
     seen.show_text(lines, heading="")
 
 
-def rows(group: str, preset: str = "laptop", runs: Path | str | None = None) -> list[names.Row]:
+def rows(group: str, preset: str = "laptop") -> list[names.Row]:
     """The base, then the variants of a group, with the records of ours that the ledger judges.
 
     Raises ValueError for an unknown group or preset.
     """
-    table, ours = sources(), results(preset, runs)
+    table, ours = sources(), results(preset)
     if group not in set(table["group"]):
         raise ValueError(f"group must be one of {', '.join(table['group'].unique())}; got {group!r}")
     experiments = ["base", *BESIDE.get(group, ()), *table.index[table["group"] == group]]
     labels = {ours.label(name): names.of(name, preset) for name in experiments}
     variants = [(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()]
-    return names.named(variants, preset, runs)
+    return names.named(variants, preset)
 
 
-def compare(
-    group: str,
-    preset: str = "laptop",
-    keys: Sequence[str] = ("excess_1", "peak", "valid_loss"),
-    runs: Path | str | None = None,
-) -> None:
+def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss")) -> None:
     """A group of variants as picture and sentences on `keys` of the ledger's quantities, as `items.compare`."""
-    shown, ours = rows(group, preset, runs), results(preset, runs)
+    shown, ours = rows(group, preset), results(preset)
     if sum(bool(row.trained) for row in shown) < 2:
         lacking = "; ".join(row.label for row in shown if not row.trained)
         print(textwrap.fill(f"Not recorded yet: {lacking}.", WIDTH))
@@ -83,12 +77,12 @@ def compare(
     seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
 
 
-def picture(preset: str = "laptop", runs: Path | str | None = None) -> Figure | None:
+def picture(preset: str = "laptop") -> Figure | None:
     """Every variant at its sink (excess alpha_1) and its massive activations (largest element of h over the median,
     times the untrained model's), validation loss as colour: a small mark a seed, a number their mean. None without any.
     """
     peak, points = QUANTITIES["peak"], []
-    for row in (row for group in GROUPS for row in rows(group, preset, runs)):
+    for row in (row for group in GROUPS for row in rows(group, preset)):
         mark = "*" if row.base else GROUPS[row.paper.item]
         for run in row.trained.values():
             points.append((row.label, mark, excess(run), peak.read(run), run.final["valid_loss"]))

@@ -122,13 +122,13 @@ def label(row: PaperRow, preset: str) -> str:
     return ours if ours == row.row else f"{ours} ({row.row})"
 
 
-def rows(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+def rows(item: str, preset: str = "laptop") -> list[Row]:
     """The rows of an item in the paper's order, with the records of ours that the ledger judges.
 
     Rows that are one run at this preset (d_a = 1 and 2 of a small head) are one row. Raises ValueError for an unknown
     item or preset.
     """
-    return _once(printed(item, preset, runs))
+    return _once(printed(item, preset))
 
 
 def printed(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
@@ -136,7 +136,7 @@ def printed(item: str, preset: str = "laptop", runs: Path | str | None = None) -
     return named([(row, label(row, preset)) for row in paper_rows(item)], preset, runs)
 
 
-def every(preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+def every(preset: str = "laptop") -> list[Row]:
     """The base and every experiment of the paper that changes it and is measured at its length, a row each."""
     base, refused, changes = resolve("base", preset), unavailable(preset), []
     length = config("base", preset).train.eval_length
@@ -145,7 +145,7 @@ def every(preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
         if changed and config(row.name, preset).train.eval_length == length:
             name = resolve(row.name, preset)
             changes.append((PaperRow("", title(name), name, row.paper, ""), title(name)))
-    return _once(named(changes, preset, runs))
+    return _once(named(changes, preset))
 
 
 def named(rows: Iterable[tuple[PaperRow, str]], preset: str, runs: Path | str | None = None) -> list[Row]:

@@ -5,7 +5,6 @@ hand, so that they stay true whatever the records come to say.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,24 +28,22 @@ WORDS = {
 PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
 
-def show(
-    item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",), runs: Path | str | None = None
-) -> None:
+def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",)) -> None:
     """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
 
     Raises ValueError for an unknown item or preset.
     """
-    show_text([sentence for key in keys for sentence in sentences(item, preset, key, runs)])
+    show_text([sentence for key in keys for sentence in sentences(item, preset, key)])
 
 
-def sentences(item: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None) -> list[str]:
+def sentences(item: str, preset: str = "laptop", key: str = "excess_1") -> list[str]:
     """What the records of an item say of a quantity of the ledger, in plain sentences.
 
     Of a quantity with a threshold (a norm ratio) which rows are above it; of another, the reference, which rows have
     more or less than it by the paired difference and its 95 % interval, which cannot be told from it, how many lie on
     the paper's side, the spread over seeds; always what is missing. Raises ValueError for an unknown item or preset.
     """
-    return of_rows(rows(item, preset, runs), results(preset, runs), key)
+    return of_rows(rows(item, preset), results(preset), key)
 
 
 def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[str]:
@@ -187,12 +184,12 @@ def _missing(shown: Sequence[Row]) -> list[str]:
     return [*[f"{len(waiting)} of the {len(shown)} rows are not run yet."] * many, *lines]
 
 
-def by_position(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+def by_position(item: str, preset: str = "laptop") -> list[str]:
     """Where among the first positions each row has its sink (Section 5, Table 10 right, Fig. 5), a sentence each.
 
     The position with the largest mean excess, its Sink_k over the seeds, and the largest Sink at any other.
     """
-    shown, lines = rows(item, preset, runs), []
+    shown, lines = rows(item, preset), []
     for row in shown:
         seeds = row.values(lambda run: {k: excess(run, k) or 0.0 for k in run.report.get("targets", ())} or None)
         if not seeds:
@@ -209,9 +206,9 @@ def by_position(item: str, preset: str = "laptop", runs: Path | str | None = Non
     return lines + _missing(shown) if lines else ["None of these runs is recorded yet."]
 
 
-def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+def study(preset: str = "laptop") -> list[str]:
     """What the records tell as a whole: what strengthens and what weakens the sink, what a threshold hides."""
-    shown, ours = every(preset, runs), results(preset, runs)
+    shown, ours = every(preset), results(preset)
     table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
     done = sum(bool(row.trained) for row in shown)
     lines = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]

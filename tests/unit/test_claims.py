@@ -214,6 +214,7 @@ def test_an_effect_is_paired_and_its_variance_pooled_with_the_seeds_part_at_the_
     assert paired(ours, "v_bias", "base", "excess_1").error == pytest.approx(found.error)  # one variance for all
 
 
+@pytest.mark.slow
 def test_intervals_cover_as_often_as_they_say_though_all_effects_share_the_bases_seeds():
     """Seeds drawn anew 400 times; half of the experiments have hardly any noise, as those without a sink do."""
     draw, missed = np.random.default_rng(0), 0
@@ -448,6 +449,7 @@ def trained(runs, noise=0.002, base=4.0, **changed):
     return ledger
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_hold_when_the_records_say_so(tmp_path):
     table = claims("laptop", trained(tmp_path).runs, "later").set_index("id")
     other = table.query("verdict != 'reproduced'")
@@ -456,6 +458,7 @@ def test_claims_of_later_papers_hold_when_the_records_say_so(tmp_path):
     assert why.str.contains("sink there, massive activations not there").sum() == 3  # post- and sandwich norm, V-scale
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse(tmp_path):
     worse = {"excess": 0.3, "peak": 5.0, "gathered": 20.0, "small": 0.25, "star": 0.0, "loss": 3.2}
     table = claims("laptop", trained(tmp_path, **worse).runs, "later").set_index("id")
@@ -465,6 +468,7 @@ def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse
     assert table.loc["activations_make_sinks", "verdict"] == REPRODUCED
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_are_inconclusive_where_seeds_disagree(tmp_path):
     same = {"excess": 0.2, "star": 0.05, "peak": 2.2, "gathered": 16.0, "loss": 2.85}
     table = claims("laptop", trained(tmp_path, noise=0.1, base=2.3, **same).runs, "later").set_index("id")
@@ -572,6 +576,7 @@ def papers(tmp_path_factory):
     return ledger.finetuned("sft_softmax", (1.5, 1.3)).finetuned("sft_sigmoid", (1.52, 1.31), (1.2, 0.9))
 
 
+@pytest.mark.slow
 def test_the_papers_own_numbers_satisfy_its_claims(papers):
     table = claims("gpu", papers.runs).set_index("id")
     needs_weights = {"repeated_input_learned", "replaced_position", "swapped_position", "window_relative",
@@ -785,6 +790,7 @@ def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
 
 
+@pytest.mark.slow
 def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch, capsys):
     ledger.base().add("sigmoid", 0.0).add("elu", 0.0, seeds=(0, 1)).add("elu", 0.06, seeds=(2,))
     assert ledger.says("no_normalisation") == INCONCLUSIVE  # one seed of elu has a sink

@@ -21,7 +21,7 @@ matplotlib.use("agg")
 
 
 @pytest.fixture
-def add(tmp_path, monkeypatch):
+def add(runs, tmp_path, monkeypatch):
     """Add records of three seeds: excess of alpha_1, the largest element over the median, validation loss."""
     monkeypatch.setattr(trials, "untrained_peak", lambda *arguments: 1.0)
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
@@ -34,8 +34,7 @@ def add(tmp_path, monkeypatch):
                       "alpha": [[[alpha] * 4] * layers], "sink": {"1": {"0.3": 50.0}},
                       "hidden_peaks": [[peak * (1 + 0.05 * seed), 1.0]] * layers}  # fmt: skip
             last = {"step": 9, "valid_loss": loss, "sink_1": 50.0}
-            made_up(tmp_path, name, seed, "laptop", curve=[last], final=last | {"report": report})
-        return tmp_path
+            made_up(runs, name, seed, "laptop", curve=[last], final=last | {"report": report})
 
     return record
 
@@ -48,10 +47,10 @@ def said(shown):
 
 
 def test_the_picture_has_a_point_a_seed_and_a_number_a_variant(add):
-    runs = add("fixed_1")
-    assert later.picture("laptop", runs) is None  # the base alone
+    add("fixed_1")
+    assert later.picture("laptop") is None  # the base alone
     add("softpick", 0.0, 1.2, 2.8), add("v_scale", 0.3, 1.1), add("sgd", 0.01, 1.0, 6.0)
-    figure = later.picture("laptop", runs)
+    figure = later.picture("laptop")
     axis = figure.axes[0]
     points = np.concatenate([collection.get_offsets() for collection in axis.collections])
     assert len(points) == 12 and np.isclose(points, (0.0, 1.2)).all(axis=1).any()
@@ -62,18 +61,18 @@ def test_the_picture_has_a_point_a_seed_and_a_number_a_variant(add):
 
 
 def test_a_group_is_told_from_its_records_and_what_is_missing_is_named(add, said, capsys):
-    runs = add("fixed_1")
-    later.compare("norms and values", "laptop", runs=runs)
+    add("fixed_1")
+    later.compare("norms and values", "laptop")
     assert capsys.readouterr().out.startswith("Not recorded yet: post-norm blocks")
     add("v_scale", 0.3, 1.1), add("dyt", 0.0, 1.2, 2.9)
-    later.compare("norms and values", "laptop", runs=runs)
+    later.compare("norms and values", "laptop")
     assert "Less of a sink on x₁ than the base" in said() and "dynamic tanh instead of RMSNorm −0.300" in said()
     assert "Not above 2: V-scale: small values made smaller 1.15" in said() and "Above 2: the base 4.2" in said()
     assert "Not run yet: post-norm blocks (Eq. 3); RMSNorm with a gate; sandwich norm." in said()
-    cards.show_verdicts("v_scale", runs=runs)
+    cards.show_verdicts("v_scale")
     assert "V-scale: small values made smaller that keep the gradient at x₁" in said()
     with pytest.raises(ValueError, match="group must be one of a way to say nothing"):
-        later.rows("norms", "laptop", runs)
+        later.rows("norms", "laptop")
 
 
 def test_every_variant_stands_in_a_group_with_its_source(said):

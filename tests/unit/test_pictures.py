@@ -24,7 +24,7 @@ def no_figure_left_open():
 
 
 @pytest.fixture
-def rows(tmp_path):
+def rows(runs):
     """Table 10 right at smoke, position 2 with a sink of 40 and 60 % on x_2 at two seeds, the others not run."""
     for seed, share in ((0, 40.0), (1, 60.0)):
         sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
@@ -33,8 +33,8 @@ def rows(tmp_path):
                   "hidden_norms": norms, "T": 3, "floor": 0.09}  # fmt: skip
         kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
         final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0}
-        made_up(tmp_path, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
-    return names.rows("Table 10 right", "smoke", tmp_path)
+        made_up(runs, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
+    return names.rows("Table 10 right", "smoke")
 
 
 # --- 03 and 04 -------------------------------------------------------------------------------------------------------

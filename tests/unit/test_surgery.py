@@ -37,6 +37,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 LENGTH = 12
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=list(FAMILIES))
