@@ -42,7 +42,7 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
             _, column, color, mark = SINKS[key]
             middle = y + 0.42 * (index - (len(what) - 1) / 2)
             _dots(heads, row, key, middle, 0.6 / len(what), color, mark)
-            values = [value for run in row.trained.values() if (value := run.final.get(column)) is not None]
+            values = row.final(column)
             shares.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
             if values:
                 shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
@@ -62,7 +62,7 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
         symbol, _, color, mark = SINKS[key]
         handles.append(Line2D([], [], marker=mark, color=color, label=f"ours, {symbol}", **look))
     if any(row.paper.values for row in rows):
-        paper = {"marker": "D", "color": PAPER_COLOR, "markerfacecolor": "white", "label": "paper"}
+        paper: dict[str, Any] = {"marker": "D", "color": PAPER_COLOR, "markerfacecolor": "white", "label": "paper"}
         handles.append(Line2D([], [], linestyle="", **paper))
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     return figure
@@ -122,7 +122,7 @@ def means_and_thresholds(table: pd.DataFrame) -> Figure | None:
     axis.plot(table["alpha"], table["sink"], "o", color=FIRST_COLOR, alpha=0.7, markeredgewidth=0)
     base, hidden = table[table["base"]], table[table["hidden"]]
     axis.plot(base["alpha"], base["sink"], "s", color=BASE_COLOR, label="the base")
-    ring = {"markerfacecolor": "none", "markeredgecolor": "black", "markersize": 10}
+    ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": "black", "markersize": 10}
     axis.plot(hidden["alpha"], hidden["sink"], "o", label="under 1 %, though over twice even attention", **ring)
     axis.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"mean $\alpha_1$ over heads and texts", xlim=(0, None), ylim=(-3, 103), ylabel=SINK_LABEL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -89,7 +90,7 @@ def _cells(axis: Axes, rows: Sequence[Sequence[str]], predicted: int | None = No
             faint = 0.3 if x == predicted else 1.0
             axis.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, alpha=faint))
             special = name in (EOS, BOS, FIX)
-            turned = {"color": "white" if special else "black", "rotation": 90 if special else 0}
+            turned: dict[str, Any] = {"color": "white" if special else "black", "rotation": 90 if special else 0}
             axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=7.5, alpha=faint, **turned)
     axis.set(xlim=(-0.1, max(map(len, rows)) + 0.1), ylim=(len(rows) + 0.4, -0.4), xticks=[], yticks=[])
     axis.grid(False)

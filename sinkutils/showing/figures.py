@@ -101,7 +101,10 @@ def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = Fa
     """A colour a label: the base's for `base`; steps of one quantity from light to dark, others well apart."""
     others = [label for label in labels if label != base]
     palette = sns.color_palette("flare", len(others)) if ordered else cycle(OTHER_COLORS)
-    return dict(zip(others, palette, strict=False)) | ({base: BASE_COLOR} if base in labels else {})
+    colors: dict[str, Any] = dict(zip(others, palette, strict=False))
+    if base is not None and base in labels:
+        colors[base] = BASE_COLOR
+    return colors
 
 
 def whole_numbers(*axes: Axis) -> None:

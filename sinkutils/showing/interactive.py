@@ -187,7 +187,10 @@ def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
         "prefix": [f"prefix p = {p}, no window" for p in counts],
         "window": [f"window w = {w}, no prefix" for w in counts],
     }
-    drawn = {name: [regions(length, AttentionSpec(**{name: count})) for count in counts] for name in titles}
+    drawn = {
+        "prefix": [regions(length, AttentionSpec(prefix=p)) for p in counts],
+        "window": [regions(length, AttentionSpec(window=w)) for w in counts],
+    }
     shown, title, size = drawn[kind][value], titles[kind][value], 20.0
     root = svg.canvas(int(60 + size * length))
     svg.text(root, title, 60, 22, part="read", font_weight="bold")

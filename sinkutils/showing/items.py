@@ -35,8 +35,7 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     shares = []
     for column in (comparisons.SINKS[key][1] for key in what):
         for row in (row for row in rows if row.trained):
-            values = row.values(lambda run, column=column: run.final.get(column))
-            mean = f"{np.mean(values):.1f}" if values else "none"
+            mean = f"{np.mean(row.final(column)):.1f}" if row.final(column) else "none"
             shares.append(f"{row.short} {mean}" + f" ({row.paper.values.get(column, 'no number')})" * printed)
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -72,7 +73,7 @@ def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1
         lacking = "; ".join(row.label for row in shown if not row.trained)
         print(textwrap.fill(f"Not recorded yet: {lacking}.", WIDTH))
         return
-    starred = any(row.values(lambda run: run.final.get("sink_star")) for row in shown)
+    starred = any(row.final("sink_star") for row in shown)
     items.show_rows(shown, seen.capital(group), "variant", preset, ("1", "star") if starred else ("1",))
     seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
 
@@ -91,7 +92,7 @@ def picture(preset: str = "laptop") -> Figure | None:
         return None
     figure, axis = plt.subplots(figsize=(9.2, 4.6))
     norm = plt.Normalize(table["loss"].min(), table["loss"].quantile(0.9))  # what did not learn is off the scale
-    edge = {"edgecolors": figures.PAPER_COLOR, "linewidths": 0.5, "s": 34, "alpha": 0.8}
+    edge: dict[str, Any] = {"edgecolors": figures.PAPER_COLOR, "linewidths": 0.5, "s": 34, "alpha": 0.8}
     for mark, part in table.groupby("mark", sort=False):
         axis.scatter(part["sink"], part["peak"], c=part["loss"], norm=norm, cmap=LOSSES, marker=mark, **edge)
     lines = []

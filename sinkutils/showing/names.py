@@ -81,6 +81,10 @@ class Row:
         """What is read of each run that trained and holds it."""
         return [value for run in self.trained.values() if (value := read(run)) is not None]
 
+    def final(self, key: str) -> list[float]:
+        """A final value, such as sink_1, of each run that trained and has it."""
+        return self.values(lambda run: run.final.get(key))
+
     @property
     def trained(self) -> dict[int, Run]:
         """The runs that did not fail."""

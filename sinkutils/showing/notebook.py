@@ -83,7 +83,7 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     started = time.time()
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
-        options = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
+        options: dict[str, Any] = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
         client = NotebookClient(book, resources={"metadata": {"path": NOTEBOOKS}}, **options)
         client.execute(env=os.environ | {COMMITTED: "1"})
         book.metadata.pop("widgets", None)

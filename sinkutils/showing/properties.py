@@ -91,7 +91,7 @@ def alphas(of: Sections) -> np.ndarray:
 
 def by_length(of: Sections) -> pd.DataFrame:
     """Sink_1 on natural text against T and eps (Fig. 3): a row a T, a column an eps, and alpha_1 if uniform."""
-    table = {}
+    table: dict[int, dict[Any, float]] = {}
     for length, kept in of["lengths"][usual(of)].items():
         table[int(length)] = {"uniform": kept["floor"], "texts": kept["samples"]}
         table[int(length)] |= {float(eps): kept["sink"]["1"][eps] for eps in kept["interval"]["1"]}

@@ -5,6 +5,7 @@ hand, so that they stay true whatever the records come to say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ def by_position(item: str, preset: str = "laptop") -> list[str]:
             continue
         mean = pd.DataFrame(seeds).mean()
         where, count = mean.idxmax(), len(mean)
-        shares = {k: row.values(lambda run, k=k: sink(run, k) or 0.0) for k in mean.index}
+        shares = {k: row.values(partial(sink, k=k)) for k in mean.index}
         most, rest = shares.pop(where), max(map(np.mean, shares.values()), default=0.0)
         if np.mean(most) < 0.05:
             lines.append(f"{row.short}: no sink on any of the first {count} positions.")

@@ -106,7 +106,7 @@ def _beside(row: Row, preset: str) -> dict[str, Any]:
     if not row.experiment:
         note.append("not of this preset")
     for value in VALUES:
-        numbers = pd.Series(row.values(lambda run, value=value: run.final.get(value)), dtype=float).dropna()
+        numbers = pd.Series(row.final(value), dtype=float).dropna()
         cells[f"{value}_paper"] = paper.values.get(value, math.nan)
         cells |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
     return cells | {"note": "; ".join(filter(None, note))}
