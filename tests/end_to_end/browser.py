@@ -37,6 +37,8 @@ def chromium(width: int = 1280, height: int = 1000) -> Iterator[webdriver.Chrome
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = webdriver.Chrome(options=options, service=Service(DRIVER))
         driver.set_script_timeout(120)
+        # Without a window no page has the focus, and JupyterLab's current notebook is the one that has it.
+        driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
         try:
             yield driver
         finally:
