@@ -23,6 +23,8 @@ from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names, svg
 from sinkutils.showing.explorer import side_by_side
 from sinkutils.showing.tables import records
+from sinkutils.study.cost import cost
+from sinkutils.study.grid import config, plan
 from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
@@ -252,7 +254,14 @@ def training_part() -> str:
         ]
         for row in data["rows"]
     ]
-    return markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+    table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+    base = config("base", PRESET)
+    shape, compiled = (base.model.hidden_size, base.model.context_length), "ours compiled bf16"
+    rate = next(r["tokens_per_second"] for r in data["rows"] if (r["d"], r["context"], r["who"]) == (*shape, compiled))
+    runs = plan(PRESET)
+    hours = sum(cost(run).tokens for run in runs) / rate / 3600
+    whole = f"The whole study at `{PRESET}`, {len(runs)} runs, is {hours:.0f} core-hours of the base's compiled step."
+    return f"{table}\n\n{whole}"
 
 
 def measure_part() -> str:
@@ -278,7 +287,19 @@ def measure_part() -> str:
         rows.append(
             [size, cell["way"], f"{cell['seconds']:.1f} s", ratios[0], f"{cell['peak_gib']:.2f} GiB", ratios[1]]
         )
-    return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+    table = markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+    real = json.loads((BENCHMARKS / "measure_smollm2.json").read_text(encoding="utf-8"))[0]
+    return (
+        f"{table}\n\n`measure` of SmolLM2 ({real['samples']} x {real['length']}, {real['threads']} threads) takes "
+        f"{real['ratio']:.2f} times its blocks, the median of {len(real['blocks_seconds'])} rounds in turns."
+    )
+
+
+def reading_part() -> str:
+    """What reading costs, beside the last commit of recipe 1."""
+    rows = json.loads((BENCHMARKS / "reading.json").read_text(encoding="utf-8"))
+    cells = [[row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"] for row in rows]
+    return markdown(["what", "records", "now", "with recipe 1's code"], cells)
 
 
 def attention_part() -> str:
@@ -334,6 +355,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "notebooks": notebooks_part,
     "training": training_part,
     "measure": measure_part,
+    "reading": reading_part,
     "attention": attention_part,
     "reliability": reliability_part,
 }
