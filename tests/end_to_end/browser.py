@@ -14,7 +14,7 @@ pytest.importorskip("selenium", reason="selenium is not installed here: make bro
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
