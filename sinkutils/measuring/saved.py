@@ -19,7 +19,8 @@ from sinkutils.paths import MEASUREMENTS
 LENGTH, EPSILON = 64, 0.3  # of the paper's numbers (Section 3.2)
 OWN = ("smollm2", "gemma-3-270m", "HuggingFaceTB/SmolLM2-135M", "google/gemma-3-270m")  # of this project
 LISTED = {*OWN, *(model.hub_id for model in MODELS if model.in_paper)}  # what the ledger looks at
-ADVICE = "is not what `python -m sinkutils {command}` writes: delete or remake it"
+ADVICE = "is not what this command writes, so delete or remake it: python -m sinkutils "
+MEASURING = "measure MODEL --save"
 
 
 def identity(model: str) -> str:
@@ -44,10 +45,8 @@ def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docs
     """
     for kind, report in reports.items():
         if report.bos or report.length != LENGTH or 1 not in report.targets or EPSILON not in report.epsilons:
-            raise ValueError(
-                f"--save keeps measurements at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}: the options "
-                f"given make others ({kind} input); leave them out, or --save"
-            )
+            usual = f"T = {LENGTH} without BOS, with target 1 and eps {EPSILON}"
+            raise ValueError(f"--save keeps measurements at {usual}: leave out other options ({kind} input), or --save")
     domain = corpus.removeprefix("pile:") if corpus.startswith("pile:") else ""
     return _write(path_of(model, domain=domain), model, {kind: report.to_dict() for kind, report in reports.items()})
 
@@ -60,15 +59,13 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
     reports = {}
     for path in sorted(MEASUREMENTS.glob("*.json")):
         if path.stem.partition("@")[2] == quote(domain):
-            saved = _read(path, "measure MODEL --save")
+            saved = _read(path, MEASURING)
             try:
                 if saved["model"] in LISTED and kind in saved:
                     measured_sink(saved[kind])
                     reports[_name(saved["model"])] = saved[kind]
             except (KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
-                ) from error
+                raise ValueError(f"{path.name} in data/measurements {ADVICE}{MEASURING}") from error
     return reports
 
 
@@ -117,4 +114,4 @@ def _read(path: Path, command: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     folder = "data/measurements" if path.parent == MEASUREMENTS else f"data/measurements/{path.parent.name}"
-    raise ValueError(f"{path.name} in {folder} {ADVICE}".format(command=command))
+    raise ValueError(f"{path.name} in {folder} {ADVICE}{command}")

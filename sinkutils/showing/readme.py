@@ -22,6 +22,8 @@ from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names, svg
 from sinkutils.showing.explorer import kept_map, side_by_side
 from sinkutils.showing.tables import records
+from sinkutils.study.cost import cost
+from sinkutils.study.grid import config, plan
 from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
@@ -239,15 +241,21 @@ def benchmark(name: str) -> Any:
 
 
 def training_part() -> str:
-    """Training speed beside the peer."""
-    rows = []
-    for row in benchmark("training")["rows"]:
+    """Training speed beside the peer, and what the whole study takes at that."""
+    rows, measured = [], benchmark("training")["rows"]
+    for row in measured:
         shape, peak = (
             f"d {row['d']}, L {row['layers']}, C {row['context']}",
             f"{100 * row['share_of_matmul_peak']:.0f} %",
         )
         rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", peak])
-    return markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+    table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+    base, runs = config("base", PRESET).model, plan(PRESET)
+    step = (base.hidden_size, base.context_length, "ours compiled bf16")
+    rate = next(row["tokens_per_second"] for row in measured if (row["d"], row["context"], row["who"]) == step)
+    hours = sum(cost(run).tokens for run in runs) / rate / 3600
+    whole = f"The whole study at `{PRESET}`, {len(runs)} runs, is {hours:.0f} core-hours of the base's compiled step."
+    return f"{table}\n\n{whole}"
 
 
 def measure_part() -> str:
@@ -260,7 +268,19 @@ def measure_part() -> str:
         for key, number in (("seconds", f"{cell['seconds']:.1f} s"), ("peak_gib", f"{cell['peak_gib']:.2f} GiB")):
             row += [number, f"{cell[key] / plain[key]:.2f}" if plain else ""]
         rows.append(row)
-    return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+    table = markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+    real = benchmark("measure_smollm2")[0]
+    return (
+        f"{table}\n\n`measure` of SmolLM2 ({real['samples']} x {real['length']}, {real['threads']} threads) takes "
+        f"{real['ratio']:.2f} times its blocks, the median of {len(real['blocks_seconds'])} rounds in turns."
+    )
+
+
+def reading_part() -> str:
+    """What reading costs, beside the last commit of recipe 1."""
+    rows = [[row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"]
+            for row in benchmark("reading")]  # fmt: skip
+    return markdown(["what", "records", "now", "with recipe 1's code"], rows)
 
 
 def attention_part() -> str:
@@ -302,6 +322,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "notebooks": notebooks_part,
     "training": training_part,
     "measure": measure_part,
+    "reading": reading_part,
     "attention": attention_part,
     "reliability": reliability_part,
 }

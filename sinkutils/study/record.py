@@ -190,21 +190,18 @@ def write_record(
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
     files[SUMS] = (sums + f"{hashlib.sha256(sums.encode()).hexdigest()}  {SUMS}\n").encode()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent))
+    new, old = (Path(tempfile.mkdtemp(".tmp", f".{target.name}-", target.parent)) for _ in range(2))
     try:
         for name, data in files.items():
-            _write_synced(temporary / name, data)
-        temporary.chmod(0o755)
+            _write_synced(new / name, data)
+        new.chmod(0o755)
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", suffix=".tmp", dir=target.parent))
             os.replace(target, old)
-            os.replace(temporary, target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(temporary, target)
+        os.replace(new, target)
         _sync_folder(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for folder in (new, old):
+            shutil.rmtree(folder, ignore_errors=True)
     return read_record(target)
 
 
@@ -285,11 +282,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"could not save {path.name} ({error.strerror}): free some space and run the same command "
-            "again; what was saved before is intact",
-        ) from error
+        advice = "free some space and run the same command again; what was saved before is intact"
+        raise OSError(error.errno, f"could not save {path.name} ({error.strerror}): {advice}") from error
     _sync_folder(path.parent)
 
 
@@ -312,10 +306,7 @@ def ledger_sha256() -> str:
 
 
 def _hash_of(modules: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update((paths.PACKAGE / f"{module}.py").read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join((paths.PACKAGE / f"{module}.py").read_bytes() for module in modules)).hexdigest()
 
 
 def versions() -> dict[str, Any]:
