@@ -214,7 +214,7 @@ def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module
             cache = getattr(model.base_model(first, use_cache=True), "past_key_values", None)
             layers = getattr(cache, "layers", [])
             plain = len(layers) == len(modules) and all(isinstance(layer, DynamicLayer) for layer in layers)
-            require(plain, f"{kind} keeps something else than each layer's keys and values between tokens")
+            require(plain, f"{kind} keeps something else than keys and values of each layer between tokens")
             yield blocks, list(modules)
     finally:
         model.set_attn_implementation(implementation)
