@@ -148,7 +148,7 @@ class Ledger:
         """A fine-tuning whose loss and gradient norm go from one value to another over 100 steps."""
         for seed in seeds:
             rows = [[low + (high - low) * i / 99 + 0.001 * seed for i in range(100)] for low, high in (losses, norms)]
-            curve = [{"step": 100, "sink_1": 0.0, "losses": rows[0], "gradient_norms": rows[1]}]
+            curve = [{"step": 100, "sink_1": 0.0, "valid_loss": losses[1], "losses": rows[0], "gradient_norms": rows[1]}]
             metrics = {"status": "done", "reason": None, "curve": curve,
                        "final": {"step": 100, "sink_1": 0.0, "valid_loss": losses[1]}}  # fmt: skip
             write_record(record_folder(self.preset, name, seed, self.runs), config(name, self.preset, seed),
