@@ -259,6 +259,8 @@ class Capture:
         """The mask, as positions where it is a window's, and a note of that window."""
         seen = masks.by_position(mask, type(self.model).__name__)
         window = seen.window if isinstance(seen, masks.WindowMask) else kwargs.get("sliding_window")
+        if window is None and isinstance(seen, Tensor):
+            window = masks.window_of(seen)
         if mask is not None and isinstance(window, int) and window < length:
             self.windows[layer] = window
             self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
@@ -277,6 +279,7 @@ class Capture:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         module, q, k, v, mask, kwargs = call
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
+            self.fused[module, call.kind] = False
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:
