@@ -127,7 +127,9 @@ class Capture:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
         self.model, self.base = model, model.base_model
         self.request, self.tally, self.exact = request, tally, exact
-        self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        self.embedding: Tensor = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[assignment]
+        if self.embedding is None:
+            raise ValueError(f"{type(model).__name__} embeds no tokens: sinks are measured on causal LMs")
         self.recording = True
         self.calls: Counter[nn.Module] = Counter()
         self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask

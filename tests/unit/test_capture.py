@@ -530,6 +530,8 @@ NONE = {
         tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
     "no softmax attention": lambda: tf.MambaForCausalLM(tf.MambaConfig(**SMALL, state_size=4)),
     "its wrapper": lambda: nn.Linear(2, 2),
+    "embeds no tokens": lambda: tf.ViTModel(
+        tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)),
 }  # fmt: skip
 
 
