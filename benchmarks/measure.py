@@ -3,6 +3,7 @@
     python benchmarks/measure.py                  100 x 64 and 4 x 1024 tokens
     python benchmarks/measure.py --long           and 1 x 32768, without the published procedure, also with windows
     python benchmarks/measure.py --json out.json
+    python benchmarks/measure.py --model smollm2  a real one: blocks and measure, 100 x 64, in turns
 
 GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
 own, so that its peak memory is its own. The ways:
@@ -105,6 +106,40 @@ def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> l
     return cells
 
 
+def in_turns(name: str, rounds: int, threads: int | None) -> dict:
+    """The blocks and `measure` of a real model on 100 x 64 tokens, in one process and in turns.
+
+    The ratio is the median of the rounds' own: over a minute the machine drifts by more than the two differ.
+    """
+    import sinkutils
+
+    if threads:
+        torch.set_num_threads(threads)
+    model, _ = sinkutils.load_lm(name)
+    ids = torch.randint(0, model.config.vocab_size, (100, 64), generator=torch.Generator().manual_seed(0))
+    ways = {
+        "blocks": lambda: model.model(ids, use_cache=False),
+        "measure": lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink(),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with torch.no_grad():
+        for _ in range(rounds + 1):
+            for way, work in ways.items():
+                started = time.perf_counter()
+                work()
+                seconds[way].append(time.perf_counter() - started)
+    rounds_taken = list(zip(seconds["blocks"][1:], seconds["measure"][1:], strict=True))  # the first one warms up
+    return {
+        "model": name,
+        "samples": 100,
+        "length": 64,
+        "threads": torch.get_num_threads(),
+        "blocks_seconds": [blocks for blocks, _ in rounds_taken],
+        "measure_seconds": [measure for _, measure in rounds_taken],
+        "ratio": statistics.median(measure / blocks for blocks, measure in rounds_taken),
+    }
+
+
 def row(cell: dict, cells: list[dict]) -> str:
     """One line of the table; ratios are to the blocks alone on the same tokens."""
     base = next(
@@ -120,6 +155,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of a cell, of which the median is shown")
     parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns")
     parser.add_argument("--json", type=Path, help="also write the cells to this file")
     parser.add_argument("--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -127,8 +163,12 @@ def main() -> None:
         way, samples, length = arguments.child
         child(way, int(samples), int(length), arguments.repeats, arguments.threads)
         return
-    print("samples x T   way            time      ratio     peak memory  ratio")
-    cells = run([*SETTINGS, *([LONG] if arguments.long else [])], arguments.repeats, arguments.threads)
+    if arguments.model:
+        cells = [in_turns(arguments.model, arguments.repeats, arguments.threads)]
+        print(json.dumps(cells[0]))
+    else:
+        print("samples x T   way            time      ratio     peak memory  ratio")
+        cells = run([*SETTINGS, *([LONG] if arguments.long else [])], arguments.repeats, arguments.threads)
     if arguments.json:
         arguments.json.write_text(json.dumps(cells, indent=1) + "\n")
 

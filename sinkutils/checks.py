@@ -53,6 +53,11 @@ def instance(name: str, value: Any, kind: type) -> None:
     require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong, on one line: the kind of the error and the beginning of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
 def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     """A list, array or tensor of numbers as floats."""
     try:

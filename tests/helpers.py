@@ -136,8 +136,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def made_up(runs: Path, name: str, seed: int = 0, preset: str = "smoke", **metrics: Any) -> Record:
-    """A record of an experiment with these metrics, which nothing trained."""
-    run = config(name, preset, seed)
-    folder = record_folder(preset, name, seed, runs)
-    return write_record(folder, run, DONE | metrics, {"wall_seconds": 1.0})
+def made_up(runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: Any = None, **metrics: Any) -> Record:
+    """A record of an experiment with these metrics, which nothing trained.
+
+    kept: what else `write_record` keeps, by its name: weights, tokenizer, arrays.
+    """
+    run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
+    return write_record(folder, run, DONE | metrics, {"wall_seconds": 1.0}, **(kept or {}))

@@ -45,9 +45,8 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
                 shutil.rmtree(old, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write the token cache below {folder.parent}: set SINKUTILS_CACHE"
-        ) from error
+        reason = f"cannot write the token cache below {folder.parent}: set SINKUTILS_CACHE"
+        raise OSError(error.errno, reason) from error
     try:
         build(new)
         for file in new.iterdir():
@@ -56,11 +55,8 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
         _put_in_place(new, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(
-                error.errno,
-                f"no room for the token cache of corpus {name!r} below {folder.parent}: "
-                "free some or set SINKUTILS_CACHE",
-            ) from error
+            reason = f"no room for the token cache of {name!r} below {folder.parent}: free some or set SINKUTILS_CACHE"
+            raise OSError(error.errno, reason) from error
         raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

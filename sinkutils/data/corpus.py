@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
+from sinkutils.checks import choice, integer, require
 from sinkutils.data import embedded, external
 from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, write_whole
 from sinkutils.data.embedded import split_fraction, text_digest
@@ -65,7 +66,7 @@ class Corpus:
 
     def tokens(self, split: str, bos: bool = False) -> np.ndarray:
         """The documents of a split, each followed by EOS and, with `bos`, preceded by BOS: (N,) unsigned."""
-        _check_split(split)
+        choice("split", split, SPLITS)
         if (split, bos) not in self._tokens:
             tokens = self._tokens[split, False]
             starts = np.concatenate([[0], self._ends(split)[:-1] + 1])
@@ -107,15 +108,8 @@ EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
 def corpus_names() -> list[str]:
     """What load_corpus takes: names, and forms with what to fill in between < and >."""
     return [
-        "docstrings",
-        "sources",
-        "embedded",
-        *(f"domain:{name}" for name in embedded.DOMAINS),
-        "wikitext",
-        "pile",
-        "pile:<domain>",
-        "hub:<dataset id>[/<config>]",
-        "path:<folder or file>",
+        *EMBEDDED,
+        *("wikitext", "pile", "pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>"),
         "packed:<file of pack_corpus>",
     ]
 
@@ -149,12 +143,9 @@ def load_corpus(
     Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
     text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
     """
-    if tokenizer is None and vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(
-            f"vocab_size must be at least {SMALLEST_VOCABULARY} (256 bytes and the special tokens), got {vocab_size}"
-        )
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be positive or None, got {max_tokens}")
+    if tokenizer is None:  # 256 bytes and the special tokens
+        integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
+    require(max_tokens is None or max_tokens >= 1, f"max_tokens must be positive or None, got {max_tokens}")
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     build: Callable[[Path], None]
@@ -234,10 +225,8 @@ def _build(
         if size >= SAMPLE_CHARACTERS:
             break
     if len(sample) < len(SPLITS):
-        raise ValueError(
-            f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one for each "
-            f"of {', '.join(SPLITS)}: give more text, or cut it into more files or lines"
-        )
+        few = f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one a split"
+        raise ValueError(f"{few}: give more text, or cut it into more files or lines")
     complete = size < SAMPLE_CHARACTERS
     probe_below, valid_below = _thresholds([split_fraction(digest) for digest, _ in sample], complete)
 
@@ -247,18 +236,16 @@ def _build(
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     special = special_ids(tokenizer, tokenizer_name)
-    size_of_vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
-    dtype = "uint16" if size_of_vocabulary <= 2**16 else "uint32"
+    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
     fingerprint, written = hashlib.sha256(serialised), 0
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        description = f"tokenising {name}"
-        bar = stack.enter_context(
-            tqdm(desc=description, unit="tokens", unit_scale=True, disable=not progress, leave=False)
-        )
+        options = {"unit": "tokens", "unit_scale": True, "disable": not progress, "leave": False}
+        bar = stack.enter_context(tqdm(desc=f"tokenising {name}", **options))
         for digest, ids in _encode(tokenizer, chain(sample, unique)):
             if max_tokens and written + len(ids) + 1 > max_tokens:
                 break
@@ -267,21 +254,10 @@ def _build(
             written += len(ids) + 1
             bar.update(len(ids) + 1)
     empty = [split for split in SPLITS if (folder / f"{split}.bin").stat().st_size == 0]
-    if empty:
-        raise ValueError(
-            f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens: "
-            "give more text or a larger max_tokens"
-        )
-    write_meta(
-        folder,
-        {
-            "name": public_name(name),
-            "vocab_size": size_of_vocabulary,
-            "dtype": dtype,
-            "fingerprint": fingerprint.hexdigest(),
-            **special,
-        },
-    )
+    lacking = f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens"
+    require(not empty, f"{lacking}: give more text or a larger max_tokens")
+    meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
+    write_meta(folder, meta | special)
 
 
 def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
@@ -320,8 +296,3 @@ def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
     ranked = sorted(fractions)
     count = max(1, min(HELD_OUT, len(ranked) // 5))
     return ranked[count], ranked[2 * count]
-
-
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")

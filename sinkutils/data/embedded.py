@@ -17,6 +17,8 @@ from pathlib import Path, PurePath
 
 from tqdm.auto import tqdm
 
+from sinkutils.checks import choice
+
 DOMAINS = ("prose", "python", "c-headers", "licences", "data")
 
 # The start of a class or function, with its indentation.
@@ -109,8 +111,7 @@ def domain(name: str, progress: bool = True) -> Iterator[str]:
     In the order of split_fraction of the whole file, so those that a corpus keeps for probing come first.
     Raises ValueError for an unknown name.
     """
-    if name not in DOMAINS:
-        raise ValueError(f"domain must be one of {', '.join(DOMAINS)}, got {name!r}")
+    choice("domain", name, DOMAINS)
     if name == "prose":
         texts: Iterable[str] = sorted(docstrings(progress), key=lambda text: split_fraction(text_digest(text)))
     elif name == "licences":
@@ -184,13 +185,9 @@ def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
         after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
-        if after_colon or (first and _only_comments(before)):
+        if after_colon or (first and all(not line or line[0] == "#" for line in map(str.strip, before.splitlines()))):
             yield match
         first = False
-
-
-def _only_comments(source: str) -> bool:
-    return all(not line.strip() or line.lstrip().startswith("#") for line in source.splitlines())
 
 
 def _files(*suffixes: str) -> list[Path]:

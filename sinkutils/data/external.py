@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sinkutils.checks import first_line
+
 TEXT_FIELDS = ("text", "content")
 TEXT_SUFFIXES = (".txt", ".md")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
@@ -51,10 +53,8 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     for row in _stream(dataset, config):
         field = field or next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
         if field is None:
-            raise ValueError(
-                f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text: "
-                "save its text as .jsonl and use path:<folder>"
-            )
+            fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
+            raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
         yield row[field]
 
 
@@ -185,8 +185,6 @@ def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise ConnectionError(
-            f"data set {asked!r} could not be read from the Hugging Face hub ({type(error).__name__}: {reason}). Check "
-            "the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
-        ) from error
+        failure = f"data set {asked!r} could not be read from the Hugging Face hub ({first_line(error)})"
+        advice = "check the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
+        raise ConnectionError(f"{failure}: {advice}") from error

@@ -72,7 +72,7 @@ def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
     """
     kind, _, rest = name.partition(":")
     if name == "docstrings":
-        return docstring_conversations(progress)
+        return (pair for source in embedded.sources(progress) for pair in conversations_of(source))
     if name == "ultrachat":
         return external.conversations(*ULTRACHAT)
     if kind == "hub" and rest.count("/") in (1, 2):
@@ -81,12 +81,6 @@ def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
     if kind == "path" and rest:
         return external.local_conversations(Path(rest).expanduser())
     raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(instruction_names())}")
-
-
-def docstring_conversations(progress: bool = True) -> Iterator[Conversation]:
-    """A question and an answer for each documented class, function and method of the installed packages."""
-    for source in embedded.sources(progress):
-        yield from conversations_of(source)
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
@@ -130,7 +124,7 @@ def make_pairs(
     rows = np.empty((needed, 2, layout.context_length + 1), dtype=np.int32)
     rows[:, 0], rows[:, 1] = layout.eos_id, IGNORED
     lengths = np.zeros(needed, dtype=np.int64)
-    found = read = 0
+    count = read = 0
     with tqdm(total=needed, desc=f"instructions from {name}", unit="pair", disable=not progress, leave=False) as bar:
         for messages in source:
             read += 1
@@ -140,16 +134,15 @@ def make_pairs(
             if encoded is None:
                 continue
             seen.add(digest)
-            lengths[found] = len(encoded[0])
-            rows[found, :, : lengths[found]] = encoded
-            found += 1
+            lengths[count] = len(encoded[0])
+            rows[count, :, : lengths[count]] = encoded
+            count += 1
             bar.update()
-            if found == needed:
+            if count == needed:
                 break
-    if found < needed:
-        raise ValueError(
-            f"instructions {name!r} have {found} conversations with different answers that begin within C = "
-            f"{layout.context_length} tokens (of {read}), and {needed} are needed: give more, or ask for fewer pairs"
-        )
+    if count < needed:
+        within = f"with different answers that begin within C = {layout.context_length} tokens (of {read})"
+        few = f"instructions {name!r} have {count} conversations {within}, and {needed} are needed"
+        raise ValueError(f"{few}: give more, or ask for fewer pairs")
     edges = np.cumsum([0, *counts])
     return [Pairs(rows[a:b], lengths[a:b]) for a, b in itertools.pairwise(edges)]

@@ -87,13 +87,11 @@ class Chunks(Batches):
         self.fix_id = corpus.fix_id
         self.length = (len(self.tokens) - 1) // context_length
         if self.length < 1:
-            raise ValueError(
-                f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one "
-                f"chunk of context_length + 1 = {context_length + 1}: give more text or a smaller context_length"
-            )
-        for position in (*data.random_positions, *([data.fixed_position] if data.fixed_position else ())):
-            if position > context_length:
-                raise ValueError(f"position {position} is beyond context_length={context_length}")
+            few = f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share})"
+            least = f"less than one chunk of context_length + 1 = {context_length + 1}"
+            raise ValueError(f"{few}, {least}: give more text or a smaller context_length")
+        last = max((*data.random_positions, data.fixed_position or 1))
+        require(last <= context_length, f"position {last} is beyond context_length={context_length}")
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
         generator = np.random.default_rng([seed, 5])
         size = (self.length, len(data.random_positions))

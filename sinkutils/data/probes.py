@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -72,40 +73,22 @@ def _natural(
     texts: Iterable[str] | None,
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
+    items: list[Any]  # texts, or the ids of their tokens
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        if tokenizer is source.tokenizer:
-            documents = list(source.documents("probe"))
-            documents_of = _long_enough(documents, needed, generator, lambda document: document)
-            return _stack(documents_of, n, needed, len(documents), f"corpus {source.name!r}")
-        where, texts = f"corpus {source.name!r}", source.texts("probe")
+        where = f"corpus {source.name!r}"
+        items = list(source.documents("probe") if tokenizer is source.tokenizer else source.texts("probe"))
     else:
-        where = "texts"
-    several = isinstance(texts, Iterable) and not isinstance(texts, str)
-    listed = list(texts) if several else []
-    good = several and all(isinstance(text, str) for text in listed)
-    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
-    return _stack(_long_enough(listed, needed, generator, lambda text: head(tokenizer, text, needed)),
-                  n, needed, len(listed), where)  # fmt: skip
-
-
-def _long_enough(
-    items: Sequence[Any], needed: int, generator: np.random.Generator, tokens: Callable[[Any], Sequence[int]]
-) -> Iterator[np.ndarray]:
-    for index in generator.permutation(len(items)):
-        ids = tokens(items[index])
-        if len(ids) >= needed:
-            yield np.asarray(ids[:needed])
-
-
-def _stack(documents: Iterator[np.ndarray], n: int, needed: int, available: int, where: str) -> np.ndarray:
-    chosen = [ids for ids, _ in zip(documents, range(n), strict=False)]
+        where, items = "texts", list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+        good = all(isinstance(text, str) for text in items)
+        require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
+    drawn = (items[index] for index in generator.permutation(len(items)))
+    ids = (head(tokenizer, item, needed) if isinstance(item, str) else item for item in drawn)
+    chosen = list(islice((document[:needed] for document in ids if len(document) >= needed), n))
     if len(chosen) < n:
-        raise ValueError(
-            f"{where} has {len(chosen)} documents of at least {needed} tokens (of {available}), n={n} are needed: "
-            "give more text, a smaller n or a smaller length"
-        )
-    return np.stack(chosen)
+        few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(items)}), n={n} are needed"
+        raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
+    return np.stack([np.asarray(document) for document in chosen])
 
 
 def head(tokenizer: Any, text: str, needed: int) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sinkutils.checks import first_line, require
+
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -45,14 +47,12 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = open_tokenizer(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise ConnectionError(
-            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({reason}). Check the id and the "
-            "network, give the path of a tokenizer.json, or leave `tokenizer` out to train one"
-        ) from error
+        failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
+        advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
+        raise ConnectionError(f"{failure}: {advice}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    if size > vocab_size:
-        raise ValueError(f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}")
+    fits = size <= vocab_size
+    require(fits, f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}")
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -61,10 +61,10 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
     ids: dict[str, int] = {}
     for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
-        found = _first(tokenizer, tokens)
-        if found is None:
+        token = _first(tokenizer, tokens)
+        if token is None:
             raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
-        ids[key] = found
+        ids[key] = token
     special = {*ids.values(), *(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)}
     ids["first_text_id"] = next(i for i in count() if i not in special)
     return ids

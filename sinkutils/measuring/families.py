@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import require
 from sinkutils.measuring.masks import LONG
 from sinkutils.model.flash import PositionMask
 
@@ -51,14 +52,11 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
         name: module for name, module in modules.items() if not any(other.startswith(name + ".") for other in modules)
     }
     places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
-    if not leaves:
-        raise ValueError(f"{type(base).__name__} has no softmax attention layers, so it has no attention sink")
+    kind = type(base).__name__
+    require(len(leaves) > 0, f"{kind} has no softmax attention layers, so it has no attention sink")
     lists = {place.group(1) if place else "" for place in places.values()}
-    if len(lists) != 1 or not all(places.values()):
-        raise ValueError(
-            f"{type(base).__name__} has attention outside one list of blocks ({sorted(lists)}): give its "
-            "text decoder, a causal LM"
-        )
+    inside = len(lists) == 1 and all(places.values())
+    require(inside, f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder")
     blocks = base.get_submodule(lists.pop())
     indices = [int(place.group(2)) for place in places.values() if place]
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
@@ -90,11 +88,8 @@ def chosen_keys(
     if indices is None and blocks is None:
         return mask
     if isinstance(mask, PositionMask):
-        if q.shape[2] >= LONG:
-            raise ValueError(
-                f"{type(module).__name__} chooses keys by a mask that is not made for so many positions: "
-                f"give at most {LONG - 1}"
-            )
+        kind = type(module).__name__
+        require(q.shape[2] < LONG, f"{kind} chooses keys by a mask that is made for at most {LONG - 1} positions")
         mask = mask.seen(mask.positions, mask.positions)
     if blocks is not None:  # MiniMax M3
         at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
@@ -175,9 +170,9 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
     expected = (scaled @ v).transpose(1, 2)
     tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
     if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
+        kind = type(call.module).__name__
         raise ValueError(
-            f"{type(call.module).__name__} has a learned sink, but returns weights that sum to one and an output that "
-            "does not follow from them: the sink's share is not known"
+            f"{kind} has a learned sink whose share is unknown: its weights sum to one, its output differs"
         )
     return scaled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -37,16 +38,13 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> dict[str, list[list[flo
     """
     inputs: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    handles = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in layers]
     values = Values()
-    try:
-        with torch.enable_grad():
-            logits = model(ids[:, :-1], values)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-            gradients = torch.autograd.grad(loss, [*inputs, *values.seen])
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.enable_grad(), ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
+        logits = model(ids[:, :-1], values)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, [*inputs, *values.seen])
     first = int(model.config.sink_token)  # x* is no token of the text
     sums = [x.float().sum(dim=0) for x in gradients]  # (T, d), and (H, T, D)
     norms = torch.stack([torch.linalg.vector_norm(x, dim=-1 if x.ndim == 2 else (0, 2)) for x in sums])[:, first:].cpu()

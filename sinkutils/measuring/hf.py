@@ -15,36 +15,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import require
 from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries
+from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries, refuse_heads
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-    from sinkutils.measuring import masks
-    from sinkutils.measuring.families import (
-        REFUSED,
-        Call,
-        attention_layers,
-        chooses_attention,
-        chosen_keys,
-        chunk,
-        learned_sink,
-        repeat_heads,
-    )
+    from sinkutils.measuring import families, masks
+    from sinkutils.measuring.families import Call, repeat_heads
 except ImportError as error:
-    raise ImportError(
-        "measuring models other than TransformerLM needs transformers: pip install transformers"
-    ) from error
+    raise ImportError("measuring models of others needs transformers: pip install transformers") from error
 
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
@@ -66,29 +56,24 @@ def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = Fa
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     token = _current.set(capture)
-    handles = []
-    before_hooks = {module: _hooks(module) for module in model.modules()}
+    hooks = {module: set(module._forward_hooks) for module in model.modules()}
     try:
         for config in configs.values():
             config._attn_implementation = "eager" if capture.legacy else NAME
-        handles = capture.hook()
-        yield capture
+        with ExitStack() as stack:
+            for handle in capture.hook():
+                stack.enter_context(handle)
+            yield capture
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, hooks in before_hooks.items():
-            if _hooks(module) != hooks:  # some families record their weights by hooks that they never take off
-                for hook in set(_hooks(module)) - set(hooks):
+        for module, own in hooks.items():
+            if left := set(module._forward_hooks) - own:  # some families never take off those that record their weights
+                for hook in left:
                     del module._forward_hooks[hook]
                 for part in model.modules():
                     part.__dict__.pop("_output_capturing_hooks_installed", None)
         for key, config in configs.items():
             config._attn_implementation = before[key]
         _current.reset(token)
-
-
-def _hooks(module: nn.Module) -> list[int]:
-    return list(module._forward_hooks)
 
 
 def _attention(
@@ -116,15 +101,12 @@ class Capture:
     """What is known of one model, and what its attention modules report while it runs."""
 
     def __init__(self, model: nn.Module, request: Request, tally: Tally, exact: bool) -> None:
+        kind = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(
-                f"model must be a TransformerLM or a causal LM of transformers, got {type(model).__name__}: "
-                "take it out of its wrapper"
-            )
-        if model.config.model_type in REFUSED:
-            raise ValueError(f"{type(model).__name__} cannot be measured: {REFUSED[model.config.model_type]}")
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{type(model).__name__} is an encoder-decoder model: sinks are measured on causal LMs")
+            raise ValueError(f"model must be a TransformerLM or of transformers: take {kind} out of its wrapper")
+        if model.config.model_type in families.REFUSED:
+            raise ValueError(f"{kind} cannot be measured: {families.REFUSED[model.config.model_type]}")
+        require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
         self.model, self.base = model, model.base_model
         self.request, self.tally, self.exact = request, tally, exact
         self.embedding: Tensor = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[assignment]
@@ -137,18 +119,13 @@ class Capture:
         self.chunked = False  # windows do not slide
         self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
         self.last_hidden: Tensor | None = None
-        self.blocks, self.layers = attention_layers(self.base)
-        eager = [chooses_attention(module) for module in self.layers]
-        if any(eager) != all(eager):
-            raise ValueError(f"{type(model).__name__} mixes attention modules of two kinds, which is not supported")
+        self.blocks, self.layers = families.attention_layers(self.base)
+        eager = [families.chooses_attention(module) for module in self.layers]
+        require(any(eager) == all(eager), f"{kind} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
         self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
         wrong = [pair for pair in request.heads if pair[0] not in self.layers.values()]
-        if wrong:
-            raise ValueError(
-                f"heads names (layer, head) pairs that the model does not have: {wrong}; its attention layers are "
-                f"{sorted(self.layers.values())}"
-            )
+        refuse_heads(wrong, f"its attention layers are {sorted(self.layers.values())}")
 
     @property
     def path(self) -> str:
@@ -183,23 +160,19 @@ class Capture:
         try:
             self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
         except IndexError as error:
-            raise ValueError(
-                f"ids have {ids.shape[1]} positions, and the model has no embedding for one of them: give fewer"
-            ) from error
+            raise ValueError(f"ids have {ids.shape[1]} positions, more than the model has embeddings for") from error
         wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
         if wrong:
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be measured: {len(wrong)} of {len(self.layers)} attention modules "
-                f"({wrong[0]}, ..) did not show their weights exactly once, so that numbers would miss them"
-            )
+            which = f"{len(wrong)} of {len(self.layers)} attention modules ({wrong[0]}, ..)"
+            kind = type(self.model).__name__
+            raise ValueError(f"{kind} cannot be measured: {which} did not show their weights exactly once")
 
     def check_positions(self, length: int) -> None:
         """Raise ValueError for more positions than are learned: on a GPU, a look-up beyond them ends its use."""
         limit = getattr(self.model.config, "max_position_embeddings", None)
-        learned = [m.num_embeddings for m in self.base.modules()
-                   if isinstance(m, nn.Embedding) and m.weight is not self.embedding]  # fmt: skip
-        if isinstance(limit, int) and length > limit and any(limit <= count <= limit + 2 for count in learned):
-            raise ValueError(f"ids have {length} positions, and the model has learned {limit}: give fewer")
+        tables = [m for m in self.base.modules() if isinstance(m, nn.Embedding) and m.weight is not self.embedding]
+        if isinstance(limit, int) and any(limit <= table.num_embeddings <= limit + 2 for table in tables):
+            require(length <= limit, f"ids have {length} positions, and the model has learned {limit}: give fewer")
 
     def names(self) -> dict[nn.Module, str]:
         return {module: name for name, module in self.base.named_modules() if module in self.layers}
@@ -226,17 +199,15 @@ class Capture:
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
         if k.shape[2] != q.shape[2]:
-            raise ValueError(
-                f"{type(self.model).__name__} attends to {k.shape[2]} keys for {q.shape[2]} tokens (compressed, or its "
-                "own): alpha_k is of tokens"
-            )
+            kind = type(self.model).__name__
+            raise ValueError(f"{kind} attends to {k.shape[2]} keys for {q.shape[2]} tokens: alpha_k is of tokens")
         causal = kwargs.get("is_causal")
         if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
         self.calls[module] += 1
         layer = self.layers[module]
         self._check_heads(layer, q.shape[1])
-        seen = chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
+        seen = families.chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
         if self.recording:
             for name, x in (("query", q), ("key", k), ("value", v)):
                 self.tally.add_norms(name, layer, x)
@@ -249,11 +220,7 @@ class Capture:
     def _check_heads(self, layer: int, count: int) -> None:
         """Raise ValueError for a head that a layer does not have; a first pass that records nothing comes here too."""
         wrong = [(layer, head) for head in self.request.heads_of(layer) if head >= count]
-        if wrong:
-            raise ValueError(
-                f"heads names (layer, head) pairs that the model does not have: {wrong}; its layer {layer} has heads "
-                f"0..{count - 1}"
-            )
+        refuse_heads(wrong, f"its layer {layer} has heads 0..{count - 1}")
 
     def _look_at_mask(
         self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]
@@ -297,28 +264,26 @@ class Capture:
         if seen.dtype != torch.bool:
             logits, seen = logits + seen, seen > torch.finfo(seen.dtype).min / 2
         shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
-        found = {"alpha": shares}
+        parts = {"alpha": shares}
         if kwargs.get("s_aux") is not None:
             # A learned sink logit joins the softmax through its log-sum-exp.
             sink = kwargs["s_aux"].float().reshape(1, -1, 1)
             total = torch.logaddexp(lse, sink)
-            kept = torch.exp(lse - total)
-            found = {"alpha": shares * kept[..., None], "renormalised": shares, "star": torch.exp(sink - total)}
-            out = out * kept[..., None].to(out.dtype)
+            rest = torch.exp(lse - total)[..., None]
+            parts = {"alpha": shares * rest, "renormalised": shares, "star": torch.exp(sink - total)}
+            out = out * rest.to(out.dtype)
         out = out.transpose(1, 2).contiguous()
         if (module, call.kind) not in self.fused:
             looked_at = masks.rows_to_compare(seen, CHECK_ROWS)
-            expected, weights = chunk(call._replace(q=q[:1], k=k[:1], v=v[:1]), looked_at)
+            expected, weights = families.chunk(call._replace(q=q[:1], k=k[:1], v=v[:1]), looked_at)
             tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
-            close = (found["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
+            close = (parts["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
             tolerance *= max(1.0, float(v.abs().max()))
             self.fused[module, call.kind] = bool(close and (out[:1, looked_at] - expected).abs().max() <= tolerance)
             if not self.fused[module, call.kind]:
                 return None
-        self._add(layer, {
-            name: value.mean(dim=-1) if name == "star" else mean_over_queries(value, columns)
-            for name, value in found.items()
-        })  # fmt: skip
+        for name, value in parts.items():
+            self.tally.add(name, layer, value.mean(-1) if name == "star" else mean_over_queries(value, columns))
         return out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
@@ -327,22 +292,22 @@ class Capture:
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
-        reduce = Reduction(self.request, self.tally, layer, length, sink=learned_sink(call.kwargs) is not None)
+        reduce = Reduction(self.request, self.tally, layer, length, sink=families.learned_sink(call.kwargs) is not None)
         outs = []
         for start in range(0, length, step):
             rows = torch.arange(start, min(start + step, length), device=call.q.device)
-            out, weights = chunk(call, rows)
+            out, weights = families.chunk(call, rows)
             outs.append(out)
             if self.recording:
                 reduce.take(weights)
         if self.recording:
-            self._add(layer, reduce.means())
+            reduce.report()
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _see_weights(self, module: nn.Module, _: Any, output: tuple | list) -> tuple | list:
         """Legacy families: reduce the weights that a module returns, and drop them."""
-        places = [i for i, part in enumerate(output) if isinstance(part, Tensor) and part.ndim == 4
-                 and part.shape[-2:] == self.shape[-1:] * 2]  # fmt: skip
+        square = self.shape[-1:] * 2
+        places = [i for i, x in enumerate(output) if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == square]
         if len(places) != 1:
             return output
         self.calls[module] += 1
@@ -354,12 +319,8 @@ class Capture:
         if self.recording:
             reduce = Reduction(self.request, self.tally, layer, length, sink=False)
             reduce.take(output[places[0]])
-            self._add(layer, reduce.means())
+            reduce.report()
         return type(output)(None if i == places[0] else part for i, part in enumerate(output))
-
-    def _add(self, layer: int, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.tally.add(name, layer, value)
 
     def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.recording:

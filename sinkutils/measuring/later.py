@@ -7,6 +7,7 @@ A learned sink logit (gpt-oss) is in every report: `alpha` as the model weighs, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -33,20 +34,14 @@ def gate_openness(model: nn.Module, ids: Tensor) -> Tensor:
         if isinstance(query, nn.Linear) and isinstance(out, nn.Linear) and query.out_features == 2 * out.in_features:
             gates.append((query, partial(_second_half, size=2 * int(module.head_dim))))  # type: ignore[arg-type]
     if not gates:
-        raise ValueError(
-            f"{type(model).__name__} has no output gates that are known here: give a TransformerLM with "
-            "LMConfig(gate='head') or a model such as Qwen3-Next"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"{kind} has no output gates: give LMConfig(gate='head') or a model such as Qwen3-Next")
     seen: list[Tensor] = []
-    handles = [
-        module.register_forward_hook(lambda _, __, out, by_head=by_head: seen.append(by_head(out).float().sigmoid()))
-        for module, by_head in gates
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module, cut in gates:
+            hook = partial(lambda cut, _, __, out: seen.append(cut(out).float().sigmoid()), cut)
+            hooks.enter_context(module.register_forward_hook(hook))
         (model.hidden if isinstance(model, TransformerLM) else model)(ids)
-    finally:
-        for handle in handles:
-            handle.remove()
     return torch.stack([gate.mean(dim=(2, 3)).cpu() for gate in seen], dim=1)
 
 
@@ -67,9 +62,9 @@ def secondary_sinks(report: Report, ids: Tensor, epsilon: float = 0.3, queries: 
         raise ValueError("secondary sinks need alpha of every key: measure(model, ids, mass=True)")
     last = report.mass.shape[-1] - queries + 1
     text, layer, head, key = (report.mass[..., 1:last] > epsilon).nonzero(as_tuple=True)
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "layer": torch.tensor(report.layers)[layer], "head": head, "text": text, "position": key + 2,
         "token": ids.cpu()[text, key + 1], "alpha": report.mass[text, layer, head, key + 1],
     }  # fmt: skip
-    table = pd.DataFrame({name: values.tolist() for name, values in found.items()})
+    table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
     return table.sort_values("alpha", ascending=False, ignore_index=True)

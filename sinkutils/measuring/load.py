@@ -14,15 +14,19 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
+from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
+from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
+from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CorruptRecord, read_record
+from sinkutils.study.record import ADVICE, CorruptRecord, read_record
 from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -50,10 +54,9 @@ def _table(name: str) -> list[dict[str, str]]:
 _TABLE_8 = [row for row in _table("open_lms.csv") if row["item"] == "Table 8"]
 _PRINTED = {row["hub_id"]: float(row["sink_1"]) for row in _TABLE_8 if row["sink_1"]}
 MODELS = tuple(
-    ZooModel(row["name"], row["hub_id"], row["family"], float(row["parameters"]), row["chat"] == "1",
-             row["in_paper"] == "1", _PRINTED.get(row["hub_id"]))
-    for row in _table("models.csv")
-)  # fmt: skip
+    ZooModel(name, hub_id, family, float(parameters), chat == "1", in_paper == "1", _PRINTED.get(hub_id))
+    for name, hub_id, family, parameters, chat, in_paper in map(dict.values, _table("models.csv"))
+)
 
 
 def find(name: str) -> ZooModel | None:
@@ -118,32 +121,25 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
 
 
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
-    from safetensors.torch import load_file
-
-    from sinkutils.data.tokenizer import open_tokenizer
-    from sinkutils.model.config import LMConfig
-    from sinkutils.study.config import from_dict
-
     try:
         record = read_record(folder)
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
+    which = f"the record {'/'.join(folder.parts[-3:])}"
     if record.weights is None:
         preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
-        raise ModelUnavailable(f"the record {'/'.join(folder.parts[-3:])} was written without weights: python -m "
-                               f"sinkutils train {name} --preset {preset} --seed {seed} --keep-weights")  # fmt: skip
+        command = f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
+        raise ModelUnavailable(f"{which} was written without weights: {command}")
     try:
         config = from_dict(LMConfig, record.config["model"])
         with torch.device("meta"):  # takes no memory, whatever the config says
             shapes = TransformerLM(config)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ModelUnavailable(f"config.json of the record {'/'.join(folder.parts[-3:])} is of no model of this "
-                               f"version: {error}") from error  # fmt: skip
+        raise ModelUnavailable(f"config.json of {which} is of no model of this version: {error}") from error
     weights = load_file(record.weights)
     fits = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in shapes.state_dict().items()}
     if not fits or sum(table.nbytes for table in shapes.buffers()) > LARGEST_TABLES:
-        raise ModelUnavailable(f"the record {'/'.join(folder.parts[-3:])}: model.safetensors holds another model than "
-                               "config.json: delete the folder and train the run again")  # fmt: skip
+        raise ModelUnavailable(f"{which}: model.safetensors holds another model than config.json: {ADVICE}")
     model = TransformerLM(config)
     model.load_state_dict(weights)
     tokenizer = open_tokenizer(folder / "tokenizer.json")
@@ -223,11 +219,10 @@ def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is not None or dtype is not None:
-        allowed = [getattr(torch, name) for name in DTYPES]
-        require(found in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
-    return found
+    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    allowed = [None, *(getattr(torch, name) for name in DTYPES)]
+    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    return kind
 
 
 @contextmanager
@@ -272,5 +267,5 @@ def position_table(model: nn.Module) -> tuple[Tensor, int]:
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions"):
                 return module.weight.detach(), getattr(module, "offset", 0)  # OPT keeps two rows for padding
-    raise ValueError(f"{type(model).__name__} has no learned position embeddings: use GPT-2, OPT, or a TransformerLM "
-                     "with position='learnable'")  # fmt: skip
+    own = "a TransformerLM with position='learnable'"
+    raise ValueError(f"{type(model).__name__} has no learned position embeddings: use GPT-2, OPT, or {own}")

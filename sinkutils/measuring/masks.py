@@ -57,10 +57,7 @@ def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
     """A mask as what it was made from, if that is a window. Raises ValueError for one of nan that a model has cut."""
     window: PositionMask | None = getattr(mask, "by_position", None)
     if window is None and mask is not None and mask.shape[-1] >= LONG and bool(mask[..., -1, -1].isnan().any()):
-        raise ValueError(
-            f"{name} changes the masks of its windows, which are not made for so many positions: "
-            f"give at most {LONG - 1}"
-        )
+        raise ValueError(f"{name} changes the masks of its windows, which are made for at most {LONG - 1} positions")
     return mask if window is None else window
 
 

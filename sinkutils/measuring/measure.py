@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
 from sinkutils.measuring.report import NotFinite, Report, check_epsilons, check_targets
-from sinkutils.measuring.tally import Request, Tally, run_own
+from sinkutils.measuring.tally import Request, Tally, refuse_heads, run_own
 from sinkutils.model.decoder import TransformerLM
 
 KEPT = ("map", "qk")
@@ -57,16 +57,15 @@ def measure(
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a TransformerLM or a transformers model, got {type(model).__name__}")
+    kind = type(model).__name__
+    require(isinstance(model, nn.Module), f"model must be a TransformerLM or a transformers model, got {kind}")
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    if not isinstance(keep, Sequence) or any(what not in KEPT for what in keep):
-        raise ValueError(f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
-    if bos not in (True, False, None):
-        raise ValueError(f"bos must be True, False or None (read it off the ids), got {bos!r}")
+    good = isinstance(keep, Sequence) and all(what in KEPT for what in keep)
+    require(good, f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
+    require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
     model = unwrapped(model)
     request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     check_weights(model)
@@ -78,10 +77,9 @@ def measure(
     tally = Tally(int(lengths.max()), norms)
     order: list[int] = []
     with ONE_AT_A_TIME, ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        path = "log-mass"
+        stack.enter_context(evaluating(model))
+        path, chunked = "log-mass", False
         windows: tuple[int | None, ...] = ()
-        chunked = False
         if isinstance(model, TransformerLM):
             windows = (model.config.attention.window,) * model.config.num_layers
             check_range(rows, model.config.vocab_size)
@@ -123,28 +121,25 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
+    require(ids.dtype in (torch.int64, torch.int32), f"ids must be int64 or int32, got {ids.dtype}")
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
     instance("attention_mask", mask, Tensor)
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
-    if ((mask != 0) & (mask != 1)).any():
-        raise ValueError("attention_mask must be 1 at tokens and 0 at padding, and holds something else")
+    binary = bool(((mask == 0) | (mask == 1)).all())
+    require(binary, "attention_mask must be 1 at tokens and 0 at padding, and holds something else")
     real = mask.bool().to(ids.device)
-    if not real.any(dim=1).all():
-        empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
-        raise ValueError(f"attention_mask has rows that are all padding: {empty}")
-    changes = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()).clamp(min=0)
-    if (changes.sum(dim=1) > 1).any():
-        raise ValueError("attention_mask has padding between the tokens of a row: put it before or after them")
+    empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
+    require(not empty, f"attention_mask has rows that are all padding: {empty}")
+    starts = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()) == 1
+    whole = bool((starts.sum(dim=1) == 1).all())
+    require(whole, "attention_mask has padding between the tokens of a row: put it before or after them")
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
-    kept = [row for row in rows if len(row) >= longest]
-    if not kept:
-        raise ValueError(f"no row of ids has {longest} tokens, which target {longest} needs, once padding is cut off")
-    return kept, len(rows) - len(kept)
+    long = [row for row in rows if len(row) >= longest]
+    require(len(long) > 0, f"no row of ids has the {longest} tokens that target {longest} needs, without its padding")
+    return long, len(rows) - len(long)
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
@@ -153,10 +148,8 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
     Looked at once for all rows, as it waits for their device.
     """
     low, high = torch.cat(list(rows)).aminmax()
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"ids must be in 0..{vocabulary - 1}, the tokens that the model has an embedding for; got {low}..{high}"
-        )
+    known = 0 <= low <= high < vocabulary
+    require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
 
 
 def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
@@ -179,8 +172,7 @@ def check_weights(model: nn.Module) -> None:
             raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
         if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
             raise ValueError(
-                f"model has {weight.dtype} weights ({name}), which PyTorch does not compute in: "
-                "model.to(torch.bfloat16)"
+                f"model has {weight.dtype} weights ({name}), too coarse to compute in: model.to(torch.bfloat16)"
             )
 
 
@@ -202,13 +194,9 @@ def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tup
         require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
     chosen = tuple(dict.fromkeys((layer, head) for layer, head in heads))
     if isinstance(model, TransformerLM):
-        config = model.config
-        wrong = [(layer, head) for layer, head in chosen if layer >= config.num_layers or head >= config.num_heads]
-        if wrong:
-            raise ValueError(
-                f"heads names (layer, head) pairs that the model does not have: {wrong}; it has {config.num_layers} "
-                f"layers of {config.num_heads} heads, counted from 0"
-            )
+        layers, count = model.config.num_layers, model.config.num_heads
+        wrong = [pair for pair in chosen if pair[0] >= layers or pair[1] >= count]
+        refuse_heads(wrong, f"it has {layers} layers of {count} heads, counted from 0")
     return chosen
 
 
@@ -223,7 +211,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Every module in eval mode, and afterwards as it was."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -54,11 +54,11 @@ def recorded(name: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def add(name: str, section: str, found: Any) -> Path:
+def add(name: str, section: str, values: Any) -> Path:
     """Put one section into a model's file, in place of what stood there; numbers get four significant digits."""
     path = paths.OPEN_LMS / f"{name}.json"
     sections = recorded(name) if path.exists() else {}
-    sections[section] = _short(found)
+    sections[section] = _short(values)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(sections.items()))
     temporary = path.with_suffix(".tmp")
@@ -96,13 +96,13 @@ def sections(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
     Those that a model does not allow, such as `first_token` of one without a KV cache, are left out with one line.
     """
-    found: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for section, make in SHOWN.items():
         try:
-            found[section] = make(measured, n)
+            made[section] = make(measured, n)
         except ValueError as error:
             print(f"left out, {section.replace('_', ' ')}: {error}")
-    return found
+    return made
 
 
 def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     ids, plain = (measured.inputs("natural", FEW, 64, first=start) for start in (first, TEXT))
     donors = measured.inputs("natural", FEW, 64, seed=1, first=first)
 
-    def told(outcome: surgery.Outcome) -> dict[str, float]:
+    def numbers(outcome: surgery.Outcome) -> dict[str, float]:
         report = outcome.report
         assert report is not None
         star = {} if report.star is None else {"sink_star": report.sink_star()}
@@ -260,21 +260,22 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     layers = len(largest)
     long = measured.inputs("natural", *LONG, first=first)
     windows = {f"{window} + {sinks}": surgery.stream(model, long, window, sinks) for window, sinks in STREAMS}
+    after = 2 * STREAMS[0][0]
     windows["full"] = surgery.untouched(model, long, shares=False)
     return {
         "samples": FEW,
         "T": 64,
         "first": first,
-        "untouched": told(surgery.untouched(model, ids)),
-        "plain": told(surgery.untouched(model, plain)),  # without a BOS, what a transplant puts k* and v* before
-        "transplant": told(surgery.transplant(model, plain, donors)),
+        "untouched": numbers(surgery.untouched(model, ids)),
+        "plain": numbers(surgery.untouched(model, plain)),  # without a BOS, what a transplant puts k* and v* before
+        "transplant": numbers(surgery.transplant(model, plain, donors)),
         "transplant, v* = 0 from layer": {
-            str(layer): told(surgery.transplant(model, plain, donors, zero_values_from=layer))
+            str(layer): numbers(surgery.transplant(model, plain, donors, zero_values_from=layer))
             for layer in (0, layers // 4, layers // 2)
         },
-        "hide": told(surgery.hide(model, ids)),
+        "hide": numbers(surgery.hide(model, ids)),
         "set back 3 dimensions after block": {
-            str(block): told(surgery.set_back(model, ids, block)) for block in blocks
+            str(block): numbers(surgery.set_back(model, ids, block)) for block in blocks
         },
         "rounded to bits": {
             str(bits): [surgery.rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
@@ -283,21 +284,13 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
         "stream": {
             "samples": LONG[0],
             "T": LONG[1],
-            "after": 2 * STREAMS[0][0],
-            "loss": {name: float(one.losses[:, 2 * STREAMS[0][0] :].mean()) for name, one in windows.items()},
+            "after": after,
+            "loss": {name: float(outcome.losses[:, after:].mean()) for name, outcome in windows.items()},
         },
     }
 
 
-SHOWN = {
-    "about": about,
-    "probes": probes,
-    "lengths": lengths,
-    "angles": angles,
-    "maps": maps,
-    "first_token": first_token,
-    "domains": domains,
-}
+SHOWN = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, domains)}
 SECTIONS = {name: make for name, make in SHOWN.items() if name != "domains"} | {"operations": operations}
 
 

@@ -44,13 +44,12 @@ class Subject:
     @property
     def firsts(self) -> tuple[str, ...]:
         """What can stand first in an input: x_fix where the model was trained with it, plain text, a BOS if any."""
+        firsts = (X_FIX, TEXT) if self.fixed_position else (TEXT,)
         try:
             bos_id(self.tokenizer)
         except ValueError:
-            bos: tuple[str, ...] = ()
-        else:
-            bos = (BOS,)
-        return ((X_FIX,) if self.fixed_position else ()) + (TEXT, *bos)
+            return firsts
+        return (*firsts, BOS)
 
     def inputs(
         self,

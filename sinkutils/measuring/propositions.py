@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.model.positions import rotate
+from sinkutils.model.positions import rotary_tables, rotate
 
 PROPOSITION = {"nope": 1, "relative": 2, "relative_learned": 2, "alibi": 3, "rotary": 4}
 
@@ -53,7 +53,7 @@ class RepeatedTokens:
 
 
 @dataclass
-class _Observer:
+class _Repetition:
     """Collects hidden states, and per layer the weights, the exponent by distance, and xi."""
 
     position: str
@@ -74,9 +74,8 @@ class _Observer:
         first_q, first_k = q[0, :, :1], k[0, :, :1]  # (H, 1, D)
         self.xi.append((first_q.norm(dim=-1) * first_k.norm(dim=-1))[:, 0] * head_dim**-0.5)
         if self.position == "rotary":
-            first_q = rotate(
-                first_q.expand(-1, length, -1), *exact_rotary(length, head_dim)
-            )  # query m positions after the key
+            # The query is turned as m positions after the key.
+            first_q = rotate(first_q.expand(-1, length, -1), *rotary_tables(length, head_dim, torch.float64))
         logits = (first_q * first_k).sum(dim=-1) * head_dim**-0.5
         if "distance_bias" in extras:
             logits = logits + extras["distance_bias"][:, :length]
@@ -84,13 +83,6 @@ class _Observer:
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.hidden.append(hidden[0])
-
-
-def exact_rotary(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of Eq. 9 in float64, (length, head_dim / 2): the model's own tables are rounded to float32."""
-    omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
-    return angle.cos(), angle.sin()
 
 
 @torch.no_grad()
@@ -102,19 +94,15 @@ def repeated_tokens(
     Raises ValueError for a position embedding that the propositions do not speak of.
     """
     if position not in PROPOSITION:
-        raise ValueError(
-            f"position must be one of {', '.join(PROPOSITION)}; got {position!r}: the propositions are "
-            "about embeddings that leave h^0 alone"
-        )
-    config = LMConfig(vocab_size=64, context_length=length, num_layers=num_layers, num_heads=num_heads,
-                      hidden_size=hidden_size, intermediate_size=2 * hidden_size, position=position)  # fmt: skip
+        raise ValueError(f"position must be one of {', '.join(PROPOSITION)}, which leave h^0 alone; got {position!r}")
+    config = LMConfig(64, length, num_layers, num_heads, hidden_size, 2 * hidden_size, position)
     model = TransformerLM(config, seed).double().eval()
     if position == "rotary":
-        model.cos, model.sin = exact_rotary(length, config.head_dim)
+        model.cos, model.sin = rotary_tables(length, config.head_dim, torch.float64)
     for name, parameter in model.named_parameters():
         if name.endswith("bucket_bias"):  # T5's buckets start near zero, where they would say little
             parameter.normal_(generator=torch.Generator().manual_seed(seed))
-    observer = _Observer(position)
+    observer = _Repetition(position)
     model(torch.full((1, length), 7), observer, dense=True)
     stacked = (torch.stack(part) for part in (observer.hidden, observer.weights, observer.logits, observer.xi))
     return RepeatedTokens(position, *stacked)

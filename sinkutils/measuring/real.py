@@ -123,8 +123,8 @@ def _download(name: str, wheels: Path) -> None:
     pins.write_text("\n".join(lines) + "\n", encoding="utf-8")
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-input", "--retries=1", "--timeout=20"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *options]
-    done = subprocess.run([*command, "--dest", str(wheels), "--requirement", str(pins)],
-                          capture_output=True, text=True, encoding="utf-8", errors="replace")  # fmt: skip
+    command += ["--dest", str(wheels), "--requirement", str(pins)]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode == 0:
         return
     if "DO NOT MATCH THE HASHES" in done.stderr:

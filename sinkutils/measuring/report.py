@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import choice, integer, numbers
+from sinkutils.checks import choice, integer, numbers, require
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 NORMS = ("embedding_norms", "hidden_norms", "before_norm_norms", "query_norms", "key_norms", "value_norms")
@@ -139,8 +139,7 @@ class Report:
         """
         choice("name", name, NORMS)
         norms = getattr(self, name)
-        if norms is None:
-            raise ValueError(f"this report has no {name}: measure(norms=True); some families of models show none")
+        require(norms is not None, f"this report has no {name}: measure(norms=True); some families show none")
         left_out = name in ("hidden_norms", "before_norm_norms") and not last and len(norms) > 1
         return norm_ratio(np.atleast_2d(norms)[: -1 if left_out else None], k)
 
@@ -152,8 +151,7 @@ class Report:
         self, k: int | str = 1, eps: float = 0.3, level: float = 0.95, draws: int = 2000, seed: int = 0
     ) -> tuple[float, float]:
         """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must be in (0, 1), got {level}")
+        require(0 < level < 1, f"level must be in (0, 1), got {level}")
         integer("draws", draws, least=1)
         if self.recorded is not None:
             return tuple(self._recorded_at("interval", k, eps))
@@ -213,8 +211,9 @@ class Report:
         text was kept beside the summary: then Sink is known at any eps, as of a live report.
         """
         means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
-        means |= {name: torch.tensor(summary[key])[None] for name, key in (("star", "alpha_star"),
-                  ("renormalised", "alpha_renormalised")) if key in summary}  # fmt: skip
+        for name in ("star", "renormalised"):
+            if f"alpha_{name}" in summary:
+                means[name] = torch.tensor(summary[f"alpha_{name}"])[None]
         by_text = alpha is not None
         alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
         if by_text:
@@ -331,18 +330,17 @@ def norm_ratio(norms: Any, k: int = 1) -> list[float]:
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     """Raise ValueError unless every eps lies strictly between 0 and 1."""
     values = numbers("epsilons", epsilons)
-    if not values or any(not 0 < eps < 1 for eps in values):
-        raise ValueError(f"eps must be in (0, 1), at least one; got {values}")
+    good = len(values) > 0 and all(0 < eps < 1 for eps in values)
+    require(good, f"eps must be in (0, 1), at least one; got {values}")
     return values
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
     values = numbers("targets", targets)
-    if not values or any(not k.is_integer() or k < 1 for k in values):
-        raise ValueError(f"targets are positions that count from 1, at least one; got {values}")
-    if max(values) > length:
-        raise ValueError(f"target {max(values):g} is beyond the ids, which have {length} positions")
+    good = len(values) > 0 and all(k.is_integer() and k >= 1 for k in values)
+    require(good, f"targets are positions that count from 1, at least one; got {values}")
+    require(max(values) <= length, f"target {max(values):g} is beyond the ids, which have {length} positions")
     return tuple(int(k) for k in values)
 
 

@@ -17,9 +17,10 @@ from sinkutils.measuring.report import Report
 from sinkutils.paths import MEASUREMENTS
 
 LENGTH, EPSILON, SAMPLES = 64, 0.3, 100  # of the paper's numbers (Section 3.2)
-# What the ledger looks at here. The project's own models stand in data/open_lms, with what came first in their training.
+# What the ledger looks at here. The project's own models stand in data/open_lms, with what came first in training.
 LISTED = {model.hub_id for model in MODELS if model.in_paper}
-ADVICE = "is not what `python -m sinkutils {command}` writes: delete or remake it"
+ADVICE = "is not what this command writes, so delete or remake it: python -m sinkutils "
+MEASURING = "measure MODEL --save"
 
 
 def identity(model: str) -> str:
@@ -48,12 +49,10 @@ def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docs
     for kind, report in reports.items():
         alike = report.samples >= SAMPLES and report.length == LENGTH and not report.bos
         if not alike or 1 not in report.targets or EPSILON not in report.epsilons:
-            raise ValueError(
-                f"--save keeps measurements of {SAMPLES} sequences at T = {LENGTH} without BOS, with target 1 and eps "
-                f"{EPSILON}: the options given make others ({kind} input); leave them out, or --save"
-            )
+            usual = f"{SAMPLES} sequences at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}"
+            raise ValueError(f"--save keeps measurements of {usual}: leave out other options ({kind} input), or --save")
     path = path_of(model, domain=corpus.removeprefix("pile:") if corpus.startswith("pile:") else "")
-    before = _read(path, "measure MODEL --save") if path.is_file() else {}
+    before = _read(path, MEASURING) if path.is_file() else {}
     return _write(path, model, before | {kind: report.to_dict() for kind, report in reports.items()})
 
 
@@ -65,15 +64,13 @@ def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str,
     reports = {}
     for path in sorted(MEASUREMENTS.glob("*.json")):
         if path.stem.partition("@")[2] == quote(domain):
-            saved = _read(path, "measure MODEL --save")
+            saved = _read(path, MEASURING)
             try:
                 if saved["model"] in LISTED and kind in saved:
                     measured_sink(saved[kind])
                     reports[_name(saved["model"])] = saved[kind]
             except (KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path.name} in data/measurements {ADVICE}".format(command="measure MODEL --save")
-                ) from error
+                raise ValueError(f"{path.name} in data/measurements {ADVICE}{MEASURING}") from error
     return reports
 
 
@@ -122,4 +119,4 @@ def _read(path: Path, command: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     folder = "data/measurements" if path.parent == MEASUREMENTS else f"data/measurements/{path.parent.name}"
-    raise ValueError(f"{path.name} in {folder} {ADVICE}".format(command=command))
+    raise ValueError(f"{path.name} in {folder} {ADVICE}{command}")

@@ -7,7 +7,7 @@ was found. Layers, blocks and hidden dimensions count from 0 (as in `measure`), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkutils.checks import integer, require
 from sinkutils.measuring.families import attention_layers, eager_function
+from sinkutils.measuring.measure import evaluating
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tally import mean_over_queries
 
@@ -110,18 +111,17 @@ def massive(model: nn.Module, ids: Tensor) -> Tensor:
     """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
     activations are the few dimensions above 1,000.
     """
-    found: dict[int, Tensor] = {}
+    ratios: list[Tensor] = []
 
-    def see(layer: int, output: Any) -> None:
+    def see(_: nn.Module, __: Any, output: Any) -> None:
         sizes = _hidden(output).float().abs()
-        found[layer] = (sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu()
+        ratios.append((sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu())
 
-    with _operating(model) as (blocks, _):
-        hooks = [block.register_forward_hook(lambda _, __, output, layer=layer: see(layer, output))
-                 for layer, block in enumerate(blocks)]  # fmt: skip
-        with _removing(hooks):
-            model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
-    return torch.stack([found[layer] for layer in sorted(found)])
+    with _operating(model) as (blocks, _), ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(see))
+        model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    return torch.stack(ratios)
 
 
 def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]:
@@ -130,19 +130,20 @@ def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]
     "share": of ||LN(h)||^2 in its `largest` dimensions; "rest": the median |LN(h)_j| over dimensions. Each (layers, 2):
     of the first token, and the mean over the others.
     """
-    found: dict[str, list[Tensor]] = {"share": [], "rest": []}
+    rows: dict[str, list[Tensor]] = {"share": [], "rest": []}
 
     def see(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         sizes = (args[0] if args else kwargs["hidden_states"]).float().abs()
         squares = sizes.square()
         share = squares.topk(largest, dim=-1).values.sum(dim=-1) / squares.sum(dim=-1)  # (n, T)
         for key, values in (("share", share), ("rest", sizes.median(dim=-1).values)):
-            found[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
+            rows[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
 
-    with _operating(model) as (_, modules):
-        with _removing([module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]):
-            model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
-    return {key: torch.stack(rows) for key, rows in found.items()}
+    with _operating(model) as (_, modules), ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(see, with_kwargs=True))
+        model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    return {key: torch.stack(values) for key, values in rows.items()}
 
 
 def set_back(
@@ -166,7 +167,7 @@ def set_back(
 
     with _operating(model) as (blocks, _):
         integer("block", block, 0, len(blocks) - 1)
-        with _removing([blocks[block].register_forward_hook(edit)]):
+        with blocks[block].register_forward_hook(edit):
             return _run(model, ids, shares)
 
 
@@ -205,22 +206,18 @@ def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module
         raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
     blocks, modules = attention_layers(model.base_model)
     require(all(eager_function(module) for module in modules), f"{kind} has attention outside transformers' interface")
-    implementation, modes = model.config._attn_implementation, {m: m.training for m in model.modules()}
+    implementation = model.config._attn_implementation
     try:
         model.set_attn_implementation("eager")
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             cache = getattr(model.base_model(first, use_cache=True), "past_key_values", None)
             layers = getattr(cache, "layers", [])
             plain = len(layers) == len(modules) and all(isinstance(layer, DynamicLayer) for layer in layers)
-            require(plain, f"{kind} keeps something else than keys and values of each layer between tokens, "
-                           "which cannot be put in place here")  # fmt: skip
+            require(plain, f"{kind} keeps something else than each layer's keys and values between tokens")
             yield blocks, list(modules)
     finally:
         model.set_attn_implementation(implementation)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
@@ -269,17 +266,10 @@ def _masking(modules: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
         mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
         return args, kwargs | {"attention_mask": mask}
 
-    with _removing([module.register_forward_pre_hook(edit, with_kwargs=True) for module in modules]):
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(edit, with_kwargs=True))
         yield
-
-
-@contextmanager
-def _removing(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hidden(output: Any) -> Tensor:

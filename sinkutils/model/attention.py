@@ -55,14 +55,13 @@ SIMILARITIES = {
     # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|
     "softpick": Similarity(lambda s: torch.expm1(s).relu(), _log_positive(_log_abs_expm1), _log_abs_expm1),
 }
-KERNELS = ("identity", "elu", "mlp")
-NORMALIZERS = ("sum", "none", "max_abs_sum", "p_norm", "length")
-BIASES = ("none", "kv", "k", "v")
-FIXED_VALUES = ("zero", "first", "uniform")
-SINK_LOGITS = ("none", "zero", "learned")
 CHOICES: dict[str, tuple[str, ...]] = {
-    **{"similarity": tuple(SIMILARITIES), "kernel": KERNELS, "normalizer": NORMALIZERS},
-    **{"bias": BIASES, "fixed_value": FIXED_VALUES, "sink_logit": SINK_LOGITS},
+    "similarity": tuple(SIMILARITIES),
+    "kernel": ("identity", "elu", "mlp"),
+    "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
+    "bias": ("none", "kv", "k", "v"),
+    "fixed_value": ("zero", "first", "uniform"),
+    "sink_logit": ("none", "zero", "learned"),
 }
 
 
@@ -117,13 +116,12 @@ class AttentionSpec:
         sigmoid, own_z = self.similarity == "sigmoid", self.similarity != "softpick" or self.normalizer == "sum"
         require(self.logit_bias == 0 or sigmoid, "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
         require(own_z, "softpick has its own Z: normalizer must be 'sum'")
-        message = "sink_logit joins a softmax: similarity 'exp', normalizer 'sum', and no key bias"
-        require(self.sink_logit == "none" or (self.is_softmax and not self.has_key_bias), message)
-        message = (
-            "differential attention is of two softmax maps: similarity 'exp', normalizer 'sum', no bias, no sink_logit"
-        )
+        softmax = "similarity 'exp', normalizer 'sum'"
+        free = self.sink_logit == "none" or (self.is_softmax and not self.has_key_bias)
+        require(free, f"sink_logit joins a softmax: {softmax}, and no key bias")
         plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
-        require(not self.differential or plain, message)
+        maps = f"differential attention is of two softmax maps: {softmax}, no bias, no sink_logit"
+        require(not self.differential or plain, maps)
         require(not self.bias_shared or self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
         require(self.bias_dims is None or self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
@@ -300,10 +298,8 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    require(
-        k.shape == q.shape and v.shape == q.shape,
-        f"k and v must have the shape of q, {tuple(q.shape)}; got {tuple(k.shape)} and {tuple(v.shape)}",
-    )
+    same, shapes = k.shape == v.shape == q.shape, f"{tuple(k.shape)} and {tuple(v.shape)}"
+    require(same, f"k and v must have the shape of q, {tuple(q.shape)}; got {shapes}")
     require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
     _, heads, length, head_dim = q.shape
     needs_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
@@ -320,9 +316,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
             require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
     if given.distance_bias is not None:
-        rows, distances = given.distance_bias.shape if given.distance_bias.ndim == 2 else (0, 0)
-        require(
-            rows in (1, heads),
-            f"distance_bias must have shape (1 or {heads}, T), got {tuple(given.distance_bias.shape)}",
-        )
+        table = tuple(given.distance_bias.shape)
+        rows, distances = table if len(table) == 2 else (0, 0)
+        require(rows in (1, heads), f"distance_bias must have shape (1 or {heads}, T), got {table}")
         require(distances >= length, f"distance_bias covers {distances} distances, the sequence has {length}")

@@ -12,9 +12,6 @@ from sinkutils.checks import choice, flag, instance, is_count, require
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
 
-NORMS = ("pre", "post", "sandwich")
-NORMALIZATIONS = ("rms", "dyt", "gated")
-GATES = ("none", "head", "element")
 # Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
 FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "relu": (F.relu, False),
@@ -24,10 +21,13 @@ FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "geglu": (F.gelu, True),
     "swiglu": (F.silu, True),
 }
-HEAD_MERGES = ("concat", "add")
 CHOICES: dict[str, tuple[str, ...]] = {
-    **{"position": POSITIONS, "norm": NORMS, "ffn": tuple(FFNS)},
-    **{"head_merge": HEAD_MERGES, "gate": GATES, "normalization": NORMALIZATIONS},
+    "position": POSITIONS,
+    "norm": ("pre", "post", "sandwich"),
+    "ffn": tuple(FFNS),
+    "head_merge": ("concat", "add"),
+    "gate": ("none", "head", "element"),
+    "normalization": ("rms", "dyt", "gated"),
 }
 
 
@@ -63,33 +63,22 @@ class LMConfig:
         instance("attention", self.attention, AttentionSpec)
         for name, allowed in CHOICES.items():
             choice(name, getattr(self, name), allowed)
-        if self.hidden_size % self.num_heads:
-            divisors = [h for h in range(1, self.hidden_size + 1) if self.hidden_size % h == 0]
-            raise ValueError(
-                f"num_heads must divide hidden_size={self.hidden_size} (one of {divisors}), got {self.num_heads}"
-            )
-        rotary, spec = self.position == "rotary", self.attention
-        require(
-            not rotary or self.head_dim % 2 == 0, f"position='rotary' needs an even head dimension, got {self.head_dim}"
-        )
-        require(
-            not spec.differential or self.head_dim % (4 if rotary else 2) == 0,
-            "differential attention halves each head: its dimension must be a multiple of 2, with rotary positions "
-            f"of 4; got {self.head_dim}",
-        )
-        require(
-            spec.prefix <= self.context_length,
-            f"prefix must be at most context_length={self.context_length}, got {spec.prefix}",
-        )
-        require(
-            (spec.bias_dims or 1) <= self.head_dim,
-            f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}",
-        )
-        require(
-            spec.prefix == 1 or self.position not in ADDED_TO_LOGITS,
-            f"position={self.position!r} has no bias for keys after the query, which a prefix of {spec.prefix} "
-            "shows: use rotary, nope, absolute or learnable",
-        )
+        width, heads = self.hidden_size, self.num_heads
+        if width % heads:
+            divisors = [h for h in range(1, width + 1) if width % h == 0]
+            raise ValueError(f"num_heads must divide hidden_size={width} (one of {divisors}), got {heads}")
+        rotary, spec, size = self.position == "rotary", self.attention, self.head_dim
+        require(not rotary or size % 2 == 0, f"position='rotary' needs an even head dimension, got {size}")
+        whole = not spec.differential or size % (4 if rotary else 2) == 0
+        multiple = "a multiple of 2, with rotary positions of 4"
+        require(whole, f"differential attention halves each head: its dimension must be {multiple}; got {size}")
+        longest = self.context_length
+        require(spec.prefix <= longest, f"prefix must be at most context_length={longest}, got {spec.prefix}")
+        dims = spec.bias_dims or 1
+        require(dims <= size, f"bias_dims (d_a) must be at most head_dim={size}, got {dims}")
+        causal = spec.prefix == 1 or self.position not in ADDED_TO_LOGITS
+        others = "use rotary, nope, absolute or learnable"
+        require(causal, f"position={self.position!r} has no bias for keys after the query, as a prefix shows: {others}")
 
     @property
     def head_dim(self) -> int:

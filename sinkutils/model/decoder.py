@@ -15,18 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.model import fast
+from sinkutils.model import fast, positions
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import FFNS, LMConfig
-from sinkutils.model.positions import (
-    ADDED_TO_EMBEDDING,
-    NUM_BUCKETS,
-    absolute_embedding,
-    distance_table,
-    relative_buckets,
-    rotary_tables,
-    rotate,
-)
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
@@ -112,7 +103,7 @@ class Attention(nn.Module):
                 nn.Linear(head_dim, head_dim, bias=False), nn.ReLU(), nn.Linear(head_dim, head_dim, bias=False)
             )
         if config.position == "relative_learned":
-            self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, NUM_BUCKETS))
+            self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, positions.NUM_BUCKETS))
         if spec.sink_logit == "learned":
             self.sink_logit = nn.Parameter(torch.empty(config.num_heads, 1))
         if spec.differential:
@@ -142,7 +133,7 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
-            q, k = (rotate(x, tables["cos"], tables["sin"], v.dtype) for x in (q, k))
+            q, k = (positions.rotate(x, tables["cos"], tables["sin"], v.dtype) for x in (q, k))
         extras = self.extras(tables, v.dtype)
         spec = self.config.attention
         if observer is not None:
@@ -332,18 +323,17 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
     """The constant tables that a position embedding needs for `length` positions, by name."""
     if config.position == "rotary":
-        if config.attention.differential:  # even dimensions, and odd ones, are rotated as a head of half the size is
-            cos, sin = (table.repeat_interleave(2, -1) for table in rotary_tables(length, config.head_dim // 2))
-        else:
-            cos, sin = rotary_tables(length, config.head_dim)
+        halves = 1 + config.attention.differential  # whose even and odd dimensions turn as a head of half the size does
+        tables = positions.rotary_tables(length, config.head_dim // halves)
+        cos, sin = (table.repeat_interleave(halves, -1) for table in tables)
         return {"cos": cos, "sin": sin}
     if config.position == "absolute":
-        return {"absolute": absolute_embedding(length, config.hidden_size)}
+        return {"absolute": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
-        return {"buckets": relative_buckets(length)}
-    if config.position in ("nope", *ADDED_TO_EMBEDDING):
+        return {"buckets": positions.relative_buckets(length)}
+    if config.position in ("nope", *positions.ADDED_TO_EMBEDDING):
         return {}
-    return {"distance_bias": distance_table(config.position, length, config.num_heads)}
+    return {"distance_bias": positions.distance_table(config.position, length, config.num_heads)}
 
 
 def check_ids(ids: Tensor, vocab_size: int, context_length: int) -> None:

@@ -158,10 +158,9 @@ def _compute(problem: Problem, form: str) -> Tensor:
     q, k, v, spec, (distance_bias, key_bias, value_bias, mlp, sink_logit, _) = problem
     length, star = q.shape[2], 0
     if sink_logit is not None:
-        q, k = _with_sink(q, k)
+        q, k, key = _with_sink(q, k, sink_logit)
         plain = replace(spec, sink_logit="none", bias="k")
-        given = Extras(distance_bias, key_bias=_sink_key(sink_logit, q))
-        return _compute(Problem(q, k, F.pad(v, (0, 1)), plain, given), form)[..., :-1]
+        return _compute(Problem(q, k, F.pad(v, (0, 1)), plain, Extras(distance_bias, key)), form)[..., :-1]
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
         k = _prepend(key_bias, k)
@@ -188,10 +187,8 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
     The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
     """
     given = Extras(**extras)
-    checked = AttentionSpec(
-        bias="k" if spec.has_key_bias else "none", sink_logit=spec.sink_logit, differential=spec.differential
-    )
-    check_inputs(q, k, k, checked, given)
+    bias = "k" if spec.has_key_bias else "none"
+    check_inputs(q, k, k, AttentionSpec(bias=bias, sink_logit=spec.sink_logit, differential=spec.differential), given)
     distance_bias, key_bias, _, mlp, sink_logit, mix = given
     if mix is not None:
         return _differential_mass(q, k, spec, distance_bias, mix)
@@ -252,16 +249,12 @@ def _slow_kernel(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
-def _sink_key(sink_logit: Tensor, q: Tensor) -> Tensor:
-    """The key (H, D + 1) whose logit is sink_logit (H,) for every query of `_with_sink`."""
-    return F.pad((sink_logit * q.shape[-1] ** 0.5)[:, None], (q.shape[-1] - 1, 0)).to(q.dtype)
-
-
-def _with_sink(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with one more dimension, 1 in q and 0 in k, and logits as before."""
-    head_dim = q.shape[-1]
-    q = q * ((head_dim + 1) / head_dim) ** 0.5
-    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1))
+def _with_sink(q: Tensor, k: Tensor, sink_logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with one more dimension, 1 in q and 0 in k, and logits as before; the key whose logit is sink_logit."""
+    wider = q.shape[-1] + 1
+    q = q * (wider / (wider - 1)) ** 0.5
+    key = F.pad((sink_logit * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+    return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), key
 
 
 def _prepend(bias: Tensor, x: Tensor) -> Tensor:

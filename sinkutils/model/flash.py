@@ -161,9 +161,8 @@ def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | N
     if kind == "full":
         seen = torch.ones_like(seen)
     if kind == "mask":  # a prefix of 40 that all see, padding before and after, and a term that grows with distance
-        seen = (seen | (positions < 40)) & (positions > 2) & (positions < length - 5) | (
-            positions == positions[:, None]
-        )
+        seen = (seen | (positions < 40)) & (positions > 2) & (positions < length - 5)
+        seen |= positions == positions[:, None]
         bias = -0.25 * (positions[:, None] - positions).abs().to(q.dtype).sqrt()
     logits = (q.double() @ k.double().mT * q.shape[-1] ** -0.5 + bias.double()).masked_fill(~seen, -torch.inf)
     if kind in ("causal", "full"):
@@ -179,13 +178,8 @@ def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | N
 
 def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Un-normalised sigmoid attention, which hangs on the log-sum-exp, with k* and a position term."""
-    spec = AttentionSpec(
-        similarity="sigmoid",
-        normalizer="none",
-        bias="k",
-        window=33 if kind == "window" else None,
-        prefix=40 if kind == "prefix" else 1,
-    )
+    window, prefix = 33 if kind == "window" else None, 40 if kind == "prefix" else 1
+    spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=window, prefix=prefix)
     star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
     dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
     keys = torch.cat([star[None, :, None].expand(len(k), -1, -1, -1), k], dim=2)

@@ -55,11 +55,11 @@ def distance_table(position: str, length: int, num_heads: int) -> Tensor:
     raise ValueError(f"position must be 'alibi' or 'relative' for a fixed distance table, got {position!r}")
 
 
-def rotary_tables(length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary_tables(length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
-    omega = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
-    return angle.cos().float(), angle.sin().float()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -10,7 +11,7 @@ import seaborn as sns
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus
@@ -66,16 +67,15 @@ def packing(
     used = len(packed(corpus, context_length, DataConfig())) * context_length
     for cut in range(0, used + 1, context_length):
         axis.plot([cut, cut], [-0.35, 1.35], color="black", linewidth=2)
-    axis.set_title(f"documents A to {chr(ord('A') + len(lengths) - 1)}, each followed by EOS; "
-                   f"cut after every C = {context_length} tokens, the rest is left over")  # fmt: skip
-    for panel, (name, data) in zip(below.subplots(1, len(interventions), squeeze=False)[0], interventions.items(),
-                                   strict=True):  # fmt: skip
+    last = chr(ord("A") + len(lengths) - 1)
+    cuts = f"cut after every C = {context_length} tokens, the rest is left over"
+    axis.set_title(f"documents A to {last}, each followed by EOS; {cuts}")
+    panels = below.subplots(1, len(interventions), squeeze=False)[0]
+    for panel, (name, data) in zip(panels, interventions.items(), strict=True):
         rows = packed(corpus, context_length, data)
         _cells(panel, rows, predicted=context_length)
-        panel.set_title(name)
-        panel.set_ylabel("chunk")
+        panel.set(title=name, xlabel="position $t$ (faint: only predicted)", ylabel="chunk")
         panel.set_yticks([row + 0.5 for row in range(len(rows))], [str(row + 1) for row in range(len(rows))])
-        panel.set_xlabel("position $t$ (faint: only predicted)")
         panel.set_xticks([t + 0.5 for t in range(context_length)], [str(t + 1) for t in range(context_length)])
     return figure
 
@@ -85,13 +85,13 @@ def _cells(axis: Axes, rows: Sequence[Sequence[str]], predicted: int | None = No
     palette = sns.color_palette("colorblind")
     for y, row in enumerate(rows):
         for x, name in enumerate(row):
-            color = MARKED.get(name) or palette[(0, 2, 8, 4, 9, 6)[(ord(name[0]) - ord("A")) % 6]]
+            face = MARKED.get(name) or palette[(0, 2, 8, 4, 9, 6)[(ord(name[0]) - ord("A")) % 6]]
+            edge = "black" if name == REDRAWN else "white"
             faint = 0.3 if x == predicted else 1.0
-            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white" if name != REDRAWN else "black",
-                                     alpha=faint))  # fmt: skip
-            dark = name in (EOS, BOS, FIX)
-            axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=7.5, alpha=faint,
-                      color="white" if dark else "black", rotation=90 if dark else 0)  # fmt: skip
+            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, alpha=faint))
+            special = name in (EOS, BOS, FIX)
+            turned: dict[str, Any] = {"color": "white" if special else "black", "rotation": 90 if special else 0}
+            axis.text(x + 0.5, y + 0.5, name, ha="center", va="center", fontsize=7.5, alpha=faint, **turned)
     axis.set(xlim=(-0.1, max(map(len, rows)) + 0.1), ylim=(len(rows) + 0.4, -0.4), xticks=[], yticks=[])
     axis.grid(False)
     sns.despine(ax=axis, left=True, bottom=True)
@@ -105,39 +105,12 @@ def regions(length: int, spec: AttentionSpec) -> Tensor:
     """
     positions = torch.arange(length)
     seen = visible(positions, positions, spec)
-    found = seen.long() * SEEN
-    found[seen & (positions < spec.prefix)] = FIRST
+    kinds = seen.long() * SEEN
+    kinds[seen & (positions < spec.prefix)] = FIRST
     if spec.window is not None:
         beyond = positions[spec.window :]
-        found[beyond, beyond - spec.window + 1] = RELATIVE
-    return found
-
-
-def masks(specs: Mapping[str, AttentionSpec], length: int = 14) -> Figure:
-    """Which keys each query sees, and where the paper finds the sink, a panel a mask (Figs. 5 left, 6 left)."""
-    palette = sns.color_palette("colorblind")
-    colors = {HIDDEN: (0.96, 0.96, 0.96), SEEN: (0.68, 0.8, 0.9), FIRST: palette[3], RELATIVE: palette[2]}
-    labels = {
-        HIDDEN: "hidden",
-        SEEN: "seen",
-        FIRST: "first keys of all: sink",
-        RELATIVE: "first key of a window: no sink",
-    }
-    found = {name: regions(length, spec) for name, spec in specs.items()}
-    figure, axes = plt.subplots(1, len(specs), figsize=(3.1 * len(specs) + 2.2, 3.3), squeeze=False)
-    for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
-        axis.imshow(np.array([colors[code] for code in range(4)])[cells.numpy()],
-                    extent=(0.5, length + 0.5, length + 0.5, 0.5))  # fmt: skip
-        axis.set(title=name, xlabel="key $k$", ylabel="query $t$")
-        axis.set_xticks(np.arange(length) + 0.5, minor=True)
-        axis.set_yticks(np.arange(length) + 0.5, minor=True)
-        axis.grid(False)
-        axis.grid(True, which="minor", color="white", linewidth=1)
-        axis.tick_params(which="minor", length=0)
-    shown = sorted({code for cells in found.values() for code in cells.unique().tolist()})
-    axes[0, -1].legend(handles=[Patch(color=colors[code], label=labels[code]) for code in shown],
-                       loc="center left", bbox_to_anchor=(1.02, 0.5))  # fmt: skip
-    return figure
+        kinds[beyond, beyond - spec.window + 1] = RELATIVE
+    return kinds
 
 
 # The steps of a block from its input up (Eqs. 2 and 3). At each "+" a residual comes in: to the first one from the
@@ -174,8 +147,8 @@ def _block(axis: Axes, steps: Sequence[str]) -> None:
             axis.plot([0, 1.1, 1.1], [start, start, y], color="black", linewidth=1)
             axis.annotate("", (half, y), (1.1, y), arrowprops=arrow)
         else:
-            axis.add_patch(FancyBboxPatch((-0.6, y - half), 1.2, 2 * half, boxstyle="round,pad=0,rounding_size=0.08",
-                                          facecolor=colors[step], edgecolor="black"))  # fmt: skip
+            look = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": colors[step], "edgecolor": "black"}
+            axis.add_patch(FancyBboxPatch((-0.6, y - half), 1.2, 2 * half, **look))
         axis.text(0, y, step, ha="center", va="center")
         axis.text(-0.1, y + 0.5, outputs.get(step, ""), ha="right", va="center")
     axis.annotate("", (0, len(steps) - 0.2), (0, len(steps) - 1 + half), arrowprops=arrow)

@@ -42,10 +42,15 @@ def recorded_maps(name: str, length: int = 24) -> Picture:
     """`explore` without the model: the heads whose maps data/open_lms keeps. Raises ValueError for an unknown name."""
     kept = recorded(name)
     heads = kept["maps"]["heads"]
-    weights = [[row + [0.0] * (length - len(row)) for row in head["rows"][:length]] for head in heads]
     tokens = [token.strip() or "␣" for token in kept["maps"]["tokens"][:length]]
     pairs = [(head["layer"], head["head"]) for head in heads]
-    return maps(np.array([weights]), pairs, [tokens], kept["about"]["title"], 1)
+    weights = np.array([[kept_map(head, length) for head in heads]])
+    return maps(weights, pairs, [tokens], kept["about"]["title"], 1)
+
+
+def kept_map(head: Mapping[str, Any], length: int, key: str = "rows") -> np.ndarray:
+    """The first `length` queries and keys of a map in data/open_lms, (length, length), zeros where keys are hidden."""
+    return np.array([row[:length] + [0.0] * (length - len(row)) for row in head[key][:length]])
 
 
 def maps(
@@ -68,29 +73,20 @@ def maps(
     svg.grid(root, svg.shade(alpha[0]).reshape(-1, columns), left, top, cell, part="heads")
     frame = svg.add(root, "g", transform=f"translate({left} {top}) scale({cell:.3f})")
     box = {"width": 1, "height": 1, "fill": "none", "stroke": BASE, "stroke_width": 3 / cell}
-    svg.add(frame, "rect", x=best % columns, y=best // columns, data_part="chosen", **box)
+    svg.add(frame, "rect", "chosen", x=best % columns, y=best // columns, **box)
     for row in range(len(blocks)) if cell > 20 else sorted({0, len(blocks) // 2, len(blocks) - 1}):
         svg.text(root, f"{blocks[row]}", left - 6, top + cell * (row + 0.5) + 4, text_anchor="end", fill=GREY)
     size = token_map(root, weights[0, best], tokens[0], right, top, SIDE)
     frame = svg.add(root, "g", transform=f"translate({right} {top}) scale({size:.3f})")
     box = {"width": length, "height": 1, "fill": "none", "stroke": GREEN, "stroke_width": 1.5 / size}
-    svg.add(frame, "rect", x=0, y=length - 1, data_part="query", **box)
+    svg.add(frame, "rect", "query", x=0, y=length - 1, **box)
     shares = (levels[0, best, -1] / (len(PALETTE) - 1)) ** 2
     most = np.argsort(-shares, kind="stable")[:3]
     looks = ", ".join(f"{j + 1} “{tokens[0][j]}” {shares[j]:.2f}" for j in most)
     svg.text(root, f"query {length} “{tokens[0][-1]}” looks at about {looks}", left, 480, part="said")
-    data = {
-        "packed": base64.b64encode(packed).decode(),
-        "palette": PALETTE,
-        "tokens": [list(row) for row in tokens],
-        "alpha": alpha.round(3).tolist(),
-        "names": [[layer + 1, head + 1] for layer, head in heads],
-        "columns": columns,
-        "T": length,
-        "head": best,
-        "size": size,
-        "cell": cell,
-    }
+    data = {"packed": base64.b64encode(packed).decode(), "palette": PALETTE, "tokens": [list(row) for row in tokens]}
+    data |= {"alpha": alpha.round(3).tolist(), "names": [[layer + 1, head + 1] for layer, head in heads]}
+    data |= {"columns": columns, "T": length, "head": best, "size": size, "cell": cell}
     caption = (
         f"Where {name} looks. Left, heads (a row a block), darker the more attention they give the first token; "
         "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white. "

@@ -9,9 +9,9 @@ import base64
 import html
 import io
 import os
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from IPython.display import display
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sinkutils.paths import FIGURES, RENDERED
+from sinkutils.showing.pages import WIDTH, bold, put
 
 COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
 
@@ -86,22 +88,36 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     plt.close(figure)
     picture = png.read_bytes() if name else png.getvalue()
     width, data = round(90 * figure.get_figwidth()), base64.b64encode(picture).decode()
-    words = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(caption, quote=False))
-    page = (f'<figure style="margin:0.5em 0"><img alt="{html.escape(alt)}" width="{width}" '
-            f'style="max-width:100%;background:white" src="data:image/png;base64,{data}">'
-            f'<figcaption style="max-width:{max(width, 560)}px">{words}</figcaption></figure>')  # fmt: skip
-    text = f"[figure: {alt}]\n" + caption.replace("**", "")
-    lines = "\n".join(textwrap.fill(part, 98) for part in text.split("\n"))
-    display({"text/plain": lines, "text/html": page}, raw=True)
+    image = f'<img alt="{html.escape(alt)}" width="{width}" style="max-width:100%;background:white"'
+    page = (
+        f'<figure style="margin:0.5em 0">{image} src="data:image/png;base64,{data}">'
+        f'<figcaption style="max-width:{max(width, 560)}px">{bold(caption)}</figcaption></figure>'
+    )
+    text = f"[figure: {alt}]\n{caption}".replace("**", "")
+    put("\n".join(textwrap.fill(part, WIDTH) for part in text.split("\n")), page)
 
 
 def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = False) -> dict[str, Any]:
     """A colour a label: the base's for `base`; steps of one quantity from light to dark, others well apart."""
     others = [label for label in labels if label != base]
-    palette = sns.color_palette("flare", len(others)) if ordered else [
-        OTHER_COLORS[index % len(OTHER_COLORS)] for index in range(len(others))
-    ]  # fmt: skip
-    return dict(zip(others, palette, strict=True)) | ({base: BASE_COLOR} if base is not None and base in labels else {})
+    palette = sns.color_palette("flare", len(others)) if ordered else cycle(OTHER_COLORS)
+    colors: dict[str, Any] = dict(zip(others, palette, strict=False))
+    if base is not None and base in labels:
+        colors[base] = BASE_COLOR
+    return colors
+
+
+def whole_numbers(*axes: Axis) -> None:
+    """Ticks of blocks, heads and steps: no half ones."""
+    for axis in axes:
+        axis.set_major_locator(mpl.ticker.MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def block_axis(*axes: Axes) -> None:
+    """Blocks along the x axis."""
+    for axis in axes:
+        axis.set_xlabel("block $l$")
+        whole_numbers(axis.xaxis)
 
 
 def along_training(
@@ -122,8 +138,8 @@ def along_training(
     if not shown:
         return None
     colors = colors_of(list(shown), base, ordered)
-    dashes: dict[str, Any] = {name: "-" if name == base or len(shown) == 1 else DASHES[index % len(DASHES)]
-                              for index, name in enumerate(shown)}  # fmt: skip
+    dashes: dict[str, Any] = dict(zip(shown, cycle(DASHES), strict=False))
+    dashes |= {name: "-" for name in shown if name == base or len(shown) == 1}
     size = (max(6.0, 4.0 * len(keys)), 3.0 + 0.12 * len(shown))
     figure, axes = plt.subplots(1, len(keys), figsize=size, squeeze=False)
     for axis, (key, label) in zip(axes[0], keys.items(), strict=True):
@@ -137,74 +153,99 @@ def along_training(
         axis.set(xlabel=xlabel, ylabel=label)
         if "loss" not in key:
             axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
-    handles = [Line2D([], [], color=colors[name], linestyle=dashes[name],
-                      label=f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}")
-               for name, frames in shown.items()]  # fmt: skip
+    handles = []
+    for name, frames in shown.items():
+        words = f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}"
+        handles.append(Line2D([], [], color=colors[name], linestyle=dashes[name], label=words))
     figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=1 if len(handles) < 3 else 2)
     return figure
 
 
-def attention_map(weights: Any, title: str = "", tokens: Sequence[str] | None = None) -> Figure:
-    """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show.
+def by_block(
+    lines: Mapping[str, Sequence[Any] | str],
+    ylabel: str,
+    base: str | None = None,
+    ordered: bool = False,
+    level: float | None = None,
+) -> Figure | None:
+    """A quantity by block, a line a label (Figs. 7, 8, 29); level: where to draw a dotted line.
 
-    Positions count from 1; keys that a query cannot see stay white. tokens: the text, beside the queries and keys.
-    With one more column than rows, the first is k*.
+    lines: (blocks,), or (seeds, blocks), whose mean is thick and each seed thin; a text in their place, such as "not
+    run yet", stands in the legend. base, ordered: as of `colors_of`.
     """
-    values = np.array(weights, dtype=float)
-    rows, columns = values.shape
-    values[np.triu_indices(rows, 1 + columns - rows, columns)] = np.nan
-    side = 4.6 if tokens is None else max(4.6, 0.2 * rows + 1.6)
-    figure, axis = plt.subplots(figsize=(side + 0.6, side))
-    first = 0.5 - (columns - rows)
-    image = axis.imshow(values, cmap=LIGHT, norm=mpl.colors.PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest",
-                        extent=(first, rows + 0.5, rows + 0.5, 0.5))  # fmt: skip
-    figure.colorbar(image, ax=axis, label=r"$A_{i,k}$", shrink=0.8)
-    axis.set(xlabel="key $k$", ylabel="query $i$", title=title)
-    if tokens is not None:
-        axis.set_xticks(range(1, rows + 1), tokens, rotation=90, fontsize="x-small")
-        axis.set_yticks(range(1, rows + 1), tokens, fontsize="x-small")
-    elif columns > rows:
-        ticks = [0, *range(1, rows + 1, max(1, rows // 4))]
-        axis.set_xticks(ticks, ["$k^*$", *map(str, ticks[1:])])
-    axis.grid(False)
+    if all(isinstance(values, str) for values in lines.values()):
+        return None
+    figure, axis = plt.subplots(figsize=(7.6, 3.4))
+    colors = colors_of(list(lines), base, ordered)
+    for mark, (label, values) in zip(cycle(MARKS), lines.items(), strict=False):
+        if isinstance(values, str):
+            axis.plot([], [], " ", label=f"{label}: {values}")
+            continue
+        seeds = np.atleast_2d(values)
+        blocks = np.arange(1, seeds.shape[1] + 1)
+        if len(seeds) > 1:
+            axis.plot(blocks, seeds.T, color=colors[label], linewidth=0.6, alpha=0.5)
+        axis.plot(blocks, seeds.mean(axis=0), marker=mark, label=label, color=colors[label])
+    if level is not None:
+        axis.axhline(level, color=PAPER_COLOR, linewidth=1, linestyle=":")
+    axis.set(ylabel=ylabel, ylim=(0, None))
+    block_axis(axis)
+    figure.legend(loc="outside right center", fontsize="small")
     return figure
 
 
-def alpha_heatmaps(alphas: Mapping[str, Any], title: str = "", symbol: str = r"$\alpha_1^{l,h}$") -> Figure | None:
-    """Importance scores by block and head of several models side by side, one scale (Figs. 19 to 24, 27).
+def draw_map(axis: Axes, values: Any, norm: Any = None, cmap: str = LIGHT, causal: bool = True, **options: Any) -> Any:
+    """A matrix as squares, rows and columns counted from 1; causal: keys that a query cannot see stay white."""
+    squares = np.array(values, dtype=float)
+    rows, columns = squares.shape
+    if causal:
+        squares[np.triu_indices(rows, 1, columns)] = np.nan
+    axis.grid(False)
+    edges = (0.5, columns + 0.5, rows + 0.5, 0.5)
+    norm = norm or mpl.colors.Normalize(0, 1)
+    return axis.imshow(squares, cmap=cmap, norm=norm, interpolation="nearest", extent=edges, **options)
+
+
+def attention_map(weights: Any) -> Figure:
+    """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show."""
+    figure, axis = plt.subplots(figsize=(5.2, 4.6))
+    image = draw_map(axis, weights, mpl.colors.PowerNorm(0.5, vmin=0, vmax=1))
+    figure.colorbar(image, ax=axis, label=r"$A_{i,k}$", shrink=0.8)
+    axis.set(xlabel="key $k$", ylabel="query $i$")
+    return figure
+
+
+def alpha_heatmaps(alphas: Mapping[str, Any]) -> Figure | None:
+    """alpha_1 by block and head of several models side by side, one scale (Figs. 19 to 24, 27).
 
     alphas: (layers, heads) by the model's name.
     """
     if not alphas:
         return None
-    arrays = {name: np.asarray(alpha, dtype=float) for name, alpha in alphas.items()}
-    widths = [max(2.4, 0.12 * values.shape[1]) for values in arrays.values()]
-    height = max(2.6, *(0.12 * len(values) for values in arrays.values()))
-    figure, axes = plt.subplots(1, len(arrays), figsize=(sum(widths) + 1.2, height), squeeze=False, width_ratios=widths)
-    for axis, (name, values) in zip(axes[0], arrays.items(), strict=True):
-        image = axis.imshow(values, cmap=LIGHT, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-                            extent=(0.5, values.shape[1] + 0.5, len(values) + 0.5, 0.5))  # fmt: skip
+    shapes = [np.shape(alpha) for alpha in alphas.values()]
+    widths = [max(2.4, 0.12 * heads) for _, heads in shapes]
+    size = (sum(widths) + 1.2, max(2.6, *(0.12 * layers for layers, _ in shapes)))
+    figure, axes = plt.subplots(1, len(alphas), figsize=size, squeeze=False, width_ratios=widths)
+    for axis, (name, alpha) in zip(axes[0], alphas.items(), strict=True):
+        image = draw_map(axis, alpha, causal=False, aspect="auto")
         axis.set(title=name, xlabel="head $h$")
-        for numbered in (axis.xaxis, axis.yaxis):
-            numbered.set_major_locator(mpl.ticker.MaxNLocator(integer=True, min_n_ticks=1))
-        axis.grid(False)
+        whole_numbers(axis.xaxis, axis.yaxis)
     axes[0, 0].set_ylabel("block $l$")
-    figure.colorbar(image, ax=axes[0], label=symbol)
-    if title:
-        figure.suptitle(title)
+    figure.colorbar(image, ax=axes[0], label=r"$\alpha_1^{l,h}$")
     return figure
 
 
-def sink_by_position(table: pd.DataFrame, title: str = "", ylabel: str = "") -> Figure | None:
+def sink_by_position(table: pd.DataFrame, ylabel: str = "") -> Figure | None:
     """Sink_k by position k, a row a run or a text (Table 10 right, Fig. 5 middle); rows without values stay white."""
     if table.isna().all(axis=None):  # also of a table without columns
         return None
-    size = (0.55 * table.shape[1] + 3.0, (0.42 if len(table) < 15 else 0.2) * len(table) + 1.3)
-    figure, axis = plt.subplots(figsize=size)
     few = len(table) < 15
-    sns.heatmap(table.astype(float), vmin=0, vmax=100, cmap=LIGHT, ax=axis, annot=few, fmt=".0f", linewidths=0.5,
-                cbar_kws={"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}, yticklabels=few)  # fmt: skip
-    axis.set(xlabel="position $k$", ylabel=ylabel, title=title)
+    size = (0.55 * table.shape[1] + 3.0, (0.42 if few else 0.2) * len(table) + 1.3)
+    figure, axis = plt.subplots(figsize=size)
+    bar = {"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}
+    scale = {"vmin": 0, "vmax": 100, "cmap": LIGHT, "cbar_kws": bar}
+    sns.heatmap(table.astype(float), ax=axis, annot=few, fmt=".0f", linewidths=0.5, yticklabels=few, **scale)
+    axis.set(xlabel="position $k$", ylabel=ylabel)
     axis.tick_params(axis="y", rotation=0)
     axis.grid(False)
     for row in np.flatnonzero(table.isna().all(axis=1)):

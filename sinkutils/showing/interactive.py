@@ -14,6 +14,8 @@ from sinkutils.showing.svg import BASE, COLORS, GREEN, GREY, INK, PALETTE, SINK,
 from sinkutils.study.record import Record
 
 LINES = [BASE, *COLORS[2:]]
+COLOR_OF_KEY = (SINK, BASE)  # of k*, of a token
+REGIONS = {"seen": "#cfe0ee", "first tokens of all": COLORS[3], "first key of a window of w": GREEN}
 NOTHING, MATCHING = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0), 5.0  # logits of k* and five keys: none matches; one does
 
 
@@ -35,69 +37,50 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
             shown[name] = run
     if not shown:
         return None
-    first, *others = (_steps(run) for run in shown.values())
-    if any(steps != first for steps in others):
+    curves = [run.metrics["curve"] for run in shown.values()]
+    steps, *others = ([point["step"] for point in curve] for curve in curves)
+    if any(other != steps for other in others):
         raise ValueError("the runs of a film must have been measured at the same steps")
-    steps, column = first, "sink_star" if k == "*" else f"sink_{k}"
     left, right, height = 46, 486, 116
     bottom = height * len(shown) + 118
     root = svg.canvas(bottom + 44)
-    data: dict[str, Any] = {"steps": steps, "left": left, "right": right, "palette": PALETTE, "runs": []}
+    x = [left + (right - left) * step / steps[-1] for step in steps]
     picks = [round(i * (len(steps) - 1) / (thumbnails - 1)) for i in range(thumbnails)]
+    films = []
     for row, (name, run) in enumerate(shown.items()):
-        alphas = _alphas(run, k)
+        alphas, color, top = _alphas(run, k), LINES[row % len(LINES)], row * height
         assert alphas is not None
-        frames, (layers, heads), top = svg.shade(alphas), alphas.shape[1:], row * height
-        sinks = [float(point[column]) for point in run.metrics["curve"]]
-        svg.text(root, name, left - 26, top + 18, font_weight="bold", fill=LINES[row % len(LINES)])
+        frames, (layers, heads) = svg.shade(alphas), alphas.shape[1:]
+        sinks = [float(point["sink_star" if k == "*" else f"sink_{k}"]) for point in curves[row]]
+        svg.text(root, name, left - 26, top + 18, font_weight="bold", fill=color)
+        size = min(52 / heads, 80 / layers)
         for pick in picks:
-            size = min(52 / heads, 80 / layers)
-            x = left + (right - left) * steps[pick] / steps[-1] - size * heads / 2
-            svg.grid(root, frames[pick], x, top + 30, size)
+            svg.grid(root, frames[pick], x[pick] - size * heads / 2, top + 30, size)
         size = min(110 / heads, 84 / layers)
         svg.grid(root, frames[-1], 526, top + 30, size, part=f"now{row}")
         svg.text(root, f"{sinks[-1]:.0f} %", 526 + size * heads / 2, top + 20, part=f"sink{row}", text_anchor="middle")
-        y = [bottom - 90 * sink / 100 for sink in sinks]
-        x_of = [left + (right - left) * step / steps[-1] for step in steps]
-        svg.add(
-            root,
-            "polyline",
-            points=" ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x_of, y, strict=True)),
-            fill="none",
-            stroke=LINES[row % len(LINES)],
-            stroke_width=2.5,
-        )
-        data["runs"].append({"frames": [frame.ravel().tolist() for frame in frames], "heads": heads, "sinks": sinks})
-    for share in (0, 50, 100):
-        y_of = bottom - 90 * share / 100
-        svg.line(root, left, y_of, right, y_of, stroke=GREY, stroke_width=0.5)
-        svg.text(root, f"{share} %", left - 6, y_of + 4, text_anchor="end", fill=GREY)
+        points = " ".join(f"{a:.1f},{bottom - 90 * sink / 100:.1f}" for a, sink in zip(x, sinks, strict=True))
+        svg.add(root, "polyline", points=points, fill="none", stroke=color, stroke_width=2.5)
+        films.append({"frames": [frame.ravel().tolist() for frame in frames], "heads": heads, "sinks": sinks})
+    svg.scale(root, left, right, {f"{share} %": bottom - 90 * share / 100 for share in (0, 50, 100)})
     for pick in picks:
-        svg.text(
-            root,
-            f"{steps[pick]:,}",
-            left + (right - left) * steps[pick] / steps[-1],
-            bottom + 18,
-            text_anchor="middle",
-            fill=GREY,
-        )
+        svg.text(root, f"{steps[pick]:,}", x[pick], bottom + 18, text_anchor="middle", fill=GREY)
     symbol = f"Sink{'∗' if k == '*' else '₁₂₃₄'[int(k) - 1]}"
     svg.text(root, f"{symbol}, share of heads (ε = 0.3), by optimisation step", left, bottom + 38)
     svg.line(root, right, bottom - 96, right, bottom + 4, part="playhead", stroke=INK, stroke_width=1.5)
     svg.text(root, f"step {steps[-1]:,}", 526, bottom - 40, part="step", font_weight="bold")
-    ends = "; ".join(
-        f"{name}, {run['sinks'][0]:.0f} % before the first step and {run['sinks'][-1]:.0f} % at the end"
-        for name, run in zip(shown, data["runs"], strict=True)
-    )
+    ends = {name: (film["sinks"][0], film["sinks"][-1]) for name, film in zip(shown, films, strict=True)}
+    words = "{}, {:.0f} % before the first step and {:.0f} % at the end"
+    changes = "; ".join(words.format(name, *pair) for name, pair in ends.items())
     target = "the bias k∗" if k == "*" else f"token {k}"
     caption = (
-        f"How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention "
-        f"it gives to {target}; the line is the share of heads that give it more than 0.3: {ends}. One seed a run."
+        "How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention it gives to "
+        f"{target}; the line is the share of heads that give it more than 0.3: {changes}. One seed a run."
         + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
-    alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at " + " and ".join(
-        f"{run['sinks'][-1]:.0f} % ({name})" for name, run in zip(shown, data["runs"], strict=True)
-    )
+    alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at "
+    alt += " and ".join(f"{end:.0f} % ({name})" for name, (_, end) in ends.items())
+    data = {"steps": steps, "left": left, "right": right, "palette": PALETTE, "runs": films}
     return Picture(root, alt, caption, "film", data)
 
 
@@ -109,63 +92,45 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     length or eps it does not have.
     """
     rows = [row for _, row in sorted(lengths.items(), key=lambda item: int(item[0]))]
-    epsilons = sorted(float(eps) for eps in rows[0]["sink"]["1"])
-    if length not in [row["T"] for row in rows] or eps not in epsilons:
-        raise ValueError(f"length must be one of {[row['T'] for row in rows]} and eps one of {epsilons}")
+    known, epsilons = [row["T"] for row in rows], sorted(float(eps) for eps in rows[0]["sink"]["1"])
+    if length not in known or eps not in epsilons:
+        raise ValueError(f"length must be one of {known} and eps one of {epsilons}")
     left, right, top, bottom = 46, 620, 36, 270
-    root, start = svg.canvas(bottom + 46), [row["T"] for row in rows].index(length)
-    data: dict[str, Any] = {
-        "start": start,
-        "epsilon": epsilons.index(eps),
-        "epsilons": epsilons,
-        "top": top,
-        "bottom": bottom,
-        "on": SINK,
-        "off": BASE,
-        "lengths": [],
-    }
+    root, start, at = svg.canvas(bottom + 46), known.index(length), epsilons.index(eps)
+    measured = []
     for row in rows:
         alpha = np.asarray(row["alpha"][0], dtype=float)
         sinks = [row["sink"]["1"][f"{e:g}"] for e in epsilons]
-        data["lengths"].append(
-            {"T": row["T"], "alpha": alpha.ravel().round(3).tolist(), "floor": row["floor"], "sinks": sinks}
-        )
-    layers, heads = np.asarray(rows[0]["alpha"][0]).shape
-    for share in (0, 0.5, 1):
-        y = bottom - (bottom - top) * share
-        svg.line(root, left, y, right, y, stroke=GREY, stroke_width=0.5)
-        svg.text(root, f"{share:g}", left - 8, y + 4, text_anchor="end", fill=GREY)
-    step, now = (right - left) / layers, data["lengths"][start]
+        heads_of = alpha.ravel().round(3).tolist()
+        measured.append({"T": row["T"], "alpha": heads_of, "floor": row["floor"], "sinks": sinks})
+    layers, heads = alpha.shape
+    height = {share: bottom - (bottom - top) * share for share in (0, 0.5, 1)}
+    svg.scale(root, left, right, {f"{share:g}": y for share, y in height.items()})
+    step, now = (right - left) / layers, measured[start]
     for i, value in enumerate(now["alpha"]):
         layer, head = divmod(i, heads)
-        svg.add(
-            root,
-            "circle",
-            cx=left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads),
-            cy=bottom - (bottom - top) * value,
-            r=3,
-            fill=SINK if value > eps else BASE,
-            fill_opacity=0.75,
-            data_part=f"dot{i}",
-        )
+        x, y = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), bottom - (bottom - top) * value
+        fill = SINK if value > eps else BASE
+        svg.add(root, "circle", f"dot{i}", cx=x, cy=y, r=3, fill=fill, fill_opacity=0.75)
     for layer in sorted({0, layers // 2, layers - 1}):
         svg.text(root, f"{layer + 1}", left + step * (layer + 0.5), bottom + 18, text_anchor="middle", fill=GREY)
     svg.text(root, "block, a dot a head; upright: its mean α₁ over the texts", left, bottom + 38)
     y, floor = bottom - (bottom - top) * eps, bottom - (bottom - top) * now["floor"]
     svg.line(root, left, floor, right, floor, part="uniform", stroke=GREY, stroke_dasharray="3 3")
     svg.line(root, left, y, right, y, part="epsilon", stroke=INK, stroke_width=1.5)
-    read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][data['epsilon']]:.1f} %"
+    read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][at]:.1f} %"
     svg.text(root, read, left, 20, part="read", font_weight="bold")
-    texts = rows[start]["samples"]
-    told = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
-    counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in told)
-    ends = [(row["T"], row["sinks"][data["epsilon"]]) for row in (data["lengths"][0], data["lengths"][-1])]
+    shown = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
+    counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in shown)
+    short, long = (f"{row['sinks'][at]:.1f} % at T = {row['T']}" for row in (measured[0], measured[-1]))
     caption = (
-        f"What a threshold does, in {model}. Above the solid line ε a head counts as a sink, text by text; the "
-        f"dotted line is uniform attention. At T = {length} ({texts} texts), Sink₁ is {counts}; at ε = {eps:g} it goes "
-        f"from {ends[0][1]:.1f} % at T = {ends[0][0]} to {ends[1][1]:.1f} % at T = {ends[1][0]}."
+        f"What a threshold does, in {model}. Above the solid line ε a head counts as a sink, text by text; the dotted "
+        f"line is uniform attention. At T = {length} ({rows[start]['samples']} texts), Sink₁ is {counts}; at ε = "
+        f"{eps:g} it goes from {short} to {long}."
     )
     alt = f"Mean attention to the first token of the {layers} times {heads} heads of {model}, by block. {read}"
+    data = {"start": start, "epsilon": at, "epsilons": epsilons}
+    data |= {"top": top, "bottom": bottom, "on": SINK, "off": BASE, "lengths": measured}
     return Picture(root, alt, caption, "threshold", data)
 
 
@@ -175,112 +140,76 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
     names: of k* and of five keys.
     """
     s = np.array(NOTHING)
-    powers, top, bottom, unit = np.exp(s), 44, 190, 56
-    weights = [
-        np.append(0, powers[1:] / powers[1:].sum()),
-        np.append(0, 1 / (1 + np.exp(-s[1:]))),
-        powers / powers.sum(),
-    ]
-    titles, rows = ("softmax", "sigmoid", "softmax with k∗"), [300, 392, 484]
-    x, root = [176 + 74 * i for i in range(len(s))], svg.canvas(512)
-    data = {
-        "logits": NOTHING,
-        "names": list(names),
-        "low": -6,
-        "high": 6,
-        "top": top,
-        "bottom": bottom,
-        "rows": rows,
-        "unit": unit,
-        "match": 2,
-        "matching": MATCHING,
+    powers, top, bottom, unit, low, high = np.exp(s), 44, 190, 56, -6, 6
+    shares_of = {
+        "softmax": np.append(0, powers[1:] / powers[1:].sum()),
+        "sigmoid": np.append(0, 1 / (1 + np.exp(-s[1:]))),
+        "softmax with k∗": powers / powers.sum(),
     }
-    level = [bottom - (bottom - top) * (value + 6) / 12 for value in s]
+    rows, x = [300, 392, 484], [176 + 74 * i for i in range(len(s))]
+    root, zero = svg.canvas(512), (top + bottom) / 2
     svg.text(root, "logits s", 8, 30, font_weight="bold")
-    zero = (top + bottom) / 2
-    svg.line(root, 140, zero, 590, zero, stroke=GREY, stroke_width=0.5)
-    svg.text(root, "0", 132, zero + 4, text_anchor="end", fill=GREY)
+    svg.scale(root, 140, 590, {"0": zero})
     for i, name in enumerate(names):
-        color = SINK if i == 0 else BASE
-        svg.line(root, x[i], level[i], x[i], zero, part=f"stem{i}", stroke=color, stroke_width=2)
-        svg.add(root, "circle", cx=x[i], cy=level[i], r=9, fill=color, data_part=f"handle{i}")
-        svg.text(
-            root, f"{s[i]:.1f}", x[i], level[i] + (-14 if s[i] > 0 else 24), part=f"logit{i}", text_anchor="middle"
-        )
+        color, y = COLOR_OF_KEY[i > 0], bottom - (bottom - top) * (s[i] - low) / (high - low)
+        svg.line(root, x[i], y, x[i], zero, part=f"stem{i}", stroke=color, stroke_width=2)
+        svg.add(root, "circle", f"handle{i}", cx=x[i], cy=y, r=9, fill=color)
+        svg.text(root, f"{s[i]:.1f}", x[i], y + (-14 if s[i] > 0 else 24), part=f"logit{i}", text_anchor="middle")
         svg.text(root, name, x[i], bottom + 40, text_anchor="middle", font_weight="bold")
-    for row, (title, shares) in enumerate(zip(titles, weights, strict=True)):
+    for row, (title, shares) in enumerate(shares_of.items()):
         svg.text(root, title, 8, rows[row] - 18, font_weight="bold")
         svg.line(root, 140, rows[row], 590, rows[row], stroke=GREY)
-        for i, share in enumerate(shares):
-            if i or row == 2:
-                y = rows[row] - share * unit
-                svg.add(
-                    root,
-                    "rect",
-                    x=x[i] - 20,
-                    y=y,
-                    width=40,
-                    height=share * unit,
-                    fill=SINK if i == 0 else BASE,
-                    data_part=f"bar{row}-{i}",
-                )
-                svg.text(root, f"{share:.2f}", x[i], y - 4, part=f"share{row}-{i}", text_anchor="middle")
+        for i in range(row < 2, len(s)):  # k* has a share in the last row alone
+            bar = {"x": x[i] - 20, "y": rows[row] - shares[i] * unit, "width": 40, "height": shares[i] * unit}
+            svg.add(root, "rect", f"bar{row}-{i}", fill=COLOR_OF_KEY[i > 0], **bar)
+            svg.text(root, f"{shares[i]:.2f}", x[i], bar["y"] - 4, part=f"share{row}-{i}", text_anchor="middle")
         svg.text(root, "on text", 8, rows[row] + 2, fill=GREY)
         svg.text(root, f"{shares[1:].sum():.2f}", 76, rows[row] + 2, part=f"sum{row}", font_weight="bold", fill=GREY)
-    best = int(weights[0].argmax())
+    softmax, sigmoid, star = shares_of.values()
+    best = int(softmax.argmax())
     caption = (
-        f"Softmax has to spend. No key matches this query: all logits are below 0. Softmax still hands out "
-        f"1.00, {weights[0][best]:.2f} of it to “{names[best]}”; sigmoid gives {weights[1][1:].sum():.2f} in all; with "
-        f"a key k∗ whose value is zero, {weights[2][0]:.2f} goes there and {weights[2][1:].sum():.2f} to the "
-        "text. Drag a logit, or choose it with Tab and move it with the arrow keys."
+        "Softmax has to spend. No key matches this query: all logits are below 0. Softmax still hands out 1.00, "
+        f"{softmax[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a key k∗ "
+        f"whose value is zero, {star[0]:.2f} goes there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
+        "it with Tab and move it with the arrow keys."
     )
     alt = "Logits of six keys, and the weights that softmax, sigmoid, and softmax with a key bias give them"
+    data = {"logits": NOTHING, "names": list(names), "low": low, "high": high, "top": top, "bottom": bottom}
+    data |= {"rows": rows, "unit": unit, "match": 2, "matching": MATCHING}
     return Picture(root, alt, caption, "logits", data)
 
 
 def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
     """Which keys each query sees under a window of w keys or a prefix of p, with a slider each (Figs. 5, 6 left)."""
-    every = {
-        "prefix": [AttentionSpec(prefix=p) for p in range(1, length + 1)],
-        "window": [AttentionSpec(window=w) for w in range(1, length + 1)],
-    }
     kind, value = ("prefix", prefix - 1) if window is None or prefix > 1 else ("window", window - 1)
+    counts = range(1, length + 1)
     titles = {
-        "prefix": [f"prefix p = {p}, no window" for p in range(1, length + 1)],
-        "window": [f"window w = {w}, no prefix" for w in range(1, length + 1)],
+        "prefix": [f"prefix p = {p}, no window" for p in counts],
+        "window": [f"window w = {w}, no prefix" for w in counts],
     }
-    palette = ["#cfe0ee", COLORS[3], GREEN]  # seen, first of all, first of a window
-    drawn = regions(length, every[kind][value]).numpy() - 1
-    size = 20.0
+    drawn = {
+        "prefix": [regions(length, AttentionSpec(prefix=p)) for p in counts],
+        "window": [regions(length, AttentionSpec(window=w)) for w in counts],
+    }
+    shown, title, size = drawn[kind][value], titles[kind][value], 20.0
     root = svg.canvas(int(60 + size * length))
-    svg.text(root, titles[kind][value], 60, 22, part="read", font_weight="bold")
-    svg.grid(root, drawn, 60, 32, size, palette, part="mask")
+    svg.text(root, title, 60, 22, part="read", font_weight="bold")
+    svg.grid(root, shown.numpy() - 1, 60, 32, size, [*REGIONS.values()], part="mask")
     svg.text(root, "query i ↓, key j →", 60, 50 + size * length)
     for i in sorted({0, length // 2, length - 1}):
         svg.text(root, f"{i + 1}", 52, 32 + size * (i + 0.72), text_anchor="end", fill=GREY)
-    for i, (color, label) in enumerate(
-        zip(palette, ("seen", "first tokens of all", "first key of a window of w"), strict=True)
-    ):
+    for i, (label, color) in enumerate(REGIONS.items()):
         svg.add(root, "rect", x=360, y=50 + 30 * i, width=16, height=16, fill=color)
         svg.text(root, label, 384, 63 + 30 * i)
-    data = {
-        "T": length,
-        "kind": kind,
-        "value": value,
-        "titles": titles,
-        "palette": palette,
-        "masks": {
-            name: ["".join(map(str, regions(length, spec).ravel().tolist())) for spec in specs]
-            for name, specs in every.items()
-        },
-    }
-    seen = int((regions(length, every[kind][value]) != HIDDEN).sum())
+    digits = {name: ["".join(map(str, mask.ravel().tolist())) for mask in masks] for name, masks in drawn.items()}
+    palette = [*REGIONS.values()]
+    data = {"T": length, "kind": kind, "value": value, "titles": titles, "palette": palette, "masks": digits}
     caption = (
-        f"Which keys a query may see, under a prefix of p tokens or a window of w. Here, with "
-        f"{titles[kind][value]}, {seen} pairs of a query and a key are seen (white: hidden); plain causal attention "
+        f"Which keys a query may see, under a prefix of p tokens or a window of w. Here, with {title}, "
+        f"{int((shown != HIDDEN).sum())} pairs of a query and a key are seen (white: hidden); plain causal attention "
         f"has {length * (length + 1) // 2}."
     )
-    return Picture(root, f"An attention mask of {length} tokens: {titles[kind][value]}", caption, "masks", data)
+    return Picture(root, f"An attention mask of {length} tokens: {title}", caption, "masks", data)
 
 
 def _alphas(run: Record, k: int | str) -> np.ndarray | None:
@@ -290,7 +219,3 @@ def _alphas(run: Record, k: int | str) -> np.ndarray | None:
     if curve is None or (k == "*" and not starred):
         return None
     return curve[:, -1 if k == "*" else int(k) - 1].float().numpy()
-
-
-def _steps(run: Record) -> list[int]:
-    return [point["step"] for point in run.metrics["curve"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -17,29 +16,27 @@ from sinkutils.showing.tables import (
     sinks_by_position,
 )
 
-SHARES = {"1": "sink_1", "star": "sink_star"}
 
-
-def compare(
-    item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",), runs: Path | None = None
-) -> None:
+def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
     """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
     what the records say of `keys` (`seen.sentences`).
 
     what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
     """
-    show_rows(names.rows(item, preset, runs), item, names.axis(item), preset, what)
-    notebook.show(paper_beside_ours(item, preset, runs))
-    seen.show(item, preset, keys, runs)
+    show_rows(names.rows(item, preset), item, names.axis(item), preset, what)
+    notebook.show(paper_beside_ours(item, preset))
+    seen.show(item, preset, keys)
 
 
 def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
     """The picture of some rows, `comparisons.comparison`, with its caption; axis: what the rows differ in."""
     symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
     printed = any(row.paper.values for row in rows)
-    shares = [f"{row.short} {_mean(row, SHARES[key])}"
-              + f" ({row.paper.values.get(SHARES[key], 'no number')})" * printed
-              for key in what for row in rows if row.trained]  # fmt: skip
+    shares = []
+    for column in (comparisons.SINKS[key][1] for key in what):
+        for row in (row for row in rows if row.trained):
+            mean = f"{np.mean(row.final(column)):.1f}" if row.final(column) else "none"
+            shares.append(f"{row.short} {mean}" + f" ({row.paper.values.get(column, 'no number')})" * printed)
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
         "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
@@ -51,14 +48,12 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
 
 
-def compare_norms(
-    item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None, runs: Path | None = None
-) -> None:
+def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None) -> None:
     """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block.
 
     more: further lines by label. Raises ValueError for an unknown item or preset.
     """
-    rows = names.rows(item, preset, runs)
+    rows = names.rows(item, preset)
     ratios = norm_ratios(rows) | dict(more or {})
     base = next((row.label for row in rows if row.base), None)
     caption = (
@@ -67,40 +62,36 @@ def compare_norms(
     )
     largest = [f"{label} {line if isinstance(line, str) else f'{max(line):.1f}'}" for label, line in ratios.items()]
     alt = f"{item}, {names.axis(item)}: largest norm ratio of the first token, {'; '.join(largest)}"
-    figure = comparisons.norm_ratios(ratios, base, names.ordered(item))
+    symbol = r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$"
+    figure = figures.by_block(ratios, symbol, base, names.ordered(item), level=1)
     figures.show(figure, caption, alt, f"{slug(item)}_{preset}")
-    seen.show(item, preset, ("hidden",), runs)
+    seen.show(item, preset, ("hidden",))
 
 
-def along(item: str, preset: str, keys: Mapping[str, str], runs: Path | None = None) -> None:
+def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
     """An item's runs along training, a panel for each of keys (its label). Raises ValueError for an unknown item."""
-    rows = names.rows(item, preset, runs)
+    rows = names.rows(item, preset)
     curves = {row.label: [run.curve for run in row.runs.values()] for row in rows}
     base = next((row.label for row in rows if row.base), None)
     figure = figures.along_training(curves, keys, base, names.ordered(item))
-    ends = [f"{row.short} {np.mean(values):.1f}" for row in rows
-            if (values := [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve])]  # fmt: skip
+    last = {row.short: [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve] for row in rows}
+    ends = [f"{name} {np.mean(values):.1f}" for name, values in last.items() if values]
     caption = f"**{item} along training.** Thick, the mean over seeds; thin, each seed. Blue is the base."
     alt = f"{item}: curves along training; Sink_1 in percent at the end: {'; '.join(ends)}"
     figures.show(figure, caption, alt, f"{slug(item)}_curves_{preset}")
 
 
-def positions(item: str, preset: str, runs: Path | None = None) -> None:
+def positions(item: str, preset: str) -> None:
     """Where each row of an item has its sink among the first ten positions: a heat map and sentences."""
-    table = sinks_by_position(names.rows(item, preset, runs))
-    figure = figures.sink_by_position(table, "", names.axis(item))
+    table = sinks_by_position(names.rows(item, preset))
+    figure = figures.sink_by_position(table, names.axis(item))
     caption = (
         f"**{item}: {names.axis(item)}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
         "over seeds; white rows are not run yet."
     )
-    told = seen.by_position(item, preset, runs)
-    figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(told)}", f"{slug(item)}_{preset}")
-    seen.show_text(told)
-
-
-def _mean(row: names.Row, column: str) -> str:
-    values = [run.final[column] for run in row.trained.values() if run.final.get(column) is not None]
-    return f"{sum(values) / len(values):.1f}" if values else "none"
+    lines = seen.by_position(item, preset)
+    figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(lines)}", f"{slug(item)}_{preset}")
+    seen.show_text(lines)
 
 
 def slug(item: str) -> str:
@@ -108,9 +99,9 @@ def slug(item: str) -> str:
     return item.lower().replace("figure ", "fig").replace(" ", "_")
 
 
-def effects(preset: str, key: str = "excess_1", runs: Path | None = None) -> None:
+def effects(preset: str, key: str = "excess_1") -> None:
     """What the settings that change the base do to a quantity of the ledger, the largest and the smallest effects."""
-    table = seen.differences(names.every(preset, runs), results(preset, runs), key)
+    table = seen.differences(names.every(preset), results(preset), key)
     what = names.human(QUANTITIES[key].heading)
     figure = comparisons.effects(table, f"{what}, less the base's")
     caption = (
@@ -120,9 +111,9 @@ def effects(preset: str, key: str = "excess_1", runs: Path | None = None) -> Non
     figures.show(figure, caption, f"{what} of {len(table)} settings, less the base's", f"effects_{key}_{preset}")
 
 
-def thresholds(preset: str, runs: Path | None = None) -> None:
+def thresholds(preset: str) -> None:
     """Each setting's mean alpha_1 against its Sink_1."""
-    table = means_and_thresholds(names.every(preset, runs))
+    table = means_and_thresholds(names.every(preset))
     caption = (
         "**A threshold hides what lies below it.** A point is a setting: its mean α₁ over heads, texts and seeds, and "
         "the share of heads above ε = 0.3 (dashed)."
@@ -131,16 +122,15 @@ def thresholds(preset: str, runs: Path | None = None) -> None:
     figures.show(comparisons.means_and_thresholds(table), caption, alt, f"thresholds_{preset}")
 
 
-def where_attention_goes(experiments: Sequence[str], preset: str, runs: Path | None = None) -> None:
+def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
     """The shares of attention by kind of key, a bar an experiment. Raises ValueError for an unknown one."""
-    ours = results(preset, runs)
+    ours = results(preset)
     shares = destinations({names.of(name, preset): ours.seeds(name) for name in experiments})
     caption = (
         "**Where attention goes.** The share of all attention by kind of key, each key counting for the first that "
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "
         "proxies."
     )
-    first = [
-        f"{name} {row['first']:.2f} on the first token and {row['star']:.2f} on a bias" for name, row in shares.items()
-    ]
-    figures.show(comparisons.destinations(shares), caption, "; ".join(first), f"destinations_{preset}")
+    words = "{} {:.2f} on the first token and {:.2f} on a bias"
+    alt = "; ".join(words.format(name, kinds["first"], kinds["star"]) for name, kinds in shares.items())
+    figures.show(comparisons.destinations(shares), caption, alt, f"destinations_{preset}")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import csv
-import html
-import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from IPython.display import display
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -22,14 +19,17 @@ from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.paths import OPEN_LMS, PAPER
+from sinkutils.paths import PAPER
 from sinkutils.showing import figures, items, names, seen
-from sinkutils.study.grid import resolve
+from sinkutils.showing.pages import WIDTH
 from sinkutils.study.paper import PaperRow
 
 # Runs of the paper's own variants that belong into a group too, before its own.
-BESIDE = {"a way to say nothing": ("k_bias",), "another function of the logits": ("sigmoid",),
-          "norms and values": ("post_norm",)}  # fmt: skip
+BESIDE = {
+    "a way to say nothing": ("k_bias",),
+    "another function of the logits": ("sigmoid",),
+    "norms and values": ("post_norm",),
+}
 # The groups of the picture, and their marks.
 GROUPS = {"a way to say nothing": "o", "another function of the logits": "s", "norms and values": "^", "optimiser": "D"}
 LOSSES = "viridis_r"
@@ -43,77 +43,65 @@ def sources() -> pd.DataFrame:
 
 def show_sources(group: str) -> None:
     """What the papers behind a group's variants say, and in brackets what was read of them."""
-    told = sources().query("group == @group").reset_index()
-    lines = {}
-    for (title, source, says, checked), part in told.groupby(["title", "source", "says", "checked"], sort=False):
-        what = "; ".join(names.title(name) for name in part["name"])
-        what = what[0].upper() + what[1:]
-        paper = f"{title}{f', arXiv {source}' if source else ''}"
-        lines[what] = f"{says} ({paper}; read: {checked}.)"
-    page = "".join(f"<li><b>{html.escape(what)}.</b> {html.escape(line)}</li>" for what, line in lines.items())
-    text = [textwrap.fill(f"- {what}. {line}", seen.WIDTH, subsequent_indent="  ") for what, line in lines.items()]
-    display({"text/plain": "\n".join(text), "text/html": f'<ul style="max-width:60em">{page}</ul>'}, raw=True)
+    variants = sources().query("group == @group").reset_index()
+    lines = []
+    for (title, source, says, checked), part in variants.groupby(["title", "source", "says", "checked"], sort=False):
+        what = seen.capital("; ".join(names.title(name) for name in part["name"]))
+        paper = f"{title}, arXiv {source}" if source else title
+        lines.append(f"**{what}.** {says} ({paper}; read: {checked}.)")
+    seen.show_text(lines, heading="")
 
 
-def rows(group: str, preset: str = "laptop", runs: Path | str | None = None) -> list[names.Row]:
+def rows(group: str, preset: str = "laptop") -> list[names.Row]:
     """The base, then the variants of a group, with the records of ours that the ledger judges.
 
     Raises ValueError for an unknown group or preset.
     """
-    table, ours = sources(), results(preset, runs)
+    table, ours = sources(), results(preset)
     if group not in set(table["group"]):
         raise ValueError(f"group must be one of {', '.join(table['group'].unique())}; got {group!r}")
-    shown = ["base", *BESIDE.get(group, ()), *table.index[table["group"] == group]]
-    found = []
-    for name in dict.fromkeys(ours.label(name) for name in shown):
-        base = name == resolve("base", preset)
-        label = "the base" if base else names.title(name)
-        found.append(names.Row(PaperRow(group, label, name, {}, ""), label, name, ours.seeds(name), base))
-    return found
+    experiments = ["base", *BESIDE.get(group, ()), *table.index[table["group"] == group]]
+    labels = {ours.label(name): names.of(name, preset) for name in experiments}
+    variants = [(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()]
+    return names.named(variants, preset)
 
 
-def compare(
-    group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss"),
-    runs: Path | str | None = None
-) -> None:  # fmt: skip
+def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss")) -> None:
     """A group of variants as picture and sentences on `keys` of the ledger's quantities, as `items.compare`."""
-    shown, ours = rows(group, preset, runs), results(preset, runs)
-    trained = [row for row in shown if row.trained]
-    if len(trained) < 2:
+    shown, ours = rows(group, preset), results(preset)
+    if sum(bool(row.trained) for row in shown) < 2:
         lacking = "; ".join(row.label for row in shown if not row.trained)
-        print(textwrap.fill(f"Not recorded yet: {lacking}.", seen.WIDTH))
+        print(textwrap.fill(f"Not recorded yet: {lacking}.", WIDTH))
         return
-    what = ("1", "star") if any("sink_star" in run.final for row in trained for run in row.trained.values()) else ("1",)
-    items.show_rows(shown, group[0].upper() + group[1:], "variant", preset, what)
+    starred = any(row.final("sink_star") for row in shown)
+    items.show_rows(shown, seen.capital(group), "variant", preset, ("1", "star") if starred else ("1",))
     seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
 
 
-def picture(preset: str = "laptop", runs: Path | str | None = None) -> Figure | None:
+def picture(preset: str = "laptop") -> Figure | None:
     """Every variant at its sink (excess alpha_1) and its massive activations (largest element of h over the median,
     times the untrained model's), validation loss as colour: a small mark a seed, a number their mean. None without any.
     """
-    points = []
-    for row in (row for group in GROUPS for row in rows(group, preset, runs)):
+    peak, points = QUANTITIES["peak"], []
+    for row in (row for group in GROUPS for row in rows(group, preset)):
+        mark = "*" if row.base else GROUPS[row.paper.item]
         for run in row.trained.values():
-            sink, peak = excess(run), QUANTITIES["peak"].read(run)
-            if sink is not None and peak is not None:
-                mark = "*" if row.base else GROUPS[row.paper.item]
-                points.append((row.label, mark, sink, peak, run.final["valid_loss"]))
-    table = pd.DataFrame(points, columns=["label", "mark", "sink", "peak", "loss"]).drop_duplicates()
+            points.append((row.label, mark, excess(run), peak.read(run), run.final["valid_loss"]))
+    table = pd.DataFrame(points, columns=["label", "mark", "sink", "peak", "loss"]).drop_duplicates().dropna()
     if table["label"].nunique() < 2:
         return None
     figure, axis = plt.subplots(figsize=(9.2, 4.6))
     norm = plt.Normalize(table["loss"].min(), table["loss"].quantile(0.9))  # what did not learn is off the scale
+    edge: dict[str, Any] = {"edgecolors": figures.PAPER_COLOR, "linewidths": 0.5, "s": 34, "alpha": 0.8}
     for mark, part in table.groupby("mark", sort=False):
-        axis.scatter(part["sink"], part["peak"], c=part["loss"], norm=norm, cmap=LOSSES, s=34, marker=mark, alpha=0.8,
-                     edgecolors=figures.PAPER_COLOR, linewidths=0.5)  # fmt: skip
+        axis.scatter(part["sink"], part["peak"], c=part["loss"], norm=norm, cmap=LOSSES, marker=mark, **edge)
     lines = []
     for number, (label, part) in enumerate(table.groupby("label", sort=False), start=1):
         where = (part["sink"].mean(), float(np.exp(np.log(part["peak"]).mean())))
         axis.annotate(str(number), where, (5, 5), textcoords="offset points", fontsize="small", weight="bold")
-        lines.append(Line2D([], [], linestyle="", marker=part["mark"].iloc[0], color=figures.PAPER_COLOR,
-                            label=f"{number} {label}"))  # fmt: skip
-    axis.axhline(float(QUANTITIES["peak"].level), color="black", linestyle="--", linewidth=1)
+        look = {"marker": part["mark"].iloc[0], "color": figures.PAPER_COLOR, "linestyle": ""}
+        lines.append(Line2D([], [], label=f"{number} {label}", **look))
+    axis.axhline(float(peak.level), color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter("{x:g}")
@@ -142,27 +130,3 @@ def blocks(model: TransformerLM, ids: torch.Tensor) -> pd.DataFrame:
         },
         index=pd.RangeIndex(1, len(alpha) + 1, name="block"),
     )
-
-
-def real_blocks(name: str) -> list[float]:
-    """Mean alpha_1 by block of a real model on natural text without a BOS, as data/open_lms has it."""
-    report = json.loads((OPEN_LMS / f"{name}.json").read_text(encoding="utf-8"))["probes"]["natural"]["text"]
-    return [float(np.mean(heads)) for heads in report["alpha"][0]]
-
-
-def along_blocks(lines: dict[str, Sequence[Sequence[float]]], ylabel: str, base: str | None = None) -> Figure | None:
-    """A quantity by block, a line a model, thin ones its seeds; lines: by label, for each seed a value a block."""
-    shown = {label: np.atleast_2d(seeds) for label, seeds in lines.items() if len(seeds)}
-    if not shown:
-        return None
-    figure, axis = plt.subplots(figsize=(8.4, 3.4))
-    colors = figures.colors_of(list(shown), base, ordered=True)
-    for index, (label, seeds) in enumerate(shown.items()):
-        where = np.arange(1, seeds.shape[1] + 1)
-        axis.plot(where, seeds.T, color=colors[label], linewidth=0.6, alpha=0.5)
-        axis.plot(where, seeds.mean(axis=0), color=colors[label], marker=figures.MARKS[index], label=label)
-    axis.axvline(2.5, color="black", linestyle="--", linewidth=1)
-    axis.set(xlabel="block", ylabel=ylabel, ylim=(min(0.0, axis.get_ylim()[0]), None))
-    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from sinkutils.ledger.results import Run, results
 from sinkutils.paths import PAPER
-from sinkutils.study.config import RunConfig
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment
 from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.paper import PaperRow, paper_rows
 
 SUBSCRIPTS = str.maketrans("0123456789ktij", "₀₁₂₃₄₅₆₇₈₉ₖₜᵢⱼ")
 SYMBOL = re.compile(r"\b(alpha|Sink|x|h|k|v|p|A|q)_(\d+|k|t|\*)(?![\w_])")
-NAMES = re.compile(rf"(?<![\w.-])({'|'.join(sorted((re.escape(e.name) for e in EXPERIMENTS), key=len, reverse=True))})"
-                   r"(?![\w-])(?!\.\d)")  # fmt: skip
+LONGEST_FIRST = sorted((re.escape(row.name) for row in EXPERIMENTS), key=len, reverse=True)
+NAMES = re.compile(rf"(?<![\w.-])({'|'.join(LONGEST_FIRST)})(?![\w-])(?!\.\d)")
 WORDS = {
     r"\beps\b": "ε",
     "excess alpha": "excess of alpha",
@@ -52,12 +53,12 @@ def is_experiment(name: str) -> bool:
 def human(text: str, preset: str | None = None) -> str:
     """A line of the ledger with its symbols as one writes them and, given the preset, experiments by their names."""
     if preset is None:  # a word such as "default" may stand for itself
-        text = NAMES.sub(lambda found: title(found[1]) if "_" in found[1] else found[1], text)
+        text = NAMES.sub(lambda match: title(match[1]) if "_" in match[1] else match[1], text)
     else:
-        text = NAMES.sub(lambda found: of(found[1], preset), text)
+        text = NAMES.sub(lambda match: of(match[1], preset), text)
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)
-    text = SYMBOL.sub(lambda found: found[1] + found[2].translate(SUBSCRIPTS), text)
+    text = SYMBOL.sub(lambda match: match[1] + match[2].translate(SUBSCRIPTS), text)
     return re.sub(r"\balpha\b(?! =)|\balpha(?=[₀-₉ₖ*])", "α", text)
 
 
@@ -75,6 +76,14 @@ class Row:
     def short(self) -> str:
         """The label without the paper's setting."""
         return self.label.removesuffix(f" ({self.paper.row})")
+
+    def values(self, read: Callable[[Run], Any]) -> list[Any]:
+        """What is read of each run that trained and holds it."""
+        return [value for run in self.trained.values() if (value := read(run)) is not None]
+
+    def final(self, key: str) -> list[float]:
+        """A final value, such as sink_1, of each run that trained and has it."""
+        return self.values(lambda run: run.final.get(key))
 
     @property
     def trained(self) -> dict[int, Run]:
@@ -109,42 +118,52 @@ def label(row: PaperRow, preset: str) -> str:
     """Our setting of a row, with the paper's in brackets where that is another."""
     pattern = _items()[row.item]["ours"]
     try:
-        ours = _setting(pattern, config(row.experiment, preset)) if pattern else row.row
+        run = config(row.experiment, preset)
     except ValueError:  # not of this preset
         return row.row
+    ours = pattern.format(run=run, tokens=run.train.batch_size * run.model.context_length) if pattern else row.row
+    ours = ours.replace("w = None", "no window")
     return ours if ours == row.row else f"{ours} ({row.row})"
 
 
-def _setting(pattern: str, run: RunConfig) -> str:
-    tokens = run.train.batch_size * run.model.context_length
-    return pattern.format(run=run, tokens=tokens).replace("w = None", "no window")
-
-
-def rows(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+def rows(item: str, preset: str = "laptop") -> list[Row]:
     """The rows of an item in the paper's order, with the records of ours that the ledger judges.
 
     Rows that are one run at this preset (d_a = 1 and 2 of a small head) are one row. Raises ValueError for an unknown
     item or preset.
     """
-    ours, found, base = results(preset, runs), dict[str, Row](), resolve("base", preset)
-    for row in paper_rows(item):
-        try:
-            name = resolve(row.experiment, preset)
-        except ValueError:
-            name = ""
-        found.setdefault(name or row.experiment, Row(row, label(row, preset), name, ours.seeds(name), name == base))
-    return list(found.values())
+    return _once(printed(item, preset))
 
 
-def every(preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+def printed(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[Row]:
+    """`rows`, each that the paper prints, though two may be one run here."""
+    return named([(row, label(row, preset)) for row in paper_rows(item)], preset, runs)
+
+
+def every(preset: str = "laptop") -> list[Row]:
     """The base and every experiment of the paper that changes it and is measured at its length, a row each."""
-    ours, base, found = results(preset, runs), resolve("base", preset), dict[str, Row]()
+    base, refused, changes = resolve("base", preset), unavailable(preset), []
     length = config("base", preset).train.eval_length
-    for one in EXPERIMENTS:
-        if one.section in (AFTER_PAPER, "D") or not (one.base or one.name == base) or one.name in unavailable(preset):
-            continue
-        if config(one.name, preset).train.eval_length == length:
-            name = resolve(one.name, preset)
-            paper = PaperRow("", title(name), name, one.paper, "")
-            found.setdefault(name, Row(paper, paper.row, name, ours.seeds(name), name == base))
-    return list(found.values())
+    for row in EXPERIMENTS:
+        changed = row.section not in (AFTER_PAPER, "D") and (row.base or row.name == base) and row.name not in refused
+        if changed and config(row.name, preset).train.eval_length == length:
+            name = resolve(row.name, preset)
+            changes.append((PaperRow("", title(name), name, row.paper, ""), title(name)))
+    return _once(named(changes, preset))
+
+
+def named(rows: Iterable[tuple[PaperRow, str]], preset: str, runs: Path | str | None = None) -> list[Row]:
+    """Rows of the paper and their labels with the records of ours that the ledger judges."""
+    ours, base, named_rows = results(preset, runs), resolve("base", preset), []
+    for paper, words in rows:
+        try:
+            name = resolve(paper.experiment, preset)
+        except ValueError:  # not of this preset
+            name = ""
+        named_rows.append(Row(paper, words, name, ours.seeds(name), name == base))
+    return named_rows
+
+
+def _once(rows: list[Row]) -> list[Row]:
+    first = {row.experiment or row.paper.experiment: row for row in reversed(rows)}
+    return [row for row in rows if row is first[row.experiment or row.paper.experiment]]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from IPython.display import display
 from tqdm.auto import tqdm
 
 from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing import names
 from sinkutils.showing.figures import COMMITTED
-from sinkutils.showing.seen import WIDTH
+from sinkutils.showing.pages import WIDTH, put
 from sinkutils.showing.tables import plain
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config, keeps_weights, unavailable
@@ -61,15 +60,8 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
     failed = []
     for path in tqdm(paths, unit="notebook"):
         try:
-            papermill.execute_notebook(
-                path,
-                output / path.name,
-                parameters,
-                cwd=NOTEBOOKS,
-                progress_bar=False,
-                execution_timeout=CELL_SECONDS,
-                kernel_name="python3",
-            )
+            options = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": CELL_SECONDS}
+            papermill.execute_notebook(path, output / path.name, parameters, kernel_name="python3", **options)
         except papermill.PapermillExecutionError as error:
             failed.append(path.stem)
             tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
@@ -91,10 +83,8 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     started = time.time()
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
-        client = NotebookClient(
-            book, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True,
-            resources={"metadata": {"path": NOTEBOOKS}}
-        )  # fmt: skip
+        options: dict[str, Any] = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
+        client = NotebookClient(book, resources={"metadata": {"path": NOTEBOOKS}}, **options)
         client.execute(env=os.environ | {COMMITTED: "1"})
         book.metadata.pop("widgets", None)
         for cell in book.cells:
@@ -118,13 +108,9 @@ def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps
     batches for many steps in that time, and not compiled, which would take as long as it saves.
     """
     base = config("default", "laptop", seed)
-    spec = dataclasses.replace(base.model.attention, bias=bias)
-    run = dataclasses.replace(
-        base,
-        experiment=f"quickstart_{bias}_bias",
-        model=dataclasses.replace(base.model, attention=spec),
-        train=dataclasses.replace(base.train, steps=steps, batch_size=8, learning_rate=4e-3, eval_every=steps // 15),
-    )
+    model = replace(base.model, attention=replace(base.model.attention, bias=bias))
+    task = replace(base.train, steps=steps, batch_size=8, learning_rate=4e-3, eval_every=steps // 15)
+    run = replace(base, experiment=f"quickstart_{bias}_bias", model=model, train=task)
     return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True, compile=False)
 
 
@@ -143,9 +129,9 @@ def ensure(
     What the preset cannot hold is left out. Raises ValueError for an unknown item, preset or `recompute`.
     """
     refused = unavailable(preset)
-    found = dict.fromkeys(row.experiment for item in items for row in paper_rows(item) if row.experiment not in refused)
-    recorded({name: name for name in found if name == "base" or not experiment(name).download}, preset, seed, recompute,
-             device)  # fmt: skip
+    experiments = dict.fromkeys(row.experiment for item in items for row in paper_rows(item))
+    here = [name for name in experiments if name not in refused and (name == "base" or not experiment(name).download)]
+    recorded({name: name for name in here}, preset, seed, recompute, device)
 
 
 def recorded(
@@ -163,30 +149,28 @@ def recorded(
     """
     if recompute not in ("never", "missing"):
         raise ValueError(f"recompute must be 'never' or 'missing', got {recompute!r}")
-    found: dict[str, Record | None] = {}
-    missing: list[str] = []
+    records: dict[str, Record | None] = {}
+    missing: dict[str, str] = {}
     for label, name in experiments.items():
         run = config(name, preset, seed)
-        found[label] = Runs().get(run, weights=weights)
-        if found[label] is None and recompute == "missing":
-            found[label] = train(run, device=device, keep_weights=weights or keeps_weights(run))
-        elif found[label] is None and run.experiment not in missing:
-            missing.append(run.experiment)
+        records[label] = Runs().get(run, weights=weights)
+        if records[label] is None and recompute == "missing":
+            records[label] = train(run, device=device, keep_weights=weights or keeps_weights(run))
+        elif records[label] is None:
+            missing[run.experiment] = names.of(run.experiment, preset)
     if missing:
-        found_names = [names.of(name, preset) for name in missing]
-        what = "; ".join(found_names) if len(missing) < 12 else f"{len(missing)} of {len(found)} runs"
+        what = "; ".join(missing.values()) if len(missing) < 12 else f"{len(missing)} of {len(records)} runs"
         lines = f"Not recorded yet: {'the weights of ' * weights}{what}, seed {seed}. To make what is missing:"
         print(f"{textwrap.fill(lines, WIDTH)}\n    python -m sinkutils sweep --preset {preset}")
-    return found
+    return records
 
 
 def show(table: pd.DataFrame) -> None:
     """Show a table of `paper_beside_ours`, rounded, the same on every run; in a page it is folded."""
     text = plain(table)
-    short = text.drop(columns="note").to_string(line_width=WIDTH)
     items = ", ".join(table["item"].unique())
     page = f"<details><summary>The numbers: {items}</summary>{text.to_html(border=0)}</details>"
-    _display(short, page)
+    put(text.drop(columns="note").to_string(line_width=WIDTH), page)
 
 
 def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
@@ -199,9 +183,4 @@ def show_frame(frame: pd.DataFrame, digits: int = 2) -> None:
         return
     frame, index = frame.round(digits), not isinstance(frame.index, pd.RangeIndex)
     text = frame.to_string(index=index, na_rep="-", line_width=WIDTH, max_colwidth=60)
-    _display(text, frame.to_html(index=index, na_rep="-"))
-
-
-def _display(text: str, html: str) -> None:
-    # A page scrolls an HTML table that is wide, and wraps lines of text; a console, a diff and nbval read the text.
-    display({"text/plain": text, "text/html": html}, raw=True)
+    put(text, frame.to_html(index=index, na_rep="-"))

@@ -1,6 +1,6 @@
 """README's parts, the pages of docs/ and README's picture, from records, measurements and benchmarks.
 
-`python -m sinkutils readme` writes them anew. Where something is missing they say so.
+`python -m sinkutils readme` writes them anew. Where records are missing they say so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from fractions import Fraction
 from math import isnan
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from sinkutils.ledger import claims as ledger
@@ -21,8 +20,10 @@ from sinkutils.ledger import later as later_claims
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names, svg
-from sinkutils.showing.explorer import side_by_side
+from sinkutils.showing.explorer import kept_map, side_by_side
 from sinkutils.showing.tables import records
+from sinkutils.study.cost import cost
+from sinkutils.study.grid import config, plan
 from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
@@ -46,8 +47,8 @@ def headlines_part() -> str:
     lines = [f"- {_chip(row)} {row['claim']} <br> {_why(row)}" for row in table.loc[list(HEADLINES)].to_dict("records")]
     counts = table["verdict"].value_counts().sort_index()
     listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    return "\n".join([*lines, "", f"Of all {counts.sum()} claims: {listed}. "
-                                  "Each with its numbers: [the ledger](docs/ledger.md)."])  # fmt: skip
+    more = f"Of all {counts.sum()} claims: {listed}. Each with its numbers: [the ledger](docs/ledger.md)."
+    return "\n".join([*lines, "", more])
 
 
 def differences_part() -> str:
@@ -56,10 +57,9 @@ def differences_part() -> str:
     rows = table[table["verdict"].isin((rules.NOT_REPRODUCED, rules.PARTLY))].to_dict("records")
     rows.sort(key=lambda row: Fraction(row["holds"].replace(" of ", "/")))
     lines = [f"- {_chip(row)} {row['claim']} ({row['source']}) <br> {_why(row)}" for row in rows[:DIFFERENCES]]
-    more = len(rows) - DIFFERENCES
-    return "\n".join([*lines, *([f"- and {more} more in [the ledger](docs/ledger.md)"] if more > 0 else [])]) or (
-        "Of what is recorded so far, nowhere."
-    )
+    if len(rows) > DIFFERENCES:
+        lines.append(f"- and {len(rows) - DIFFERENCES} more in [the ledger](docs/ledger.md)")
+    return "\n".join(lines) or "Of what is recorded so far, nowhere."
 
 
 def _chip(row: dict[str, Any]) -> str:
@@ -123,9 +123,7 @@ def findings() -> dict[str, str]:
             f"A small model whose texts begin with a BOS ends at {ours('fixed_1')}; one that meets any first token, at "
             f"{ours('default')}."
         ),
-        "03_data": (
-            f"With the fixed token at position 2, Sink₂: {ours('fixed_2', 'sink_2')}; Sink₁: {ours('fixed_2')}."
-        ),
+        "03_data": f"With the fixed token at position 2, Sink₂: {ours('fixed_2', 'sink_2')}; Sink₁: {ours('fixed_2')}.",
         "04_loss": (
             f"Sink₁ with a weight decay of 0.1: {ours('fixed_1')}; without any: {ours('weight_decay_0')}; with 0.5: "
             f"{ours('weight_decay_0.5')}."
@@ -154,9 +152,10 @@ def hero() -> str:
     recording, shown, pictures = recorded("smollm2")["maps"], 22, {}
     without, _, sink, _ = recording["heads"]  # by alpha_1
     for head, what in ((sink, "a sink"), (without, "no sink")):
-        weights = np.array([row + [0.0] * (shown - len(row)) for row in head["rows"][:shown]])
-        name = f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"
-        pictures[name] = weights
+        weights = kept_map(head, shown)
+        pictures[f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"] = (
+            weights
+        )
     tokens = [token.strip() for token in recording["tokens"][:shown]]
     below = "SmolLM2-135M: a row a query, a column a key, darker for more attention"
     return svg.source(side_by_side(pictures, tokens, "", "", below).drawing)
@@ -236,93 +235,82 @@ OPERATIONS = {
 }
 
 
+def benchmark(name: str) -> Any:
+    """What a benchmark last measured."""
+    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def training_part() -> str:
-    """Training speed beside the peer, from the last benchmark."""
-    path = BENCHMARKS / "training.json"
-    if not path.exists():
-        return "(not measured yet)"
-    data = json.loads(path.read_text(encoding="utf-8"))
-    rows = [
-        [
+    """Training speed beside the peer, and what the whole study takes at that."""
+    rows, measured = [], benchmark("training")["rows"]
+    for row in measured:
+        shape, peak = (
             f"d {row['d']}, L {row['layers']}, C {row['context']}",
-            row["who"],
-            f"{row['tokens_per_second']:,}",
-            f"{row['times_llama']:.2f}",
             f"{100 * row['share_of_matmul_peak']:.0f} %",
-        ]
-        for row in data["rows"]
-    ]
-    return markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+        )
+        rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", peak])
+    table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
+    base, runs = config("base", PRESET).model, plan(PRESET)
+    step = (base.hidden_size, base.context_length, "ours compiled bf16")
+    rate = next(row["tokens_per_second"] for row in measured if (row["d"], row["context"], row["who"]) == step)
+    hours = sum(cost(run).tokens for run in runs) / rate / 3600
+    whole = f"The whole study at `{PRESET}`, {len(runs)} runs, is {hours:.0f} core-hours of the base's compiled step."
+    return f"{table}\n\n{whole}"
 
 
 def measure_part() -> str:
-    """What measuring costs beside a plain forward pass and the published procedure, from the last benchmark."""
-    path = BENCHMARKS / "measure.json"
-    if not path.exists():
-        return "(not measured yet)"
-    cells = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
+    """What measuring costs beside a plain forward pass and the published procedure."""
+    cells, rows = benchmark("measure"), []
+    forward = {(cell["samples"], cell["length"]): cell for cell in cells if cell["way"] == "forward"}
     for cell in cells:
-        beside = next(
-            (
-                c
-                for c in cells
-                if c["way"] == "forward" and c["samples"] == cell["samples"] and c["length"] == cell["length"]
-            ),
-            None,
-        )
-        ratios = ["", ""]
-        if beside is not None:
-            ratios = [f"{cell[key] / beside[key]:.2f}" for key in ("seconds", "peak_gib")]
-        size = f"{cell['samples']} x {cell['length']}"
-        rows.append(
-            [size, cell["way"], f"{cell['seconds']:.1f} s", ratios[0], f"{cell['peak_gib']:.2f} GiB", ratios[1]]
-        )
-    return markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+        row = [f"{cell['samples']} x {cell['length']}", cell["way"]]
+        plain = forward.get((cell["samples"], cell["length"]))
+        for key, number in (("seconds", f"{cell['seconds']:.1f} s"), ("peak_gib", f"{cell['peak_gib']:.2f} GiB")):
+            row += [number, f"{cell[key] / plain[key]:.2f}" if plain else ""]
+        rows.append(row)
+    table = markdown(["texts x T", "way", "time", "times forward", "peak memory", "times forward"], rows)
+    real = benchmark("measure_smollm2")[0]
+    return (
+        f"{table}\n\n`measure` of SmolLM2 ({real['samples']} x {real['length']}, {real['threads']} threads) takes "
+        f"{real['ratio']:.2f} times its blocks, the median of {len(real['blocks_seconds'])} rounds in turns."
+    )
+
+
+def reading_part() -> str:
+    """What reading costs, beside the last commit of recipe 1."""
+    rows = [[row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"]
+            for row in benchmark("reading")]  # fmt: skip
+    return markdown(["what", "records", "now", "with recipe 1's code"], rows)
 
 
 def attention_part() -> str:
-    """A training step of each attention operation beside softmax's, from the last benchmark."""
-    path = BENCHMARKS / "attention_ops.json"
-    if not path.exists():
-        return "(not measured yet)"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    cells = [
+    """A training step of each attention operation beside softmax's."""
+    rows = [
         [OPERATIONS[row["operation"]], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"]
-        for row in rows
+        for row in benchmark("attention_ops")["rows"]
     ]
-    return markdown(["operation", "time, times softmax", "memory, times softmax"], cells)
+    return markdown(["operation", "time, times softmax", "memory, times softmax"], rows)
 
 
 def reliability_part() -> str:
-    """Kills, damage and random inputs, counted by the last benchmark, and what a second worker gains."""
-    path = BENCHMARKS / "reliability.json"
-    if not path.exists():
-        return "(not measured yet)"
-    data = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
-    if "kills" in data:
-        kills = data["kills"]
-        hit = ", ".join(f"{what} {n}" for what, n in sorted(kills["hit"].items()))
-        rows.append([f"sweeps of two workers killed at random instants ({hit})", f"{kills['kills']}",
-                     f"all {kills['records']} records there, whole, and equal to an unbroken sweep's"])  # fmt: skip
-    if "twice" in data:
-        twice = data["twice"]
-        rows.append(["runs of two sweeps started at once", f"{twice['runs']}", f"{twice['trained_once']} trained once"])
-    if "damage" in data:
-        damage = data["damage"]
-        wrong = f"{damage['missed']} not noticed, {damage['unnamed']} without the file's name"
-        rows.append([f"each byte flipped in each of the {damage['files']} files of a record, each length cut to",
-                     f"{damage['flipped'] + damage['cut']:,}", wrong])  # fmt: skip
-    for what, counts in data.get("inputs", {}).items():
+    """Kills, damage and random inputs, counted, and what a second worker gains."""
+    data = benchmark("reliability")
+    kills, twice, damage, gain = (data[part] for part in ("kills", "twice", "damage", "efficiency"))
+    hit = ", ".join(f"{what} {n}" for what, n in sorted(kills["hit"].items()))
+    whole = f"all {kills['records']} records there, whole, and equal to an unbroken sweep's"
+    places = f"each byte flipped in each of the {damage['files']} files of a record, each length cut to"
+    unseen = f"{damage['missed']} not noticed, {damage['unnamed']} without the file's name"
+    rows = [
+        [f"sweeps of two workers killed at random instants ({hit})", f"{kills['kills']}", whole],
+        ["runs of two sweeps started at once", f"{twice['runs']}", f"{twice['trained_once']} trained once"],
+        [places, f"{damage['flipped'] + damage['cut']:,}", unseen],
+    ]
+    for what, counts in data["inputs"].items():
         right, refused = counts.get("answered", 0), counts.get("refused", 0)
-        rows.append([f"random inputs: {what}", f"{right + refused:,}",
-                     f"{right:,} right, {refused:,} refused by a ValueError that names the argument"])  # fmt: skip
-    if "efficiency" in data:
-        gain = data["efficiency"]
-        rows.append([f"two workers beside one, {gain['runs']} runs at `{gain['preset']}`", "1",
-                     f"efficiency {gain['efficiency']:.2f}"])  # fmt: skip
-    return markdown(["what", "times", "outcome"], rows)
+        outcome = f"{right:,} right, {refused:,} refused by a ValueError that names the argument"
+        rows.append([f"random inputs: {what}", f"{right + refused:,}", outcome])
+    beside = f"two workers beside one, {gain['runs']} runs at `{gain['preset']}`"
+    return markdown(["what", "times", "outcome"], [*rows, [beside, "1", f"efficiency {gain['efficiency']:.2f}"]])
 
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
@@ -334,6 +322,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "notebooks": notebooks_part,
     "training": training_part,
     "measure": measure_part,
+    "reading": reading_part,
     "attention": attention_part,
     "reliability": reliability_part,
 }
@@ -342,18 +331,18 @@ PARTS: dict[str, Callable[[], str]] = {
 def render(text: str) -> str:
     """A page with the parts that it marks made anew. Raises ValueError for a part that there is not."""
 
-    def made(match: re.Match[str]) -> str:
+    def anew(match: re.Match[str]) -> str:
         if match[2] not in PARTS:
             raise ValueError(f"there is no part {match[2]!r}: {', '.join(PARTS)}")
         return f"{match[1]}{PARTS[match[2]]()}\n{match[3]}"
 
-    return re.sub(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", anew, text, flags=re.DOTALL)
 
 
 def generated() -> dict[str, str]:
     """Every file that is generated, or has generated parts, by its path in the checkout, as it should read."""
-    made = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
-    return made | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
+    pages = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
+    return pages | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
 
 
 def page(*parts: str) -> str:

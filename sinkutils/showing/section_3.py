@@ -17,30 +17,43 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sinkutils.showing.figures import BASE_COLOR, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
+from sinkutils.showing.explorer import kept_map
+from sinkutils.showing.figures import (
+    BASE_COLOR,
+    FIRST_COLOR,
+    MARKS,
+    PAPER_COLOR,
+    SINK_LABEL,
+    STAR_COLOR,
+    block_axis,
+    draw_map,
+)
 from sinkutils.showing.properties import by_domain, by_length, report, usual
-from sinkutils.showing.section_3_seen import FIRSTS, Models, head_name, repeated_norms
+from sinkutils.showing.section_3_seen import FIRSTS, MASSIVE, Models, head_name, repeated_norms
 
-OTHERS, FIRST, MIDDLE = BASE_COLOR, FIRST_COLOR, STAR_COLOR
 SHOWN_TOKENS, SHOWN_ANGLES = 18, 24
-POSITIONS = {"nope": "none (NoPE)", "relative": "relative, bucket numbers", "relative_learned": "relative, learned",
-             "alibi": "ALiBi", "rotary": "rotary"}  # fmt: skip
+POSITIONS = {
+    "nope": "none (NoPE)",
+    "relative": "relative, bucket numbers",
+    "relative_learned": "relative, learned",
+    "alibi": "ALiBi",
+    "rotary": "rotary",
+}
 SINK = SINK_LABEL.split(",")[0]
 
 
-def _blocks(axis: Axes) -> None:
-    axis.set_xlabel("block $l$")
-    axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+def _first(axis: Axes, values: Any, label: str = "first token", size: float = 4) -> None:
+    """The first token's line, a point a block or a position, counted from 1."""
+    axis.plot(range(1, len(values) + 1), values, "o-", markersize=size, color=FIRST_COLOR, label=label)
 
 
-def _map(axis: Axes, rows: list[list[float]], cmap: str, norm: Any) -> Any:
-    """A causal map (T, T) from its rows; what the mask hides is white."""
-    values = np.full((len(rows), len(rows)), np.nan)
-    for i, row in enumerate(rows):
-        values[i, : min(len(row), len(rows))] = row[: len(rows)]
-    edges = (0.5, len(rows) + 0.5, len(rows) + 0.5, 0.5)
-    axis.grid(False)
-    return axis.imshow(values, cmap=cmap, norm=norm, interpolation="nearest", extent=edges)
+def _others(axis: Axes, values: Any, label: str = "mean of the others", color: str = BASE_COLOR) -> None:
+    """The line of what the first token is compared with."""
+    axis.plot(range(1, len(values) + 1), values, "s--", markersize=3, color=color, label=label)
+
+
+def _beside(axis: Axes) -> None:
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
 
 
 def token_maps(models: Models) -> Figure:
@@ -49,7 +62,7 @@ def token_maps(models: Models) -> Figure:
     for row, (title, of) in zip(axes, models.items(), strict=True):
         tokens = [token.strip() or "·" for token in of["maps"]["tokens"]][:SHOWN_TOKENS]
         for axis, head in zip(row, (of["maps"]["heads"][-1], of["maps"]["heads"][1]), strict=True):
-            image = _map(axis, head["rows"][: len(tokens)], "rocket_r", mpl.colors.Normalize(0, 1))
+            image = draw_map(axis, kept_map(head, len(tokens)))
             axis.set_xticks(range(1, len(tokens) + 1), tokens, rotation=90, fontsize="small")
             axis.set_yticks(range(1, len(tokens) + 1), tokens, fontsize="small")
             axis.set(title=f"{title}, {head_name(head)}", xlabel="key $j$", ylabel="query $i$")
@@ -59,23 +72,18 @@ def token_maps(models: Models) -> Figure:
 
 def norms(models: Models) -> Figure:
     """The l2-norms of h, k, v by block: first token against the mean of the others (Figs. 2 top, 11-14)."""
-    panels = (("hidden_norms", r"$\|h\|$"), ("key_norms", r"$\|k\|$"), ("value_norms", r"$\|v\|$"))
     figure, axes = plt.subplots(len(models), 3, figsize=(9.6, 2.7 * len(models) + 0.3), squeeze=False)
     for row, (title, of) in zip(axes, models.items(), strict=True):
-        for axis, (key, label) in zip(row, panels, strict=True):
-            if key not in report(of):
-                axis.set_visible(False)
-                continue
-            values = np.asarray(report(of)[key])
-            blocks = np.arange(1, len(values) + 1)
-            axis.plot(blocks, values[:, 0], "o-", markersize=4, color=FIRST, label="first token")
-            others = values[:, 1:].mean(axis=1)
-            axis.plot(blocks, others, "s--", markersize=3, color=OTHERS, label="mean of the others")
-            axis.set(ylabel=label, yscale="log" if key == "hidden_norms" else "linear")
-            if key != "hidden_norms":
-                axis.set_ylim(0, None)
-            _blocks(axis)
+        for axis, name in zip(row, ("hidden", "key", "value"), strict=True):
+            values = np.asarray(report(of).get(f"{name}_norms", ()))
+            axis.set_visible(len(values) > 0)
+            if len(values):
+                _first(axis, values[:, 0])
+                _others(axis, values[:, 1:].mean(axis=1))
+                axis.set_ylabel(rf"$\|{name[0]}\|$")
+                axis.set(yscale="log") if name == "hidden" else axis.set_ylim(0, None)
         row[1].set_title(title)
+        block_axis(*row)
     axes[0, 2].legend(fontsize="small", loc="upper left")
     return figure
 
@@ -86,23 +94,22 @@ def chain(models: Models) -> Figure | None:
     if not models:
         return None
     figure, axes = plt.subplots(len(models), 3, figsize=(8.8, 2.3 * len(models) + 0.3), squeeze=False)
-    for row, (title, of) in zip(axes, models.items(), strict=True):
-        one, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
-        blocks = np.arange(1, len(one["over_median"]) + 1)
+    for (sizes, shares, keys), (title, of) in zip(axes, models.items(), strict=True):
+        first, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
         for rank, label in enumerate(("largest", "second", "third")):
-            shade = mpl.colors.to_rgba(FIRST, 1 - 0.3 * rank)
-            row[0].plot(blocks, np.array(one["over_median"])[:, rank], color=shade, label=label)
-        row[0].axhline(1000, color=PAPER_COLOR, linestyle=":")
-        row[0].set(yscale="log", ylabel=r"$|h_{1,j}|$ / median")
-        layers, share = np.arange(1, len(one["normed_share"]) + 1), 100 * np.array(one["normed_share"])
-        row[1].plot(layers, share[:, 0], "o-", markersize=4, color=FIRST, label="first token")
-        row[1].plot(layers, share[:, 1], "s--", markersize=3, color=OTHERS, label="mean of the others")
-        row[1].set(ylabel=r"3 dims' share of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
-        row[2].plot(layers, one["cosine_k_1_to_mean"], "o-", markersize=4, color=FIRST, label="first token")
-        row[2].plot(layers, one["cosine_k_middle_to_mean"], "s--", markersize=3, color=MIDDLE, label=f"token {middle}")
-        row[2].set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
-        for axis in row:
-            _blocks(axis)
+            values = np.array(first["over_median"])[:, rank]
+            shade = mpl.colors.to_rgba(FIRST_COLOR, 1 - 0.3 * rank)
+            sizes.plot(range(1, len(values) + 1), values, color=shade, label=label)
+        sizes.axhline(MASSIVE, color=PAPER_COLOR, linestyle=":")
+        sizes.set(yscale="log", ylabel=r"$|h_{1,j}|$ / median")
+        share = 100 * np.array(first["normed_share"])
+        _first(shares, share[:, 0])
+        _others(shares, share[:, 1])
+        shares.set(ylabel=r"3 dims' share of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
+        _first(keys, first["cosine_k_1_to_mean"])
+        _others(keys, first["cosine_k_middle_to_mean"], f"token {middle}", STAR_COLOR)
+        keys.set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
+    block_axis(*axes.flat)
     for axis in axes[0]:
         axis.legend(fontsize="small")
     return figure
@@ -110,16 +117,17 @@ def chain(models: Models) -> Figure | None:
 
 def angle_maps(models: Models) -> Figure:
     """A_ij, cos(q_i, k_j), ||q_i|| ||k_j|| on one text, of the heads with most and least alpha_1 (Fig. 2 bottom)."""
-    heads = [
-        (title, head) for title, of in models.items() for head in (of["maps"]["heads"][-1], of["maps"]["heads"][0])
-    ]
-    panels = (("rows", "$A_{i,j}$", "rocket_r", (0, 1)), ("cosine", r"$\cos(q_i, k_j)$", "vlag", (-0.7, 0.7)),
-              ("norm_product", r"$\|q_i\| \|k_j\|$", "mako_r", None))  # fmt: skip
+    heads = [(title, of["maps"]["heads"][rank]) for title, of in models.items() for rank in (-1, 0)]
+    panels = (
+        ("rows", "$A_{i,j}$", "rocket_r", (0, 1)),
+        ("cosine", r"$\cos(q_i, k_j)$", "vlag", (-0.7, 0.7)),
+        ("norm_product", r"$\|q_i\| \|k_j\|$", "mako_r", None),  # a scale a head
+    )
     figure, axes = plt.subplots(3, len(heads), figsize=(2.35 * len(heads) + 0.9, 6.6), squeeze=False)
     for row, (key, symbol, cmap, limits) in zip(axes, panels, strict=True):
         for axis, (title, head) in zip(row, heads, strict=True):
-            rows = head[key][:SHOWN_ANGLES]
-            image = _map(axis, rows, cmap, mpl.colors.Normalize(*(limits or (0, max(map(max, rows))))))
+            values = kept_map(head, SHOWN_ANGLES, key)
+            image = draw_map(axis, values, mpl.colors.Normalize(*(limits or (0, values.max()))), cmap)
             if key == "rows":
                 axis.set_title(f"{title}\n{head_name(head)}", fontsize="x-small")
             if limits is None:
@@ -135,21 +143,18 @@ def angle_maps(models: Models) -> Figure:
 def angles(models: Models) -> Figure:
     """cos(q, k) and ||q|| ||k|| by block, first token against the others, means and ranges over heads (Figs. 15-18)."""
     models = {title: of for title, of in models.items() if "angles" in of}
+    labels = {"cosine": r"$\cos(q, k)$", "norm_product": r"$\|q\| \|k\|$"}
+    looks = {"others": (BASE_COLOR, "--", "the others"), "first": (FIRST_COLOR, "-", "first token")}
     figure, axes = plt.subplots(len(models), 2, figsize=(7.8, 2.3 * len(models) + 0.2), squeeze=False)
     for row, (title, of) in zip(axes, models.items(), strict=True):
-        for axis, (key, label) in zip(
-            row, (("cosine", r"$\cos(q, k)$"), ("norm_product", r"$\|q\| \|k\|$")), strict=True
-        ):
-            for which, color, line, name in (
-                ("others", OTHERS, "--", "the others"),
-                ("first", FIRST, "-", "first token"),
-            ):
+        for axis, (key, label) in zip(row, labels.items(), strict=True):
+            for which, (color, line, name) in looks.items():
                 values = np.array(of["angles"][key][which])  # (layers, heads)
                 blocks = np.arange(1, len(values) + 1)
                 axis.fill_between(blocks, values.min(axis=1), values.max(axis=1), color=color, alpha=0.2, linewidth=0)
                 axis.plot(blocks, values.mean(axis=1), line, color=color, label=name)
             axis.set(ylabel=label, title=title)
-            _blocks(axis)
+    block_axis(*axes.flat)
     axes[0, 0].legend(fontsize="small")
     return figure
 
@@ -168,7 +173,7 @@ def lengths(models: Models) -> Figure:
         axis.set_xticks(values.index, [str(length) for length in values.index])
         axis.set(xlabel="sequence length $T$", title=f"{title}, {FIRSTS[usual(of)]}", ylim=(-2, 103))
     axes[0, 0].set_ylabel(SINK)
-    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _beside(axes[0, -1])
     return figure
 
 
@@ -176,20 +181,20 @@ def inputs(table: pd.DataFrame) -> Figure:
     """Table 1 left as a picture: Sink_1 on natural, random and repeated tokens, a row a model; `by_input`."""
     figure, axis = plt.subplots(figsize=(8.2, 0.36 * len(table) + 1.0))
     kinds = {"natural": ("natural text", "o"), "random": ("random tokens", "s"), "repeat": ("one token repeated", "D")}
-    for color, (kind, (label, mark)) in zip((OTHERS, FIRST, MIDDLE), kinds.items(), strict=True):
-        for source, rows in table.groupby("of"):
-            places = [place for place, of in enumerate(table["of"]) if of == source]
-            axis.plot(rows[kind], places, mark, color=color, markerfacecolor=color if source == "ours" else "white",
-                      label=label if source == "ours" else None)  # fmt: skip
+    ours, places = table["of"] == "ours", np.arange(len(table))
+    for color, (kind, (label, mark)) in zip((BASE_COLOR, FIRST_COLOR, STAR_COLOR), kinds.items(), strict=True):
+        axis.plot(table[kind][ours], places[ours], mark, color=color, label=label)
+        axis.plot(table[kind][~ours], places[~ours], mark, color=color, markerfacecolor="white")
     names = [
-        f"{row['model']}, no BOS (paper)" if row["of"] == "paper"
+        f"{row['model']}, no BOS (paper)"
+        if row["of"] == "paper"
         else f"{row['model']}, {FIRSTS[row['first']]}{' (as trained)' if row['usual'] else ''}"
         for _, row in table.iterrows()
-    ]  # fmt: skip
-    axis.set_yticks(range(len(names)), names, fontsize="small")
+    ]
+    axis.set_yticks(places, names, fontsize="small")
     axis.set(xlabel=SINK_LABEL, xlim=(-3, 103))
     axis.invert_yaxis()
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _beside(axis)
     return figure
 
 
@@ -198,9 +203,8 @@ def repeats(models: Models) -> Figure:
     figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 0.4, 3.2), sharey=True, squeeze=False)
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         peak, natural, repeated = repeated_norms(of)
-        positions = np.arange(1, len(natural) + 1)
-        axis.plot(positions, repeated, "s--", markersize=3, color=OTHERS, label="one token repeated")
-        axis.plot(positions, natural, "o-", markersize=3, color=FIRST, label="natural text")
+        _others(axis, repeated, "one token repeated")
+        _first(axis, natural, "natural text", size=3)
         axis.set(xlabel="position $t$", yscale="log", title=f"{title}, after block {peak + 1}")
     axes[0, 0].set_ylabel(r"$\|h_t\|$ / natural mean, $t > 1$")
     axes[0, -1].legend()
@@ -213,21 +217,20 @@ def repeated_attention(seen: Mapping[str, Any]) -> Figure:
     seen: `propositions.RepeatedTokens` by position embedding. Left, the largest A_t,1 over layers and heads; right,
     the exponent by distance of those with a bias, less its value at distance 0.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.4))
-    colors = dict(zip(seen, sns.color_palette("colorblind"), strict=False))
-    for name, one in seen.items():
-        first = np.asarray(one.weights[..., 0]).max(axis=(0, 1))
-        axes[0].plot(range(1, len(first) + 1), first, color=colors[name], label=POSITIONS[name])
+    figure, (attention, biases) = plt.subplots(1, 2, figsize=(9.6, 3.4))
+    for color, (name, equal) in zip(sns.color_palette("colorblind"), seen.items(), strict=False):
+        first = np.asarray(equal.weights[..., 0]).max(axis=(0, 1))
+        attention.plot(range(1, len(first) + 1), first, color=color, label=POSITIONS[name])
         if name in ("relative", "alibi"):
-            bias = np.asarray(one.logits[0, 0] - one.logits[0, 0, 0])
-            axes[1].plot(range(len(bias)), bias, color=colors[name], label=POSITIONS[name])
+            bias = np.asarray(equal.logits[0, 0] - equal.logits[0, 0, 0])
+            biases.plot(range(len(bias)), bias, color=color, label=POSITIONS[name])
     bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
-    axes[0].plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
-    axes[0].set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$",
-                ylim=(1e-3, 1.5))  # fmt: skip
-    axes[1].set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
-    axes[1].set_yscale("symlog", linthresh=1)
-    for axis in axes:
+    attention.plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
+    attention.set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylim=(1e-3, 1.5))
+    attention.set_ylabel(r"$\max_{l,h} A_{t,1}$")
+    biases.set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
+    biases.set_yscale("symlog", linthresh=1)
+    for axis in (attention, biases):
         axis.legend(fontsize="small")
     return figure
 
@@ -236,25 +239,16 @@ def edited_positions(table: pd.DataFrame, name: str = "") -> Figure:
     """Table 7 as a picture: Sink_1 and Sink_t over t, p_1 replaced by p_t or swapped with it; `name`: of our model."""
     figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.3), sharey=True)
     for axis, (operation, rows) in zip(axes, table[table["t"] > 1].groupby("operation"), strict=True):
-        for key, label, color in (("1", r"$\mathrm{Sink}_1$", FIRST), ("t", r"$\mathrm{Sink}_t$", OTHERS)):
-            axis.plot(
-                rows["t"],
-                rows[f"paper_{key}"],
-                "o:",
-                color=color,
-                markerfacecolor="white",
-                label=f"{label}, GPT2-XL (paper)",
-            )
+        for key, color in (("1", FIRST_COLOR), ("t", BASE_COLOR)):
+            label, paper = rf"$\mathrm{{Sink}}_{key}$", rows[f"paper_{key}"]
+            axis.plot(rows["t"], paper, "o:", color=color, markerfacecolor="white", label=f"{label}, GPT2-XL (paper)")
             if rows[f"sink_{key}"].notna().any():
                 axis.plot(rows["t"], rows[f"sink_{key}"], "s-", color=color, label=f"{label}, {name}")
         axis.axhline(table["paper_1"].iloc[0], color=PAPER_COLOR, linestyle=":", linewidth=1)
-        axis.set(
-            xlabel="$t$",
-            title=f"$p_1$ {'replaced by' if operation == 'replace' else 'swapped with'} $p_t$",
-            xticks=rows["t"],
-        )
+        done = "replaced by" if operation == "replace" else "swapped with"
+        axis.set(xlabel="$t$", title=f"$p_1$ {done} $p_t$", xticks=rows["t"])
     axes[0].set_ylabel("% of heads, repeated tokens")
-    axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _beside(axes[1])
     return figure
 
 
@@ -263,10 +257,8 @@ def domains(models: Models) -> Figure | None:
     tables = {title: by_domain(of) for title, of in models.items() if "domains" in of}
     if not tables:
         return None
-    rows = max(map(len, tables.values()))
-    figure, axes = plt.subplots(
-        1, len(tables), figsize=(3.3 * len(tables) + 3.0, 0.26 * rows + 1.2), sharey=True, squeeze=False
-    )
+    size = (3.3 * len(tables) + 3.0, 0.26 * max(map(len, tables.values())) + 1.2)
+    figure, axes = plt.subplots(1, len(tables), figsize=size, sharey=True, squeeze=False)
     for axis, (title, table) in zip(axes[0], tables.items(), strict=True):
         for color, mark, eps in zip(sns.color_palette("flare", 5)[1:4], "osD", table, strict=True):
             axis.axvline(table[eps].mean(), color=color, linewidth=1, linestyle=":")
@@ -274,7 +266,7 @@ def domains(models: Models) -> Figure | None:
         axis.set_yticks(range(len(table)), table.index, fontsize="small")
         axis.set(xlim=(0, 103), xlabel=SINK, title=title)
     axes[0, 0].invert_yaxis()
-    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _beside(axes[0, -1])
     return figure
 
 
@@ -284,20 +276,21 @@ def by_size(table: pd.DataFrame, values: Mapping[str, str]) -> Figure:
     """
     figure, axes = plt.subplots(1, len(values), figsize=(3.9 * len(values) + 1.8, 3.5), squeeze=False)
     here = table[table["source"] == "measured"]["family"].unique()
-    spread = table["parameters"].min() / 2, 2 * table["parameters"].max()
     colors = dict(zip(here, sns.color_palette("colorblind"), strict=False))
     for axis, (column, label) in zip(axes[0], values.items(), strict=True):
+        score = column.startswith("acc")  # the paper prints none
         for index, (family, rows) in enumerate(table.groupby("family", sort=False)):
             for source, part in rows.dropna(subset=column).sort_values("parameters").groupby("source"):
-                ours = source == "measured" or column.startswith("acc")  # the paper prints no accuracy
-                color = colors.get(family, PAPER_COLOR) if ours else PAPER_COLOR
-                mark, line = "os^Dv<>pXP"[index % 10], "-" if ours else ""
-                axis.plot(part["parameters"], part[column], mark, linestyle=line, color=color,
-                          markersize=8 if ours else 6, markerfacecolor=color if ours else "white",
-                          label=family if ours else f"{family} (paper)")  # fmt: skip
+                ours = source == "measured" or score
+                look = {"color": colors.get(family, PAPER_COLOR), "linestyle": "-", "markersize": 8}
+                if not ours:
+                    look = {"color": PAPER_COLOR, "markerfacecolor": "white", "linestyle": "", "markersize": 6}
+                name = family if ours else f"{family} (paper)"
+                axis.plot(part["parameters"], part[column], MARKS[index % len(MARKS)], label=name, **look)
+        spread = table["parameters"].min() / 2, 2 * table["parameters"].max()
         axis.set(xscale="log", xlim=spread, xlabel="parameters", ylabel=label, ylim=(0, 103))
         axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-        if column.startswith("acc"):
+        if score:
             axis.axhline(25, color=PAPER_COLOR, linestyle=":")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,26 @@ import pandas as pd
 from sinkutils.measuring.own import BOS, TEXT, X_FIX
 from sinkutils.measuring.report import norm_ratio
 from sinkutils.showing.properties import EPSILON, Sections, alphas, by_domain, by_length, report, usual
+from sinkutils.showing.seen import capital
 
 Models = Mapping[str, Sections]
 MASSIVE = 1000  # times the median dimension
 FIRSTS = {TEXT: "no BOS", BOS: "BOS first", X_FIX: "its fixed token first"}
 
 
-def _each(models: Models, say: Callable[[str, Sections], str], section: str = "") -> list[str]:
-    """One passage a model that has the section."""
-    return [say(title, of) for title, of in models.items() if not section or section in of]
+def of_each(section: str) -> Callable:
+    """Makes of what says something of one model, by its title and its sections, what gives a passage for each of the
+    models that have this section.
+    """
+
+    def of_models(say: Callable[[str, Sections], str]) -> Callable[[Models], list[str]]:
+        @wraps(say)
+        def passages(models: Models) -> list[str]:
+            return [say(title, of) for title, of in models.items() if section in of]
+
+        return passages
+
+    return of_models
 
 
 def head_name(head: Mapping[str, Any]) -> str:
@@ -27,132 +39,102 @@ def head_name(head: Mapping[str, Any]) -> str:
     return f"head {head['head'] + 1} of block {head['layer'] + 1}"
 
 
-def tokens(models: Models) -> list[str]:
+@of_each("maps")
+def tokens(title: str, of: Sections) -> str:
     """Who gets the attention of the strongest and of the weakest head."""
-
-    def say(title: str, of: Sections) -> str:
-        weakest, *_, strongest = of["maps"]["heads"]
-        rows, first = strongest["rows"], of["maps"]["tokens"][0].strip()
-        others = [np.mean([row[k] for row in rows[k:]]) for k in range(1, len(rows) // 2)]
-        return (
-            f"In {title} the queries of {head_name(strongest)} give the first token, “{first}”, "
-            f"{strongest['alpha_1']:.2f} of their attention in the mean, and none of the next "
-            f"{len(others)} tokens more "
-            f"than {max(others):.2f}. {head_name(weakest).capitalize()} gives the first token {weakest['alpha_1']:.2f}."
-        )
-
-    return _each(models, say)
+    weakest, *_, strongest = of["maps"]["heads"]
+    rows, first = strongest["rows"], of["maps"]["tokens"][0].strip()
+    others = [np.mean([row[k] for row in rows[k:]]) for k in range(1, len(rows) // 2)]
+    return (
+        f"In {title} the queries of {head_name(strongest)} give the first token, “{first}”, {strongest['alpha_1']:.2f} "
+        f"of their attention in the mean, and none of the next {len(others)} tokens more than {max(others):.2f}. "
+        f"{capital(head_name(weakest))} gives the first token {weakest['alpha_1']:.2f}."
+    )
 
 
-def norms(models: Models) -> list[str]:
+@of_each("probes")
+def norms(title: str, of: Sections) -> str:
     """How much ||h_1|| exceeds the others', from where to where, and how ||k_1|| and ||v_1|| compare."""
-
-    def say(title: str, of: Sections) -> str:
-        kept = report(of)
-        ratio = np.array(norm_ratio(kept["hidden_norms"][:-1]))  # the last block's reflects the prediction
-        large = np.flatnonzero(ratio > 2) + 1
-        where = "nowhere twice the others'"
-        if len(large):
-            where = (
-                f"over twice the others' after {len(large)} of the first {len(ratio)} blocks, from block {large[0]} on"
-            )
-        text = (
-            f"In {title} ‖h₁‖ is {where}; the most is {ratio.max():.1f} times, after block {1 + int(ratio.argmax())}."
+    kept = report(of)
+    ratio = np.array(norm_ratio(kept["hidden_norms"][:-1]))  # the last block's reflects the prediction
+    large, where = np.flatnonzero(ratio > 2) + 1, "nowhere twice the others'"
+    if len(large):
+        where = f"over twice the others' after {len(large)} of the first {len(ratio)} blocks, from block {large[0]} on"
+    text = f"In {title} ‖h₁‖ is {where}; the most is {ratio.max():.1f} times, after block {1 + int(ratio.argmax())}."
+    if "key_norms" in kept:
+        key, value = (np.array(norm_ratio(kept[name])) for name in ("key_norms", "value_norms"))
+        text += (
+            f" ‖k₁‖ is smaller than the others' in {(key < 1).sum()} of {len(key)} blocks (median ratio "
+            f"{np.median(key):.2f}), ‖v₁‖ in {(value < 1).sum()} ({np.median(value):.2f})."
         )
-        if "key_norms" in kept:
-            key, value = (np.array(norm_ratio(kept[name])) for name in ("key_norms", "value_norms"))
-            text += (
-                f" ‖k₁‖ is smaller than the others' in {(key < 1).sum()} of {len(key)} blocks (median ratio "
-                f"{np.median(key):.2f}), ‖v₁‖ in {(value < 1).sum()} ({np.median(value):.2f})."
-            )
-        return text
-
-    return _each(models, say)
+    return text
 
 
-def chain(models: Models) -> list[str]:
+@of_each("first_token")
+def chain(title: str, of: Sections) -> str:
     """Section 3.1's steps in numbers, those of LN at the layer after the largest massive activation."""
-
-    def say(title: str, of: Sections) -> str:
-        one, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
-        sizes = np.array(one["over_median"])[:-1, 0]
-        peak = int(sizes.argmax())
-        behind = (np.flatnonzero(sizes > MASSIVE) if (sizes > MASSIVE).any() else np.array([peak])) + 1
-        share, rest = (np.median(np.array(one[f"normed_{key}"])[behind], axis=0) for key in ("share", "rest"))
-        near, control = one["cosine_k_1_to_mean"], one["cosine_k_middle_to_mean"]
-        if usual(of) == TEXT:
-            key = (
-                f"From text to text another token stands first, and still the cosine of k₁ to its mean is "
-                f"{near[0]:.2f} in block 1 and {min(near[1:]):.2f} or more after it"
-            )
-        else:
-            key = "The same token stands first in every text, so that its key is one vector in any case"
-        return (
-            f"In {title} the largest dimension of h₁ is number {one['dimensions'][peak][0]} after block {peak + 1}, "
-            f"{sizes[peak]:,.0f} times the median. In the blocks behind such dimensions LN leaves "
-            f"{100 * share[0]:.0f} % of the "
-            f"squared length in three dimensions ({100 * share[1]:.0f} % for the other tokens; "
-            f"medians over {len(behind)} "
-            f"blocks), and the typical dimension at {rest[0] / rest[1]:.2f} times theirs. {key}; at "
-            f"token {middle} it is "
-            f"{min(control):.2f} to {max(control):.2f}."
+    first, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
+    sizes = np.array(first["over_median"])[:-1, 0]
+    peak = int(sizes.argmax())
+    behind = (np.flatnonzero(sizes > MASSIVE) if (sizes > MASSIVE).any() else np.array([peak])) + 1
+    share, rest = (np.median(np.array(first[f"normed_{key}"])[behind], axis=0) for key in ("share", "rest"))
+    near, control = first["cosine_k_1_to_mean"], first["cosine_k_middle_to_mean"]
+    key = "The same token stands first in every text, so that its key is one vector in any case"
+    if usual(of) == TEXT:
+        key = (
+            "From text to text another token stands first, and still the cosine of k₁ to its mean is "
+            f"{near[0]:.2f} in block 1 and {min(near[1:]):.2f} or more after it"
         )
+    return (
+        f"In {title} the largest dimension of h₁ is number {first['dimensions'][peak][0]} after block {peak + 1}, "
+        f"{sizes[peak]:,.0f} times the median. In the blocks behind such dimensions LN leaves {100 * share[0]:.0f} % "
+        f"of the squared length in three dimensions ({100 * share[1]:.0f} % for the other tokens; medians over "
+        f"{len(behind)} blocks), and the typical dimension at {rest[0] / rest[1]:.2f} times theirs. {key}; at token "
+        f"{middle} it is {min(control):.2f} to {max(control):.2f}."
+    )
 
-    return _each(models, say, "first_token")
 
-
-def angles(models: Models) -> list[str]:
+@of_each("angles")
+def angles(title: str, of: Sections) -> str:
     """Cosines and products of norms in the heads with a sink, and the cosines in those without."""
+    strong = alphas(of) > EPSILON
+    if not strong.any():
+        return f"{title} has no head with a sink, so there is nothing to explain."
 
-    def say(title: str, of: Sections) -> str:
-        strong = alphas(of) > EPSILON
-        if not strong.any():
-            return f"{title} has no head with a sink, so there is nothing to explain."
-        cosine, product = (
-            {which: np.array(values) for which, values in of["angles"][key].items()}
-            for key in ("cosine", "norm_product")
-        )
-        text = (
-            f"In {title}'s {strong.sum()} heads with a mean α₁ > {EPSILON} the cosine of "
-            f"queries to the first key "
-            f"is {cosine['first'][strong].mean():.2f} on average and to other keys "
-            f"{cosine['others'][strong].mean():.2f}; "
-            f"the product of norms is {product['first'][strong].mean():.0f} for the first key and "
-            f"{product['others'][strong].mean():.0f} for others."
-        )
-        if not strong.all():
-            first, others = (cosine[which][~strong].mean() for which in ("first", "others"))
-            text += f" In its {(~strong).sum()} other heads the cosines are {first:.2f} and {others:.2f}."
-        return text
+    def mean(key: str, which: str, heads: np.ndarray) -> float:
+        return np.array(of["angles"][key][which])[heads].mean()
 
-    return _each(models, say, "angles")
+    text = (
+        f"In {title}'s {strong.sum()} heads with a mean α₁ > {EPSILON} the cosine of queries to the first key is "
+        f"{mean('cosine', 'first', strong):.2f} on average and to other keys {mean('cosine', 'others', strong):.2f}; "
+        f"the product of norms is {mean('norm_product', 'first', strong):.0f} for the first key and "
+        f"{mean('norm_product', 'others', strong):.0f} for others."
+    )
+    if not strong.all():
+        first, others = (mean("cosine", which, ~strong) for which in ("first", "others"))
+        text += f" In its {(~strong).sum()} other heads the cosines are {first:.2f} and {others:.2f}."
+    return text
 
 
-def lengths(models: Models) -> list[str]:
+@of_each("lengths")
+def lengths(title: str, of: Sections) -> str:
     """What is left of Sink_1 at the longest T, by eps."""
-
-    def say(title: str, of: Sections) -> str:
-        table = by_length(of)
-        table = table[table["uniform"] < 0.2]
-        if len(table) < 2:
-            return f"{title} reads too few tokens for a comparison of lengths."
-        short, long = table.index[0], table.index[-1]
-        told = ", ".join(f"{table[eps][short]:.1f} to {table[eps][long]:.1f} at {eps:g}" for eps in (0.2, 0.3, 0.4))
-        texts = "1 text" if table["texts"][long] == 1 else f"{table['texts'][long]:.0f} texts"
-        return f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε)."
-
-    return _each(models, say)
+    table = by_length(of)
+    table = table[table["uniform"] < 0.2]
+    if len(table) < 2:
+        return f"{title} reads too few tokens for a comparison of lengths."
+    short, long = table.index[0], table.index[-1]
+    told = ", ".join(f"{table[eps][short]:.1f} to {table[eps][long]:.1f} at {eps:g}" for eps in (0.2, 0.3, 0.4))
+    texts = "1 text" if table["texts"][long] == 1 else f"{table['texts'][long]:.0f} texts"
+    return f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε)."
 
 
 def inputs(table: pd.DataFrame) -> list[str]:
     """Each model's three numbers in words, as trained and otherwise; `properties.by_input`."""
     parts = [
-        f"{row['model'][:1].upper()}{row['model'][1:]}, "
-        f"{FIRSTS[row['first']]}{' (as it was trained)' if row['usual'] else ''}: "
-        f"{row['natural']:.1f} % on "
-        f"natural text ({row['interval']} over texts), {row['random']:.1f} on random tokens, "
-        f"{row['repeat']:.1f} on one "
-        "token repeated."
+        f"{capital(row['model'])}, {FIRSTS[row['first']]}{' (as it was trained)' if row['usual'] else ''}: "
+        f"{row['natural']:.1f} % on natural text ({row['interval']} over texts), {row['random']:.1f} on random tokens, "
+        f"{row['repeat']:.1f} on one token repeated."
         for _, row in table[table["of"] == "ours"].iterrows()
     ]
     rotary = table[(table["of"] == "paper") & (table["model"] != "GPT2-XL")]
@@ -173,56 +155,44 @@ def repeated_norms(of: Sections) -> tuple[int, np.ndarray, np.ndarray]:
     return peak, natural[peak] / ordinary, repeated[peak] / ordinary
 
 
-def repeats(models: Models) -> list[str]:
+@of_each("probes")
+def repeats(title: str, of: Sections) -> str:
     """Which tokens are massive on natural text and which on one token repeated."""
-
-    def say(title: str, of: Sections) -> str:
-        peak, natural, repeated = repeated_norms(of)
-        low, high = (f"{value:.1f}" for value in (repeated.min(), repeated.max()))
-        spread = f"{low} at every position" if low == high else f"{low} to {high}"
-        return (
-            f"In {title}, after block {peak + 1} and without a BOS, natural text has {natural[0]:.1f} "
-            f"times the usual norm "
-            f"at its first token and at most {natural[1:].max():.1f} behind it; one token repeated has {spread}."
-        )
-
-    return _each(models, say)
+    peak, natural, repeated = repeated_norms(of)
+    low, high = (f"{value:.1f}" for value in (repeated.min(), repeated.max()))
+    spread = f"{low} at every position" if low == high else f"{low} to {high}"
+    return (
+        f"In {title}, after block {peak + 1} and without a BOS, natural text has {natural[0]:.1f} times the usual norm "
+        f"at its first token and at most {natural[1:].max():.1f} behind it; one token repeated has {spread}."
+    )
 
 
-def domains(models: Models) -> list[str]:
+@of_each("domains")
+def domains(title: str, of: Sections) -> str:
     """The range over kinds of text at each eps."""
-
-    def say(title: str, of: Sections) -> str:
-        table = by_domain(of)
-        at, span = table[EPSILON], table.max() - table.min()
-        return (
-            f"In {title}, over {len(table)} kinds of text, Sink₁ at ε = {EPSILON} is between {at.min():.1f} % "
-            f"({at.idxmin()}) and {at.max():.1f} % ({at.idxmax()}): {span[0.3]:.1f} points, beside "
-            f"{span[0.2]:.1f} at 0.2 "
-            f"and {span[0.4]:.1f} at 0.4."
-        )
-
-    return _each(models, say, "domains")
+    table = by_domain(of)
+    at, span = table[EPSILON], table.max() - table.min()
+    return (
+        f"In {title}, over {len(table)} kinds of text, Sink₁ at ε = {EPSILON} is between {at.min():.1f} % "
+        f"({at.idxmin()}) and {at.max():.1f} % ({at.idxmax()}): {span[0.3]:.1f} points, beside {span[0.2]:.1f} at 0.2 "
+        f"and {span[0.4]:.1f} at 0.4."
+    )
 
 
-def heads(models: Models) -> list[str]:
+@of_each("probes")
+def heads(title: str, of: Sections) -> str:
     """Where in depth the heads with a sink are."""
-
-    def say(title: str, of: Sections) -> str:
-        alpha = alphas(of)
-        early = max(1, len(alpha) // 4)
-        layer, head = divmod(int(alpha.argmax()), alpha.shape[1])
-        shares = [100 * (part > EPSILON).mean() for part in (alpha[:early], alpha[early:])]
-        without = [str(block) for block, row in enumerate(alpha, 1) if (row <= EPSILON).all()]
-        text = (
-            f"In {title} {shares[0]:.0f} % of the heads of the first {early} blocks have a mean "
-            f"α₁ above {EPSILON}, "
-            f"and {shares[1]:.0f} % of the later ones; the strongest is head {head + 1} of block {layer + 1} with "
-            f"{alpha.max():.2f}."
-        )
-        return text + (f" Blocks without such a head: {', '.join(without)}." if without else "")
-
-    return _each(models, say)
+    alpha = alphas(of)
+    early = max(1, len(alpha) // 4)
+    layer, head = divmod(int(alpha.argmax()), alpha.shape[1])
+    shares = [100 * (part > EPSILON).mean() for part in (alpha[:early], alpha[early:])]
+    without = [str(block) for block, row in enumerate(alpha, 1) if (row <= EPSILON).all()]
+    text = (
+        f"In {title} {shares[0]:.0f} % of the heads of the first {early} blocks have a mean α₁ above {EPSILON}, and "
+        f"{shares[1]:.0f} % of the later ones; the strongest is head {head + 1} of block {layer + 1} with "
+        f"{alpha.max():.2f}."
+    )
+    return text + (f" Blocks without such a head: {', '.join(without)}." if without else "")
 
 
 def scores(table: pd.DataFrame) -> list[str]:

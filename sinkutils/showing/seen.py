@@ -4,22 +4,19 @@ hand, so that they stay true whatever the records come to say.
 
 from __future__ import annotations
 
-import html
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from IPython.display import display
 
 from sinkutils.ledger.effects import level, paired
 from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
 from sinkutils.showing.names import Row, every, human, of, rows
+from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
 
-WIDTH = 98  # of a line of text
 # By the ledger's quantity: what more and less of it are called.
 WORDS = {
     "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
@@ -29,37 +26,25 @@ WORDS = {
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
 }
-SHARES: dict[str, tuple[int | str | None, str]] = {"excess_1": (1, "Sink₁"), "excess_star": ("star", "Sink*")}
 PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
 
-def show(
-    item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",), runs: Path | str | None = None
-) -> None:
+def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",)) -> None:
     """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
 
     Raises ValueError for an unknown item or preset.
     """
-    show_text([sentence for key in keys for sentence in sentences(item, preset, key, runs)])
+    show_text([sentence for key in keys for sentence in sentences(item, preset, key)])
 
 
-def show_text(lines: Sequence[str]) -> None:
-    """Show sentences under the heading of what there is to see, each once."""
-    told = list(dict.fromkeys(lines))
-    items = "".join(f"<li>{html.escape(line, quote=False)}</li>" for line in told)
-    text = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in told]
-    page = f'<div style="max-width:60em"><b>What you see</b><ul style="margin-top:0.2em">{items}</ul></div>'
-    display({"text/plain": "\n".join(["What you see", *text]), "text/html": page}, raw=True)
-
-
-def sentences(item: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None) -> list[str]:
+def sentences(item: str, preset: str = "laptop", key: str = "excess_1") -> list[str]:
     """What the records of an item say of a quantity of the ledger, in plain sentences.
 
     Of a quantity with a threshold (a norm ratio) which rows are above it; of another, the reference, which rows have
     more or less than it by the paired difference and its 95 % interval, which cannot be told from it, how many lie on
     the paper's side, the spread over seeds; always what is missing. Raises ValueError for an unknown item or preset.
     """
-    return of_rows(rows(item, preset, runs), results(preset, runs), key)
+    return of_rows(rows(item, preset), results(preset), key)
 
 
 def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[str]:
@@ -85,80 +70,82 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
     """
     other = reference(shown)
     based = next((row.paper.values.get("sink_1") for row in shown if row.base), None) or PAPER_BASE
-    found = []
+    changes = []
     for row in shown:
         change = None if row.experiment in ("", ours.label(other)) else paired(ours, row.experiment, other, key)
         if change is not None:
             printed = row.paper.values.get("sink_1", np.nan) - based
-            found.append((row.short, change.mean, change.low, change.high, printed))
-    return pd.DataFrame(found, columns=["label", "mean", "low", "high", "paper"])
+            changes.append((row.short, change.mean, change.low, change.high, printed))
+    return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper"])
 
 
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     other, quantity = reference(shown), human(QUANTITIES[key].heading)
     name = of(other, ours.preset) if other == "base" else "the default"
-    told = _of_base(ours, other, key, name)
+    lines = _of_base(ours, other, key, name)
     table = differences(shown, ours, key)
     more, less = table[table["low"] > 0], table[table["high"] < 0]
-    open_rows = table[(table["low"] <= 0) & (table["high"] >= 0)]
-    sides = [f"{words} than {name}: {_listed(part)}."
-             for words, part in zip(WORDS[key], (more, less), strict=True) if len(part)]  # fmt: skip
-    told += [side.replace(":", f" (difference of the {quantity}, 95 % interval):", 1) for side in sides[:1]] + sides[1:]
+    undecided = table[(table["low"] <= 0) & (table["high"] >= 0)]
+    which = f" (difference of the {quantity}, 95 % interval)"
+    for words, part in zip(WORDS[key], (more, less), strict=True):
+        if len(part):
+            lines.append(f"{words} than {name}{which}: {_listed(part)}.")
+            which = ""
     if key == "excess_1":
-        told += _beside_paper(pd.concat([more, less]))
-    if len(open_rows):
-        told.append(f"Not to be told from {name} with these seeds: {_listed(open_rows)}.")
+        lines += _beside_paper(pd.concat([more, less]))
+    if len(undecided):
+        lines.append(f"Not to be told from {name} with these seeds: {_listed(undecided)}.")
     if key == "excess_star":
-        told += _on_the_bias(shown)
-    return told
+        lines += _on_the_bias(shown)
+    return lines
 
 
 def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     """The reference itself: its share of heads or its level, with the range over seeds."""
     runs = [run for run in ours.seeds(other).values() if not run.failed]
-    start = name[0].upper() + name[1:]
     if not runs:
-        return [f"{start} is not recorded yet, so that nothing can be compared with it."]
-    k, symbol = SHARES.get(key, (None, ""))
-    if k == "star":
+        return [f"{capital(name)} is not recorded yet, so that nothing can be compared with it."]
+    if key == "excess_star":
         return []
-    values = [value for run in runs if (value := sink(run, k)) is not None] if k else list(ours.values(other, key))
-    if not values:
-        return []
-    unit, digits = (" %", 1) if k else ("", QUANTITIES[key].digits)
-    what = f"{symbol} =" if k else human(QUANTITIES[key].heading)
-    mean = f"{np.mean(values):.{digits}f}{unit}"
-    if len(values) == 1:
-        return [f"{start} has {what} {mean} (one seed)."]
-    return [
-        f"{start} has {what} {mean} ({min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds)."
-    ]
+    what, unit, digits = human(QUANTITIES[key].heading), "", QUANTITIES[key].digits
+    values = list(ours.values(other, key))
+    if key == "excess_1":
+        what, unit, digits = "Sink₁ =", " %", 1
+        values = [value for run in runs if (value := sink(run)) is not None]
+    return [f"{capital(name)} has {what} {spread(values, digits, unit)}."] if values else []
+
+
+def spread(values: Sequence[float], digits: int, unit: str) -> str:
+    """A mean with its range over seeds."""
+    seeds = f"{min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds"
+    return f"{np.mean(values):.{digits}f}{unit} ({seeds if len(values) > 1 else 'one seed'})"
+
+
+def capital(text: str) -> str:
+    """A text as a sentence begins."""
+    return text[:1].upper() + text[1:]
 
 
 def _beside_paper(decided: pd.DataFrame) -> list[str]:
     """How many of the rows that differ lie on the side of the base on which the paper has them."""
     printed = decided.dropna(subset="paper")
-    if printed.empty:
-        return []
     same = np.sign(printed["mean"]) == np.sign(printed["paper"])
-    if same.all():
-        count = {1: "The one of these rows", 2: "Both of these rows"}.get(
-            len(printed), f"All {len(printed)} of these rows"
-        )
-        return [f"{count} with a number in the paper {'lies' if len(printed) == 1 else 'lie'} on the same side there."]
-    others = "; ".join(printed.loc[~same, "label"])
-    return [
-        f"Of these rows, {same.sum()} of the {len(printed)} with a number in the paper lie on the same side there; "
-        f"the other way round: {others}."
-    ]
+    count = len(printed)
+    if not same.all():
+        return [
+            f"Of these rows, {same.sum()} of the {count} with a number in the paper lie on the same side there; "
+            f"the other way round: {'; '.join(printed.loc[~same, 'label'])}."
+        ]
+    rows = {1: "The one of these rows", 2: "Both of these rows"}.get(count, f"All {count} of these rows")
+    lie = "lies" if count == 1 else "lie"
+    return [f"{rows} with a number in the paper {lie} on the same side there."] if count else []
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:
     """The share of heads on a bias or sink token, where there is one."""
     cells = []
     for row in shown:
-        values = [value for run in row.trained.values() if (value := sink(run, "star")) is not None]
-        if values:
+        if values := row.values(lambda run: sink(run, "star")):
             printed = row.paper.values.get("sink_star")
             paper = "" if printed is None else f", the paper {printed:.0f}"
             cells.append(f"{row.short} {np.mean(values):.0f} %{paper}")
@@ -171,88 +158,91 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     threshold = float(quantity.level)
     sides: dict[str, list[str]] = {"Above": [], "Not above": [], "Not to be told from": []}
     for row in shown:
-        values = ours.values(row.experiment, key) if row.experiment else pd.Series(dtype=float)
+        values = ours.values(row.experiment, key)
         if len(values) > 1:
-            found = level(values, quantity.log)
-            above, below = found.low > threshold, found.high <= threshold
+            estimate = level(values, quantity.log)
+            above, below = estimate.low > threshold, estimate.high <= threshold
             side = "Above" if above else "Not above" if below else "Not to be told from"
-            sides[side].append(f"{row.short} {_effect(found, quantity.digits)}")
-    sides = {f"{side} {threshold:g}": cells for side, cells in sides.items() if cells}
-    heading = human(quantity.heading)
-    return [f"{heading[0].upper() + heading[1:]} (95 % interval). "
-            + " ".join(f"{side}: {'; '.join(cells)}." for side, cells in sides.items())] if sides else []  # fmt: skip
+            sides[side].append(f"{row.short} {_effect(estimate, quantity.digits)}")
+    lines = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
+    return [" ".join([f"{capital(human(quantity.heading))} (95 % interval).", *lines])] if lines else []
 
 
 def _missing(shown: Sequence[Row]) -> list[str]:
     """What has no run, one seed, or failed."""
-    waiting = [row for row in shown if row.state == "not run yet"]
+    waiting = [row.short for row in shown if row.state == "not run yet"]
+    many = len(waiting) > 3 and len(waiting) > len(shown) / 2
+    failures = {row.short: len(row.runs) - len(row.trained) for row in shown}
     parts = {
+        "Not run yet": [] if many else waiting,
         "Not at this scale": [row.short for row in shown if row.state == "not at this scale"],
         "One seed so far, so without an interval": [row.short for row in shown if len(row.trained) == 1],
-        "Training failed": [f"{row.short} ({len(row.runs) - len(row.trained)} of {len(row.runs)} seeds)"
-                            for row in shown if len(row.trained) < len(row.runs)],
-    }  # fmt: skip
-    told = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
-    if len(waiting) > 3 and len(waiting) > len(shown) / 2:
-        return [f"{len(waiting)} of the {len(shown)} rows are not run yet.", *told]
-    return [*([f"Not run yet: {'; '.join(row.short for row in waiting)}."] if waiting else []), *told]
+        "Training failed": [
+            f"{row.short} ({failures[row.short]} of {len(row.runs)} seeds)" for row in shown if failures[row.short]
+        ],
+    }
+    lines = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
+    return [*[f"{len(waiting)} of the {len(shown)} rows are not run yet."] * many, *lines]
 
 
-def by_position(item: str, preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+def by_position(item: str, preset: str = "laptop") -> list[str]:
     """Where among the first positions each row has its sink (Section 5, Table 10 right, Fig. 5), a sentence each.
 
     The position with the largest mean excess, its Sink_k over the seeds, and the largest Sink at any other.
     """
-    shown, told = rows(item, preset, runs), []
+    shown, lines = rows(item, preset), []
     for row in shown:
-        each = [{k: excess(run, k) or 0.0 for k in run.report.get("targets", ())} for run in row.trained.values()]
-        if not each or not each[0]:
+        seeds = row.values(lambda run: {k: excess(run, k) or 0.0 for k in run.report.get("targets", ())} or None)
+        if not seeds:
             continue
-        mean = {k: float(np.mean([one[k] for one in each])) for k in each[0]}
-        where = max(mean, key=mean.__getitem__)
-        shares = {k: [sink(run, k) or 0.0 for run in row.trained.values()] for k in mean}
-        most, rest = shares[where], max((np.mean(shares[k]) for k in mean if k != where), default=0.0)
+        mean = pd.DataFrame(seeds).mean()
+        where, count = mean.idxmax(), len(mean)
+        shares = {k: row.values(partial(sink, k=k)) for k in mean.index}
+        most, rest = shares.pop(where), max(map(np.mean, shares.values()), default=0.0)
         if np.mean(most) < 0.05:
-            told.append(f"{row.short}: no sink on any of the first {len(mean)} positions.")
+            lines.append(f"{row.short}: no sink on any of the first {count} positions.")
             continue
-        spread = f" ({min(most):.1f} to {max(most):.1f} over {len(most)} seeds)" if len(most) > 1 else " (one seed)"
-        told.append(human(f"{row.short}: most on x_{where}, Sink_{where} = {np.mean(most):.1f} %{spread}, at most "
-                          f"{rest:.1f} % on any other of the first {len(mean)}."))  # fmt: skip
-    if not told:
-        return ["None of these runs is recorded yet."]
-    return told + _missing(shown)
+        here = f"most on x_{where}, Sink_{where} = {spread(most, 1, ' %')}"
+        lines.append(human(f"{row.short}: {here}, at most {rest:.1f} % on any other of the first {count}."))
+    return lines + _missing(shown) if lines else ["None of these runs is recorded yet."]
 
 
-def study(preset: str = "laptop", runs: Path | str | None = None) -> list[str]:
+def study(preset: str = "laptop") -> list[str]:
     """What the records tell as a whole: what strengthens and what weakens the sink, what a threshold hides."""
-    shown, ours = every(preset, runs), results(preset, runs)
+    shown, ours = every(preset), results(preset)
     table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
     done = sum(bool(row.trained) for row in shown)
-    told = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
+    lines = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
-        undecided = len(table) - len(more) - len(less)
-        told.append(f"Of {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, "
-                    f"{len(less)} less; {undecided} cannot be told from it.")  # fmt: skip
-    for words, part in (("Most of all", more[:3]), ("Least of all", less[:3])):
-        told += [f"{words}: {_listed(part)}."] if len(part) else []
-    late = differences(shown, ours, "onset").sort_values("mean")
-    for words, part in (("Earlier", late[late["high"] < 0][:3]), ("Later", late[late["low"] > 0][::-1][:3])):
-        told += [f"{words} than in the base it comes with (share of the steps) {_listed(part)}."] if len(part) else []
+        lines.append(
+            f"Of {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} less; "
+            f"{len(table) - len(more) - len(less)} cannot be told from it."
+        )
+    later = differences(shown, ours, "onset").sort_values("mean")
+    onset = "than in the base it comes with (share of the steps)"
+    parts = {
+        "Most of all:": more,
+        "Least of all:": less,
+        f"Earlier {onset}": later[later["high"] < 0],
+        f"Later {onset}": later[later["low"] > 0][::-1],
+    }
+    lines += [f"{words} {_listed(part[:3])}." for words, part in parts.items() if len(part)]
     means = means_and_thresholds(shown)
     hidden = means[means["hidden"]]
     if len(means) > 1:
         which = ", ".join(f"{row.label} (mean α₁ {row.alpha:.2f})" for row in hidden.itertuples())
-        told.append(f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % although their mean α₁ is over twice that "
-                    f"of even attention{': ' * bool(which)}{which}.")  # fmt: skip
-    return told
+        lines.append(
+            f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % although their mean α₁ is over twice that of even "
+            f"attention{': ' * bool(which)}{which}."
+        )
+    return lines
 
 
 def _listed(table: pd.DataFrame) -> str:
     return "; ".join(f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples())
 
 
-def _effect(found: Any, digits: int, sign: str = "") -> str:
-    mean, low, high = (f"{value:{sign}.{digits}f}".replace("-", "\N{MINUS SIGN}") for value in
-                       (found.mean, found.low, found.high))  # fmt: skip
-    return f"{mean} ({low} to {high})"
+def _effect(estimate: Any, digits: int, sign: str = "") -> str:
+    mean, low, high = (f"{value:{sign}.{digits}f}" for value in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean} ({low} to {high})".replace("-", "\N{MINUS SIGN}")

@@ -51,7 +51,7 @@ class Picture:
         )
 
     def __repr__(self) -> str:
-        return "\n".join(textwrap.wrap(f"[{self.alt}] {self.caption}", 96))
+        return textwrap.fill(f"[{self.alt}] {self.caption}", 96)
 
 
 def shade(shares: np.ndarray) -> np.ndarray:
@@ -72,22 +72,31 @@ def source(root: ET.Element) -> str:
     return ET.tostring(root, encoding="unicode")
 
 
-def add(parent: ET.Element, tag: str, **attributes: Any) -> ET.Element:
+def add(parent: ET.Element, tag: str, part: str = "", **attributes: Any) -> ET.Element:
+    """A shape; part: the name by which interactive.js finds it."""
+    attributes |= {"data_part": part} if part else {}
     written = {
-        key: f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float | np.floating) else str(value)
+        key.replace("_", "-"): f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
         for key, value in attributes.items()
     }
-    return ET.SubElement(parent, tag, {key.replace("_", "-"): value for key, value in written.items()})
+    return ET.SubElement(parent, tag, written)
 
 
 def text(parent: ET.Element, words: str, x: float, y: float, part: str = "", **attributes: Any) -> None:
-    named = {"data_part": part} if part else {}
-    add(parent, "text", x=x, y=y, **named, **attributes).text = words
+    """A line of text that begins at (x, y)."""
+    add(parent, "text", part, x=x, y=y, **attributes).text = words
 
 
 def line(parent: ET.Element, x1: float, y1: float, x2: float, y2: float, part: str = "", **attributes: Any) -> None:
-    named = {"data_part": part} if part else {}
-    add(parent, "line", x1=x1, y1=y1, x2=x2, y2=y2, **named, **attributes)
+    """A straight line."""
+    add(parent, "line", part, x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def scale(parent: ET.Element, left: float, right: float, marks: Mapping[str, float]) -> None:
+    """Thin level lines at the heights of `marks`, with their names on the left."""
+    for name, y in marks.items():
+        line(parent, left, y, right, y, stroke=GREY, stroke_width=0.5)
+        text(parent, name, left - 8, y + 4, text_anchor="end", fill=GREY)
 
 
 def grid(
@@ -100,11 +109,8 @@ def grid(
     part: str = "",
 ) -> None:
     """A grid of cells of `size`, a path a colour; levels (rows, columns) index the palette, below 0: no cell."""
-    named = {"data_part": part} if part else {}
-    group = add(parent, "g", transform=f"translate({x:.1f} {y:.1f}) scale({size:.3f})", **named)
-    for level in range(len(palette)):
-        cells = np.argwhere(levels == level)
-        if len(cells):
-            add(
-                group, "path", fill=palette[level], d="".join(f"M{column} {row}h.94v.94h-.94z" for row, column in cells)
-            )
+    group = add(parent, "g", part, transform=f"translate({x:.1f} {y:.1f}) scale({size:.3f})")
+    for level, color in enumerate(palette):
+        cells = "".join(f"M{column} {row}h.94v.94h-.94z" for row, column in np.argwhere(levels == level))
+        if cells:
+            add(group, "path", fill=color, d=cells)

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkutils.ledger.results import EPSILON, Results, Run, results, sink
+from sinkutils.ledger.results import EPSILON, Run, sink
 from sinkutils.measuring.report import Report
-from sinkutils.showing.names import Row, human, label
-from sinkutils.study.grid import config, experiment, largest_alpha, resolve
-from sinkutils.study.paper import PaperRow, paper_rows
+from sinkutils.showing.names import Row, human, printed
+from sinkutils.study.grid import config, experiment, largest_alpha
 from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -49,10 +48,12 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
     and where ours is not run. `label` is our setting with the paper's in brackets; `paper` and `ours` say done, failed
     or not run; `seeds` counts ours. Raises ValueError, listing what there is, for an unknown item or preset.
     """
-    rows, ours = paper_rows(item), results(preset, runs)
-    table = pd.DataFrame([{"item": item} | _beside(row, ours) for row in rows])
-    shown = [v for v in VALUES if v in ("sink_1", "valid_loss") or _reported(table, v)]
-    hidden = [column for v in VALUES if v not in shown for column in _columns(v)]
+    table = pd.DataFrame([{"item": item} | _beside(row, preset) for row in printed(item, preset, runs)])
+    hidden = []
+    for value in VALUES:
+        ours = value == "sink_star" and table[value].notna().any()  # few models have it
+        if value not in ("sink_1", "valid_loss") and not ours and table[f"{value}_paper"].isna().all():
+            hidden += [f"{value}_paper", value, f"{value}_low", f"{value}_high"]
     return table.drop(columns=hidden)
 
 
@@ -64,11 +65,11 @@ def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
     """
     text = pd.DataFrame({"": table["label"]})
     for value in (v for v in VALUES if v in table):
-        text[f"{HEADINGS[value]}, paper"] = [
-            "failed" if row["paper"] == "failed" else _number(row[f"{value}_paper"], digits)
-            for _, row in table.iterrows()
-        ]
-        text[f"{HEADINGS[value]}, ours"] = [_ours(row, value, digits) for _, row in table.iterrows()]
+        rows = table.to_dict("records")
+        numbers = [_number(row[f"{value}_paper"], digits) for row in rows]
+        failed = table["paper"] == "failed"
+        text[f"{HEADINGS[value]}, paper"] = np.where(failed, "failed", numbers)
+        text[f"{HEADINGS[value]}, ours"] = [_ours(row, value, digits) for row in rows]
     text["note"] = [human(note) for note in table["note"]]
     return text.set_index("")
 
@@ -90,49 +91,32 @@ def _row(entry: Entry) -> dict[str, Any]:
     return row | {"section": known.section, "item": known.item}
 
 
-def _beside(paper: PaperRow, ours: Results) -> dict[str, Any]:
+def _beside(row: Row, preset: str) -> dict[str, Any]:
     """One row of `paper_beside_ours`."""
-    preset = ours.preset
-    row: dict[str, Any] = {"row": paper.row, "label": label(paper, preset), "experiment": "", "seeds": 0}
-    row |= {"paper": "failed" if paper.note == "failed" else "done" if paper.values else "", "ours": "not run"}
+    paper, seeds = row.paper, len(row.trained)
+    cells: dict[str, Any] = {"row": paper.row, "label": row.label, "experiment": row.experiment, "seeds": seeds}
+    cells["paper"] = "failed" if paper.note == "failed" else "done" if paper.values else ""
+    cells["ours"] = "done" if seeds else "failed" if row.runs else "not run"
     note = [] if paper.note == "failed" else [paper.note]
-    done: list[Run] = []
-    try:
-        row["experiment"] = resolve(paper.experiment, preset)
-    except ValueError:
+    if 0 < seeds < len(row.runs):
+        note.append(f"{len(row.runs) - seeds} of our {len(row.runs)} runs failed")
+    largest = largest_alpha(config(paper.experiment, preset)) if row.experiment else 1.0
+    if largest <= EPSILON:
+        note.append(f"at this scale the window keeps α₁ at or below {largest:.2g}: no sink can be measured")
+    if not row.experiment:
         note.append("not of this preset")
-    else:
-        made = ours.seeds(row["experiment"]).values()
-        done = [run for run in made if not run.failed]
-        failed, row["seeds"] = len(made) - len(done), len(done)
-        row["ours"] = "done" if done else "failed" if failed else "not run"
-        if failed and done:
-            note.append(f"{failed} of our {len(made)} runs failed")
-        largest = largest_alpha(config(paper.experiment, preset))
-        if largest <= EPSILON:
-            note.append(f"at this scale the window keeps α₁ at or below {largest:.2g}: no sink can be measured")
     for value in VALUES:
-        numbers = pd.Series([run.final.get(value) for run in done], dtype=float).dropna()
-        row[f"{value}_paper"] = paper.values.get(value, math.nan)
-        row |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
-    return row | {"note": "; ".join(filter(None, note))}
-
-
-def _columns(value: str) -> list[str]:
-    return [f"{value}_paper", value, f"{value}_low", f"{value}_high"]
-
-
-def _reported(table: pd.DataFrame, value: str) -> bool:
-    """Whether the paper gives this value in the item, or (for Sink_*, which few models have) a run of ours does."""
-    ours = value == "sink_star" and table[value].notna().any()
-    return bool(ours or table[f"{value}_paper"].notna().any())
+        numbers = pd.Series(row.final(value), dtype=float).dropna()
+        cells[f"{value}_paper"] = paper.values.get(value, math.nan)
+        cells |= {value: numbers.mean(), f"{value}_low": numbers.min(), f"{value}_high": numbers.max()}
+    return cells | {"note": "; ".join(filter(None, note))}
 
 
 def _number(value: float, digits: int) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _ours(row: pd.Series, value: str, digits: int) -> str:
+def _ours(row: Mapping[str, Any], value: str, digits: int) -> str:
     if row["ours"] != "done":
         return "failed" if row["ours"] == "failed" else "-"
     mean = _number(row[value], digits)
@@ -143,12 +127,12 @@ def _ours(row: pd.Series, value: str, digits: int) -> str:
 
 def sinks_by_position(rows: Sequence[Row], eps: float = EPSILON) -> pd.DataFrame:
     """Sink_k^eps in percent for every recorded position k, a row a setting, mean over its seeds; NaN without any."""
-    found = {}
-    for row in rows:
-        each = [pd.Series({int(k): by_eps[str(eps)] for k, by_eps in run.report.get("sink", {}).items()})
-                for run in row.trained.values()]  # fmt: skip
-        found[row.label] = pd.concat(each, axis=1).mean(axis=1) if each else pd.Series(dtype=float)
-    return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1)
+
+    def read(run: Run) -> dict[int, float]:
+        return {int(k): by_eps[str(eps)] for k, by_eps in run.report.get("sink", {}).items()}
+
+    means = {row.label: pd.DataFrame(row.values(read)).mean() for row in rows}
+    return pd.DataFrame.from_dict(means, orient="index").sort_index(axis=1)
 
 
 def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, list[float] | str]:
@@ -157,10 +141,14 @@ def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, lis
 
     key: the norms in the report, such as "before_norm_norms" of a post-norm model.
     """
+
+    def read(run: Run) -> list[float] | None:
+        return Report.from_dict(run.report).norm_ratio(key) if key in run.report else None
+
     ratios: dict[str, list[float] | str] = {}
     for row in rows:
-        each = [Report.from_dict(run.report).norm_ratio(key) for run in row.trained.values() if key in run.report]
-        ratios[row.label] = np.mean(each, axis=0).tolist() if each else row.state or "not measured"
+        seeds = row.values(read)
+        ratios[row.label] = np.mean(seeds, axis=0).tolist() if seeds else row.state or "not measured"
     return ratios
 
 
@@ -169,13 +157,13 @@ def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
 
     Columns label, alpha, sink, base, hidden: Sink_1 under 1 % though alpha_1 is over twice that of even attention.
     """
-    found = []
+    cells = []
     for row in rows:
-        runs = [run for run in row.trained.values() if "alpha" in run.report]
-        if runs:
-            alpha, share = np.mean([run.report["alpha"][0] for run in runs]), np.mean([sink(run) for run in runs])
-            found.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * runs[0].report["floor"]))
-    table = pd.DataFrame(found, columns=["label", "alpha", "sink", "base", "hidden"])
+        reports = row.values(lambda run: run.report if "alpha" in run.report else None)
+        if reports:
+            alpha, share = np.mean([report["alpha"][0] for report in reports]), np.mean(row.values(sink))
+            cells.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * reports[0]["floor"]))
+    table = pd.DataFrame(cells, columns=["label", "alpha", "sink", "base", "hidden"])
     return table.astype({"base": bool, "hidden": bool})
 
 
@@ -183,9 +171,9 @@ def destinations(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, f
     """Where attention goes in runs, by label and seed: its shares by kind of key, mean over layers, heads and seeds."""
     shares = {}
     for name, seeds in runs.items():
-        each = [run.final["destinations"] for run in seeds.values() if run.final.get("destinations")]
-        if each:
-            shares[name] = {kind: float(np.mean([one[kind] for one in each])) for kind in each[0]}
+        kinds = [run.final["destinations"] for run in seeds.values() if run.final.get("destinations")]
+        if kinds:
+            shares[name] = {kind: float(np.mean([seed[kind] for seed in kinds])) for kind in kinds[0]}
     return shares
 
 

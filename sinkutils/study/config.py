@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from sinkutils.checks import choice, instance, integer, real
+from sinkutils.checks import choice, instance, integer, real, require
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.config import LMConfig
 
@@ -53,8 +53,8 @@ class TrainConfig:
         real("lr_floor", self.lr_floor, "in 0..1", high=1.0, ends="both")
         if self.micro_batch is not None:
             integer("micro_batch", self.micro_batch, least=1)
-            if self.batch_size % self.micro_batch:
-                raise ValueError(f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
+            divides = self.batch_size % self.micro_batch == 0
+            require(divides, f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,12 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        for name, kind in (("experiment", str), ("preset", str), ("model", LMConfig), ("data", DataConfig),
-                           ("train", TrainConfig)):  # fmt: skip
+        kinds = {"experiment": str, "preset": str, "model": LMConfig, "data": DataConfig, "train": TrainConfig}
+        for name, kind in kinds.items():
             instance(name, getattr(self, name), kind)
         integer("seed", self.seed, least=0, most=LARGEST_SEED)
-        if self.train.eval_length > self.model.context_length:
-            raise ValueError(
-                f"eval_length {self.train.eval_length} is longer than context_length {self.model.context_length}"
-            )
+        length, longest = self.train.eval_length, self.model.context_length
+        require(length <= longest, f"eval_length {length} is longer than context_length {longest}")
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,11 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data.fixed_position not in (None, 1):
-            raise ValueError(
-                f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
-                "overwrite a token of each question; start from one with position 1 or without"
-            )
-        if self.pairs < self.train.batch_size:
-            raise ValueError(f"pairs must be at least the batch size {self.train.batch_size}, got {self.pairs}")
+        model = f"a model with a fixed token at position {self.data.fixed_position}"
+        advice = "it would overwrite a token of each question; start from one with position 1 or without"
+        require(self.data.fixed_position in (None, 1), f"{model} cannot be fine-tuned: {advice}")
+        size = self.train.batch_size
+        require(self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}")
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -110,14 +106,13 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
     """A frozen config from the dict that `dataclasses.asdict` and JSON made of it."""
-    hints = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(hints)}")
-    made = {}
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(fields)}")
+    arguments = {}
     for name, value in values.items():
-        default = hints[name].default_factory
+        default = fields[name].default_factory
         if dataclasses.is_dataclass(default):
             value = from_dict(default, value)  # type: ignore[arg-type]
-        made[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**made)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**arguments)

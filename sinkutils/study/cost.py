@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sinkutils.checks import integer, real
 from sinkutils.model.config import FFNS
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig
@@ -70,10 +71,8 @@ class Cost:
 
     def table(self, mfu: float = 0.4, gpus: int = 8) -> str:
         """The estimate for printing. Raises ValueError unless 0 < mfu <= 1 and gpus >= 1."""
-        if not 0 < mfu <= 1:
-            raise ValueError(f"mfu must be in (0, 1], got {mfu}")
-        if gpus < 1:
-            raise ValueError(f"gpus must be at least 1, got {gpus}")
+        real("mfu", mfu, "in (0, 1]", high=1.0, ends="high")
+        integer("gpus", gpus, least=1)
         needs = {parallel: self.memory(gpus, parallel) for parallel in ("ddp", "fsdp")}
         ddp, fsdp = (f"{parallel.upper()}, {need:.0f} GiB" for parallel, need in needs.items())
         lines = [

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sinkutils.checks import choice
 from sinkutils.study.config import RunConfig
-from sinkutils.study.paper import paper_rows
+from sinkutils.study.paper import PaperRow, paper_rows
 from sinkutils.study.presets import PRESETS, Preset
 
 AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
@@ -39,9 +40,7 @@ def times(factor: float) -> Scaled:
 
 def of_context(share: float, at_most_base: bool = False) -> Scaled:
     """A share of the context length C, rounded, at least 1; with `at_most_base`, no more than the base's value."""
-    if at_most_base:
-        return Scaled(lambda old, run, scale: min(_whole(share * run.model.context_length), old))
-    return Scaled(lambda old, run, scale: _whole(share * run.model.context_length))
+    return Scaled(lambda old, run, scale: _whole(share * run.model.context_length, old if at_most_base else math.inf))
 
 
 def of_head_dim(share: float) -> Scaled:
@@ -62,8 +61,8 @@ def same_tokens(context_length: int) -> Scaled:
 MINUS_LOG_CONTEXT = Scaled(lambda old, run, scale: -math.log(run.model.context_length))
 
 
-def _whole(value: float) -> int:
-    return max(1, int(value + 0.5))
+def _whole(value: float, most: float = math.inf) -> int:
+    return int(min(max(1, int(value + 0.5)), most))
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,15 @@ class Experiment:
     download: bool = False  # needs the network: trained where it is named, not with the rest
 
     @property
+    def rows(self) -> list[PaperRow]:
+        """The paper's rows of this run."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)
+        return [row for row in paper_rows() if row.experiment in names]
+
+    @property
     def items(self) -> tuple[str, ...]:
         """The tables, then the figures and sections of the paper that report this run."""
-        names = (self.name, "base") if self.name == "default" else (self.name,)
-        items = dict.fromkeys(row.item for row in paper_rows() if row.experiment in names)
+        items = dict.fromkeys(row.item for row in self.rows)
         return tuple(sorted(items, key=lambda item: not item.startswith("Table")))
 
     @property
@@ -97,8 +101,7 @@ class Experiment:
     @property
     def paper(self) -> dict[str, float]:
         """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
-        names = (self.name, "base") if self.name == "default" else (self.name,)
-        return {k: v for row in paper_rows() if row.experiment in names for k, v in row.values.items()}
+        return {k: v for row in self.rows for k, v in row.values.items()}
 
 
 def _attention(**fields: Any) -> dict[str, Any]:
@@ -247,8 +250,8 @@ BY_NAME = {e.name: e for e in EXPERIMENTS}
 
 def experiments(section: str | None = None) -> list[Experiment]:
     """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
-    if section is not None and str(section) not in SECTIONS:
-        raise ValueError(f"section must be one of {', '.join(SECTIONS)}; got {section!r}")
+    if section is not None:
+        choice("section", str(section), SECTIONS)
     return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
 
 

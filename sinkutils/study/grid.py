@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig
@@ -127,24 +128,23 @@ def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
     start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
     tuning = scale.tuning
     steps = tuning.pairs // tuning.batch_size
-    train = dataclasses.replace(
-        start.train, steps=steps, batch_size=tuning.batch_size, learning_rate=TUNING_RATE * start.train.learning_rate,
-        warmup_steps=int(TUNING_WARMUP * steps), lr_floor=0.0, weight_decay=0.0, beta2=0.999,
-        eval_every=tuning.eval_every,
-    )  # fmt: skip
-    return FinetuneConfig(row.name, scale.name, 0, start.model, start.data, train, start.experiment,
-                          instructions=tuning.instructions, pairs=tuning.pairs)  # fmt: skip
+    schedule: dict[str, Any] = {
+        "steps": steps,
+        "warmup_steps": int(TUNING_WARMUP * steps),
+        "eval_every": tuning.eval_every,
+    }
+    rates: dict[str, Any] = {"learning_rate": TUNING_RATE * start.train.learning_rate, "lr_floor": 0.0, "beta2": 0.999}
+    train = dataclasses.replace(start.train, **schedule, **rates, batch_size=tuning.batch_size, weight_decay=0.0)
+    before, text = (start.model, start.data, train, start.experiment), (tuning.instructions, tuning.pairs)
+    return FinetuneConfig(row.name, scale.name, 0, *before, "", *text)
 
 
 def _scaled(overrides: dict[str, Any], run: RunConfig, scale: Preset) -> dict[str, Any]:
     """The overrides with every `Scaled` value replaced by what it comes to."""
-    made = {}
-    for path, value in overrides.items():
-        old: Any = run
-        for name in path.split("."):
-            old = getattr(old, name)
-        made[path] = value.apply(old, run, scale) if isinstance(value, Scaled) else value
-    return made
+    return {
+        path: value.apply(attrgetter(path)(run), run, scale) if isinstance(value, Scaled) else value
+        for path, value in overrides.items()
+    }
 
 
 def _override(run: Any, values: dict[str, Any]) -> Any:

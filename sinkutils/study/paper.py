@@ -6,6 +6,7 @@ import csv
 from dataclasses import dataclass
 from functools import lru_cache
 
+from sinkutils.checks import choice
 from sinkutils.paths import PAPER
 
 
@@ -39,8 +40,5 @@ def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
         )
     if item is None:
         return rows
-    chosen = tuple(row for row in rows if row.item == item)
-    if not chosen:
-        items = ", ".join(dict.fromkeys(row.item for row in rows))
-        raise ValueError(f"item must be one of {items}; got {item!r}")
-    return chosen
+    choice("item", item, list(dict.fromkeys(row.item for row in rows)))
+    return tuple(row for row in rows if row.item == item)

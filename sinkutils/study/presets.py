@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from sinkutils.checks import choice
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.config import LMConfig
 from sinkutils.study.config import TrainConfig
@@ -118,6 +119,5 @@ PRESETS = {scale.name: scale for scale in _ALL}
 
 def preset(name: str) -> Preset:
     """The preset of that name. Raises ValueError that lists them."""
-    if name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    choice("preset", name, list(PRESETS))
     return PRESETS[name]

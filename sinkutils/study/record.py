@@ -139,9 +139,9 @@ def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
     raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
 
 
-def as_json(value: Any) -> str:
+def as_json(value: Any, indent: int | None = 1) -> str:
     """One spelling for one value: sorted keys, so that equal configs have equal hashes."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
+    return json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def write_record(
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {
         "config.json": as_json(values).encode(),
-        "metrics.json": as_json(metrics).encode(),
+        "metrics.json": as_json(metrics, indent=None).encode(),  # on one line: the largest file, a third smaller
         "provenance.json": as_json({**provenance, **versions()}).encode(),
     }
     if arrays:
@@ -190,21 +190,18 @@ def write_record(
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
     files[SUMS] = (sums + f"{hashlib.sha256(sums.encode()).hexdigest()}  {SUMS}\n").encode()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent))
+    new, old = (Path(tempfile.mkdtemp(".tmp", f".{target.name}-", target.parent)) for _ in range(2))
     try:
         for name, data in files.items():
-            _write_synced(temporary / name, data)
-        temporary.chmod(0o755)
+            _write_synced(new / name, data)
+        new.chmod(0o755)
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", suffix=".tmp", dir=target.parent))
             os.replace(target, old)
-            os.replace(temporary, target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(temporary, target)
+        os.replace(new, target)
         _sync_folder(target.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for folder in (new, old):
+            shutil.rmtree(folder, ignore_errors=True)
     return read_record(target)
 
 
@@ -287,11 +284,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(
-            error.errno,
-            f"could not save {path.name} ({error.strerror}): free some space and run the same command "
-            "again; what was saved before is intact",
-        ) from error
+        advice = "free some space and run the same command again; what was saved before is intact"
+        raise OSError(error.errno, f"could not save {path.name} ({error.strerror}): {advice}") from error
     _sync_folder(path.parent)
 
 
@@ -314,10 +308,7 @@ def ledger_sha256() -> str:
 
 
 def _hash_of(modules: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update((paths.PACKAGE / f"{module}.py").read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join((paths.PACKAGE / f"{module}.py").read_bytes() for module in modules)).hexdigest()
 
 
 def versions() -> dict[str, Any]:

@@ -13,27 +13,19 @@ from sinkutils.checks import choice, integer, require
 
 # The most that a model of a record may be; larger ones would not be read but fill the memory.
 LARGEST = {
-    "vocab_size": 2**20,
-    "context_length": 2**20,
-    "num_layers": 1024,
-    "num_heads": 1024,
-    "hidden_size": 2**16,
-    "intermediate_size": 2**18,
+    **dict.fromkeys(("vocab_size", "context_length"), 2**20),
+    **dict.fromkeys(("num_layers", "num_heads"), 1024),
+    **{"hidden_size": 2**16, "intermediate_size": 2**18},
 }
 # How a key begins, and the least and the most of its value in a point of the curve or in `final`.
 RANGES = (("sink_", 0, 100), ("excess_", -1, 1), ("valid_loss", 0, 1e6), ("train_loss", 0, 1e6), ("step", 0, 1e12))
 # Fields of `Report.to_dict` with their number of axes, least and most. Shares are rounded to five digits.
 ARRAYS = {
-    "alpha": (3, -1e-3, 1.001),
+    **dict.fromkeys(("alpha", "alpha_renormalised"), (3, -1e-3, 1.001)),
     "alpha_star": (2, -1e-3, 1.001),
-    "alpha_renormalised": (3, -1e-3, 1.001),
     "embedding_norms": (1, 0, math.inf),
-    "hidden_norms": (2, 0, math.inf),
+    **{f"{name}_norms": (2, 0, math.inf) for name in ("hidden", "before_norm", "query", "key", "value")},
     "hidden_peaks": (2, 0, math.inf),
-    "before_norm_norms": (2, 0, math.inf),
-    "query_norms": (2, 0, math.inf),
-    "key_norms": (2, 0, math.inf),
-    "value_norms": (2, 0, math.inf),
 }
 
 
@@ -105,7 +97,8 @@ def check_report(report: Any) -> None:
         _array(f"{where}: {name}", values[name], axes, least, most)
     if found:
         integer(f"{where}: T", _mapping(where, values, "T")["T"], least=1, most=LARGEST["context_length"])
-        single = [name for name in found if name.endswith("_norms") and np.shape(values[name])[-1] < min(2, values["T"])]
+        norms = (name for name in found if name.endswith("_norms"))
+        single = [name for name in norms if np.shape(values[name])[-1] < min(2, values["T"])]
         require(not single, f"{where}: {', '.join(single)} must have a number for each position")
     by_layer: dict[str, Any] = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
     if "alpha" in values:
@@ -153,7 +146,5 @@ def _array(where: str, value: Any, axes: int, least: float, most: float) -> None
     except ValueError:  # rows of unequal length
         array = np.asarray(None)
     good = array.ndim == axes and array.size and array.dtype.kind in "iuf"
-    require(
-        bool(good and least <= array.min() and array.max() <= most),
-        f"{where} must be numbers in {least:g}..{most:g} with {axes} axes",
-    )
+    good = bool(good and least <= array.min() and array.max() <= most)
+    require(good, f"{where} must be numbers in {least:g}..{most:g} with {axes} axes")

@@ -28,8 +28,8 @@ def answer_loss(model: Any, chunks: Tensor, prefix: int = 1, given: int | None =
     the means count alike.
     """
     targets = chunks[:, 1, 1:]
-    kept = targets != IGNORED
-    return CrossEntropy.apply(model(chunks[:, 0, :-1], kept=kept), targets[kept])
+    answers = targets != IGNORED
+    return CrossEntropy.apply(model(chunks[:, 0, :-1], kept=answers), targets[answers])
 
 
 class FinetuneRun(Run):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from sinkutils.checks import choice, require
+
 T = TypeVar("T")
 PARALLEL = ("ddp", "fsdp")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
@@ -68,9 +70,8 @@ class Group:
                 result = function()
             except Exception as caught:
                 error = caught
-        for other in self._all(error):
-            if other is not None:
-                raise other
+        for other in filter(None, self._all(error)):
+            raise other
         return function() if result is None else result
 
     def agree(self, what: str, value: object) -> None:
@@ -102,10 +103,9 @@ class Group:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
         if batch_size % self.size or share % min(micro_batch or share, share):
-            raise ValueError(
-                f"{self.size} processes cannot share batches of {batch_size} sequences in micro-batches of "
-                f"{micro_batch or share}: start as many as divide {batch_size // (micro_batch or 1)}"
-            )
+            parts = f"batches of {batch_size} sequences in micro-batches of {micro_batch or share}"
+            number = batch_size // (micro_batch or 1)
+            raise ValueError(f"{self.size} processes cannot share {parts}: start as many as divide {number}")
 
     def share(self, batch: Tensor) -> Tensor:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
@@ -119,9 +119,8 @@ class Group:
         """
         if self.parallel == "ddp":
             device = next(model.parameters()).device
-            return DistributedDataParallel(
-                model, [device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
-            )
+            indices = [device.index] if device.type == "cuda" else None
+            return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
         if self.parallel == "fsdp":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -143,53 +142,6 @@ class Group:
         with model.no_sync() if self.parallel == "ddp" and not last else contextlib.nullcontext():
             yield
 
-    def weights(self, model: nn.Module) -> dict[str, Any]:
-        """The whole weights by name; of a model that is cut, on rank 0 alone. Every process has to call it."""
-        if self.parallel != "fsdp":
-            return model.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(model, options=options)
-
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-        """The optimiser's whole state by the index of the parameter; as for `weights`."""
-        if self.parallel != "fsdp":
-            return optimizer.state_dict()["state"]
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=options)}
-        names = [name for name, _ in model.named_parameters()]
-        return {index: state["state"][name] for index, name in enumerate(names)} if self.first else {}
-
-    def load(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        weights: dict[str, Tensor],
-        state: dict[int, dict[str, Tensor]],
-    ) -> None:
-        """Take up `weights` and `optimizer_state`, which rank 0 has and the others get from it."""
-        if self.size == 1:
-            model.load_state_dict(weights)
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-            return
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
-
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, {**weights}, options=options)
-        named: dict[str, Any] = {}
-        if self.first:
-            names = [name for name, _ in model.named_parameters()]
-            groups = [{**group, "params": names} for group in optimizer.state_dict()["param_groups"]]
-            named = {"state": {names[i]: values for i, values in state.items()}, "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, named, options=options)
-
 
 ALONE = Group()
 
@@ -201,18 +153,15 @@ def joined(parallel: str, device: torch.device) -> Iterator[Group]:
     parallel: ddp or fsdp. Each process takes the GPU of its local rank. Raises ValueError for another `parallel`,
     or for more processes on a machine than it has GPUs.
     """
-    if parallel not in PARALLEL:
-        raise ValueError(f"parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}")
+    choice("parallel", parallel, PARALLEL)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
         return
     local_rank = int(os.environ["LOCAL_RANK"])
     if device.type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"there are {torch.cuda.device_count()} GPUs here: torchrun --nproc-per-node must be at most that"
-            )
+        gpus = torch.cuda.device_count()
+        require(local_rank < gpus, f"there are {gpus} GPUs here: torchrun --nproc-per-node must be at most that")
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     control = dist.new_group(backend="gloo", timeout=PATIENCE)

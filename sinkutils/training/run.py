@@ -27,7 +27,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.optimizers import make_optimizer
+from sinkutils.training.optimizers import make_optimizers
 
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
@@ -65,8 +65,7 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, giv
     if given is not None and given > prefix:
         before = given - prefix - 1
         logits, targets = (torch.cat([x[:, :before], x[:, before + 1 :]], dim=1) for x in (logits, targets))
-    logits, targets = logits.flatten(0, 1), targets.flatten()
-    return CrossEntropy.apply(logits, targets)
+    return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
 
 class Run:
@@ -87,7 +86,7 @@ class Run:
         self.model = self.first_model().to(device)
         train = config.train
         self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
-        self.optimizer = make_optimizer(self.model, train, group)
+        self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
@@ -105,11 +104,9 @@ class Run:
         """What the run trains on, and what it is validated on."""
         config, length = self.config, self.config.model.context_length
         # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
-        kept = dataclasses.replace(config.data, random_positions=())
-        return (
-            Chunks(self.corpus, "train", length, config.data, seed=config.seed),
-            Chunks(self.group.in_turn(self.validation_corpus), "valid", length, kept),
-        )
+        unchanged = dataclasses.replace(config.data, random_positions=())
+        train = Chunks(self.corpus, "train", length, config.data, seed=config.seed)
+        return train, Chunks(self.group.in_turn(self.validation_corpus), "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
         """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
@@ -121,9 +118,7 @@ class Run:
 
     def provenance(self) -> dict[str, Any]:
         """What the record says of the run's text beside its name and hash."""
-        return {
-            "corpus_train_tokens": len(self.chunks.tokens),
-        }
+        return {"corpus_train_tokens": len(self.chunks.tokens)}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """bf16 where the config asks for it."""
@@ -147,10 +142,11 @@ class Run:
                 loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, self.step)
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         self.passed.append((total, norm))
         return total
@@ -207,9 +203,8 @@ def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor
 
     A fixed token is also fixed here, as the authors' evaluation does.
     """
-    train = config.train
-    ids = probe("natural", tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED,
-                bos=config.data.bos, corpus=corpus)  # fmt: skip
+    size = (config.train.eval_sequences, config.train.eval_length)
+    ids = probe("natural", tokenizer, *size, EVALUATION_SEED, bos=config.data.bos, corpus=corpus)
     return fix_position(ids, config.data.fixed_position, corpus.fix_id)
 
 
@@ -232,9 +227,9 @@ def arrays(run: Run, report: Report | None) -> dict[str, Tensor]:
     """What alpha.safetensors holds, float16: `curve` (evaluations, targets, L, H), means over the texts; at the end
     `final` (texts, targets 1..3, L, H) and `star` (texts, L, H) if there is one, so that any eps can be asked later.
     """
-    kept = {"curve": torch.stack(run.alphas)} if run.alphas else {}
+    tensors = {"curve": torch.stack(run.alphas)} if run.alphas else {}
     if report is not None:
-        kept["final"] = report.alpha[:, :3].half()
+        tensors["final"] = report.alpha[:, :3].half()
         if report.star is not None:
-            kept["star"] = report.star.half()
-    return kept
+            tensors["star"] = report.star.half()
+    return tensors

@@ -2,7 +2,8 @@
 
 Each run is a process of its own that takes a lock on its folder (see `training.train`), so a sweep can be killed
 at any moment, started twice at once, and one failing run stops nothing else. An engine is anything with
-`submit(function, *arguments) -> future`: a thread pool over processes here, submitit for Slurm, Ray for a cluster.
+`submit(function, *arguments)`, which gives a future with `done()` and `result()`: a thread pool over processes here,
+submitit for Slurm, Ray for a cluster.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from sinkutils.checks import choice, integer
 from sinkutils.checks import device as find_device
-from sinkutils.checks import integer
 from sinkutils.data.corpus import load_corpus
 from sinkutils.study.config import RunConfig
 from sinkutils.study.presets import preset
@@ -30,20 +32,6 @@ from sinkutils.study.store import Runs
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
-
-
-class Future(Protocol):
-    """What an engine gives back for a run."""
-
-    def done(self) -> bool: ...
-
-    def result(self) -> Any: ...
-
-
-class Engine(Protocol):
-    """Where runs go."""
-
-    def submit(self, function: Any, /, *arguments: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -57,12 +45,11 @@ class Outcome:
 
 
 def run_one(
-    preset_name: str, experiment: str, seed: int, runs: str, log: str, checkpoint_seconds: float, corpus: str | None,
-    device: str,
-) -> int:  # fmt: skip
+    scale: str, experiment: str, seed: int, runs: str, log: str, seconds: float, corpus: str | None, device: str
+) -> int:
     """Train one run in a process of its own, with its output in `log`; returns the exit status."""
-    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", preset_name, "--seed", str(seed),
-               "--runs", runs, "--checkpoint-seconds", str(checkpoint_seconds), "--device", device]  # fmt: skip
+    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", scale, "--seed", str(seed)]
+    command += ["--runs", runs, "--checkpoint-seconds", str(seconds), "--device", device]
     if corpus:
         command += ["--corpus", corpus]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -87,17 +74,16 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
         return (kind,) * jobs
     gpus = torch.cuda.device_count()
     if asked is None and kind == "cuda" and not gpus:
-        raise ValueError(
-            f"preset {preset_name!r} is made for a GPU and there is none here: --engine slurm or ray asks "
-            "a cluster for one, --device cpu trains here all the same"
-        )
+        advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
+        raise ValueError(f"preset {preset_name!r} is made for a GPU and there is none here: {advice}")
     if asked is not None:
         find_device(asked)
     return spread(jobs, gpus) if asked in (None, "cuda") else (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Engine:
+def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Any:
     """An engine by name; gpu: each run needs one. Raises ImportError, with what to install, for a missing package."""
+    choice("engine", name, ENGINES)
     if name == "local":
         return ThreadPoolExecutor(jobs)
     if name == "slurm":  # on a machine without Slurm, submitit starts processes there
@@ -105,9 +91,7 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Engine:
         executor = submitit.AutoExecutor(folder=logs / "submitit")
         executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
         return executor
-    if name == "ray":
-        return RayEngine(_optional("ray", "ray"), jobs, gpu)
-    raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
+    return RayEngine(_optional("ray", "ray"), jobs, gpu)
 
 
 class RayEngine:
@@ -119,13 +103,13 @@ class RayEngine:
             address = os.environ.get("RAY_ADDRESS")
             ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
 
-    def submit(self, function: Any, *arguments: Any) -> Future:
+    def submit(self, function: Any, *arguments: Any) -> Any:
         return self.ray.remote(**self.needs)(function).remote(*arguments).future()
 
 
 def _optional(module: str, extra: str) -> Any:
     try:
-        return __import__(module)
+        return import_module(module)
     except ImportError as error:
         raise ImportError(f"this engine needs {module}: pip install -e '.[{extra}]'") from error
 
@@ -159,7 +143,7 @@ def sweep(
     text = identity(preset_name, corpus, progress)
     plan = store.missing(preset_name, seeds, text, only)
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
-    queue, waiting = list(plan), dict[Future, tuple[RunConfig, str]]()
+    queue, waiting = list(plan), dict[Any, tuple[RunConfig, str]]()
     outcomes: list[Outcome] = []
     bar = tqdm(total=sum(run.train.steps for run in plan), unit="step", unit_scale=True, disable=not progress,
                desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
@@ -195,7 +179,7 @@ def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dic
     return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
 
 
-def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Future) -> Outcome:
+def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Any) -> Outcome:
     log = f"see {logs.name}/{name}-{seed}.log"
     try:
         status = future.result()

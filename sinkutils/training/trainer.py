@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm.auto import tqdm
 
 from sinkutils.checks import device as find_device
+from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.model.fast import check_kernels
@@ -23,7 +26,7 @@ from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, write_record
 from sinkutils.study.store import Runs
-from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, arrays, summary
@@ -72,17 +75,12 @@ def train(
         group.agree("the corpus", corpus.fingerprint)
     wanted = corpus.identity if asked else None
     folder = group.once(store.place, config, wanted)
-    if corpus.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"corpus {corpus.name!r} has {corpus.vocab_size} tokens, the model {config.model.vocab_size}: "
-            "raise vocab_size or load the corpus with fewer"
-        )
-    if asked and (corpus.name, corpus.vocab_size) != (public_name(config.data.corpus), config.model.vocab_size):
-        warnings.warn(
-            f"training on corpus {corpus.name!r} with {corpus.vocab_size} tokens in place of {config.data.corpus!r} "
-            f"with {config.model.vocab_size}: the record is {'/'.join(folder.parts[-3:])}",
-            stacklevel=2,
-        )
+    here, usual = (corpus.name, corpus.vocab_size), (config.data.corpus, config.model.vocab_size)
+    sizes = f"corpus {here[0]!r} has {here[1]} tokens, the model {usual[1]}"
+    require(here[1] <= usual[1], f"{sizes}: raise vocab_size or load the corpus with fewer")
+    if asked and here != (public_name(usual[0]), usual[1]):
+        change = f"corpus {here[0]!r} with {here[1]} tokens in place of {usual[0]!r} with {usual[1]}"
+        warnings.warn(f"training on {change}: the record is {'/'.join(folder.parts[-3:])}", stacklevel=2)
     if compile is None:
         compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False
     start = None
@@ -90,20 +88,12 @@ def train(
         before = grid.config(config.start, config.preset, config.seed)
         start = group.once(lambda: store.get(before, wanted) or store.get(before))
         if start is None or (start.status == "done" and start.weights is None):
-            start = train(
-                before,
-                runs,
-                device=device,
-                corpus=corpus if asked else None,
-                keep_weights=True,
-                compile=compile,
-                checkpoint_seconds=checkpoint_seconds,
-                progress=progress,
-                group=group,
-            )
-        if start.status != "done":
-            raise ValueError(f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, and that "
-                             f"run failed to train ({start.metrics['reason']})")  # fmt: skip
+            options: dict[str, Any] = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds}
+            text = corpus if asked else None
+            start = train(before, runs, corpus=text, keep_weights=True, progress=progress, group=group, **options)
+        failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
+        reason = start.metrics["reason"]
+        require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
         stack.enter_context(deterministic_kernels(target))
@@ -126,9 +116,9 @@ def train(
             "processes": group.size,
             "parallel": group.parallel,
         }
-        weights = dict(group.weights(run.model)) if keep_weights else None
+        weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None  # on rank 0
         tokenizer = run.tokenizer if keep_weights else None
-        outcome, alphas = summary(run, report, reason), arrays(run, None if reason else report)
+        outcome, alphas = summary(run, report, reason), arrays(run, report)
         parts = (outcome, provenance, weights, tokenizer, corpus.identity, alphas)
         return group.once(write_record, folder, config, *parts)
 
@@ -197,8 +187,8 @@ def compiles() -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     except Exception as error:  # whatever a missing or broken compiler raises
-        warnings.warn(f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, "
-                      "and its numbers differ in the last digits; a C++ compiler mends that", stacklevel=2)  # fmt: skip
+        lack = f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower"
+        warnings.warn(f"{lack}, with other last digits; a C++ compiler mends that", stacklevel=2)
         return False
     return True
 

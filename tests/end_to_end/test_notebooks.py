@@ -13,14 +13,14 @@ import matplotlib.pyplot as plt
 import nbformat
 import pandas as pd
 import pytest
+from helpers import made_up
 
 import sinkutils
 from sinkutils.ledger.conclusions import CLAIMS
-from sinkutils.showing import cards, figures, notebook, seen
+from sinkutils.showing import figures, notebook
 from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, record_or_train, run_notebooks
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
 from sinkutils.training.trainer import train
 
 PATHS = find_notebooks()
@@ -77,22 +77,19 @@ def some(tmp_path_factory, corpus):
         train(config(name, "smoke"), folder, corpus=corpus, keep_weights=True, progress=False)
     point = {"step": 0, "valid_loss": 3.0, "sink_1": 1.0}
     last = {"step": 2, "valid_loss": 2.9, "sink_1": 2.0, "losses": [3.0, 2.9], "gradient_norms": [1.0, 0.9]}
-    metrics = {"status": "done", "reason": None, "curve": [point, last], "final": {**last, "train_loss": 2.9}}
-    write_record(record_folder("smoke", "sft_softmax", 0, folder), config("sft_softmax", "smoke"), metrics, {})
+    made_up(folder, "sft_softmax", curve=[point, last], final={**last, "train_loss": 2.9})
     return folder
 
 
 @pytest.mark.parametrize("recorded", ["nothing", "some"])
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_it_runs_whatever_is_recorded_and_its_solutions_answer(
-    path, recorded, some, runs, corpus, tmp_path, monkeypatch, capsys
+    path, recorded, some, runs, corpus, shown, tmp_path, monkeypatch, capsys
 ):
     if recorded == "some":
         shutil.copytree(some, runs)
     monkeypatch.setattr(sinkutils, "load_corpus", lambda *arguments, **named: corpus)
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
-    for module in (cards, figures, notebook, seen):
-        monkeypatch.setattr(module, "display", lambda data, raw: None)
     space = {"display": lambda shown: None}
     for cell in code_cells(path):
         exec(compile(cell.source, f"{path.stem}, cell {cell.id}", "exec"), space)
@@ -220,9 +217,7 @@ def test_every_notebook_is_linked_from_the_readme():
     assert all(path.name in readme for path in PATHS)
 
 
-def test_a_table_is_shown_whole_as_text_and_as_html(monkeypatch):
-    shown = []
-    monkeypatch.setattr(notebook, "display", lambda data, raw: shown.append(data))
+def test_a_table_is_shown_whole_as_text_and_as_html(shown):
     wide = pd.DataFrame({f"column {i}": [i / 3, None] for i in range(30)})
     notebook.show_frame(wide)
     notebook.show_frame(wide.set_index(pd.Index(["first", "second"])))

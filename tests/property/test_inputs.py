@@ -29,10 +29,10 @@ from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.model import fast
-from sinkutils.model.attention import BIASES, FIXED_VALUES, KERNELS, NORMALIZERS, SIMILARITIES, AttentionSpec, attend
-from sinkutils.model.config import FFNS, HEAD_MERGES, NORMS, LMConfig
+from sinkutils.model.attention import CHOICES, SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.config import CHOICES as VARIANTS
+from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.model.positions import POSITIONS
 from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import config_hash
 
@@ -83,14 +83,11 @@ def names_of(*kinds: type) -> list[str]:
 
 SPEC = {
     "similarity": st.sampled_from([f for f in SIMILARITIES if f not in ("relu", "softpick")]),  # test_after_paper.py
-    "kernel": st.sampled_from(KERNELS),
-    "normalizer": st.sampled_from(NORMALIZERS),
+    **{name: st.sampled_from(CHOICES[name]) for name in ("kernel", "normalizer", "bias", "fixed_value")},
     "p": st.sampled_from([0.25, 0.5, 2.0, 4.0]),
     "scale": st.floats(0.05, 4),
-    "bias": st.sampled_from(BIASES),
     "bias_shared": st.booleans(),
     "bias_dims": st.none() | st.integers(1, 9),
-    "fixed_value": st.sampled_from(FIXED_VALUES),
     "fixed_value_norm": st.floats(0, 20),
     "window": st.none() | st.integers(1, 14),
     "prefix": st.integers(1, 14),
@@ -102,10 +99,7 @@ MODEL = {
     "num_heads": st.integers(1, 4),
     "hidden_size": st.integers(1, 16),
     "intermediate_size": st.integers(1, 8),
-    "position": st.sampled_from(POSITIONS),
-    "norm": st.sampled_from(NORMS),
-    "ffn": st.sampled_from(list(FFNS)),
-    "head_merge": st.sampled_from(HEAD_MERGES),
+    **{name: st.sampled_from(VARIANTS[name]) for name in ("position", "norm", "ffn", "head_merge")},
     "sink_token": st.booleans(),
 }
 SMALL = {"vocab_size": 30, "context_length": 12, "num_layers": 2, "num_heads": 2, "hidden_size": 8,

@@ -5,12 +5,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
+from helpers import made_up
 
 from sinkutils.ledger.trials import sink_token_ratios
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.showing import comparisons, diagrams, figures, notebook
-from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 
@@ -100,8 +99,7 @@ def test_norms_at_the_sink_token_need_one():
 
 
 def test_what_is_missing_is_named_once_by_its_name_with_the_command(runs, capsys):
-    metrics = {"status": "done", "reason": None, "curve": [], "final": {"sink_1": 20.0}}
-    write_record(record_folder("smoke", "fixed_1", 0, runs), config("fixed_1", "smoke"), metrics, {})
+    made_up(runs, "fixed_1", final={"sink_1": 20.0})
     notebook.ensure(["Table 12 left", "Table 4"], "smoke", recompute="never")
     assert capsys.readouterr().out == (
         "Not recorded yet: 8 heads; 4 heads; 1 head; heads added, not concatenated; a learnable sink token\n"
@@ -127,7 +125,7 @@ def test_a_figure_of_nothing_is_not_drawn_and_saves_nothing(tmp_path, monkeypatc
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
     nothing = pd.DataFrame(index=["a"], columns=[1, 2], dtype=float)
     empty = [
-        comparisons.norm_ratios({"a": "failed", "b": "not run"}),
+        figures.by_block({"a": "failed", "b": "not run"}, "ratio"),
         figures.along_training({"a": []}, {"x": "x"}),
         comparisons.comparison([]),
         comparisons.effects(nothing[:0], "x"),

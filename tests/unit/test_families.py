@@ -11,7 +11,6 @@ from families import CLASSES, WINDOW, check, small_config, tokens
 from torch import Tensor, nn
 
 from sinkutils.measuring import families as rules
-from sinkutils.measuring import hf
 from sinkutils.measuring.families import REFUSED
 from sinkutils.measuring.measure import measure
 from sinkutils.paths import ROOT
@@ -55,7 +54,7 @@ def test_the_oracle_notices_what_a_family_adds(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rules, "scaled_by_sink", lambda *arguments: arguments[-1])
     assert check("granite_swa", lengths=(64,)).wrong
     monkeypatch.undo()
-    monkeypatch.setattr(hf, "chosen_keys", lambda module, mask, q, kwargs: mask)
+    monkeypatch.setattr(rules, "chosen_keys", lambda module, mask, q, kwargs: mask)
     assert check("deepseek_v32", lengths=(64,)).wrong
 
 
@@ -67,7 +66,7 @@ def test_a_learned_sink_has_one_definition_on_every_path_and_in_every_layer(fami
     for name in ("alpha", "renormalised", "star"):
         torch.testing.assert_close(getattr(fused, name), getattr(exact, name), atol=1e-5, rtol=1e-4)
     assert fused.star.shape == fused.alpha[:, 0].shape
-    has_sink = [getattr(module, "sinks", None) is not None for module in hf.attention_layers(model.base_model)[1]]
+    has_sink = [getattr(module, "sinks", None) is not None for module in rules.attention_layers(model.base_model)[1]]
     for layer, sink in enumerate(has_sink):
         assert (fused.star[:, layer].min() > 0.001) == sink
         assert torch.equal(fused.renormalised[:, :, layer], fused.alpha[:, :, layer]) != sink

@@ -6,21 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from helpers import made_up, own_model, tokens
 
 from sinkutils.data.packing import DataConfig
 from sinkutils.measuring.measure import measure
 from sinkutils.model.attention import AttentionSpec, attend
-from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.showing import comparisons, diagrams, figures, names, operations
-from sinkutils.showing.tables import (
-    destinations,
-    means_and_thresholds,
-    norm_ratios,
-    sinks_by_position,
-    sinks_by_text,
-)
-from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
+from sinkutils.showing.tables import destinations, means_and_thresholds, norm_ratios, sinks_by_position, sinks_by_text
 
 matplotlib.use("agg")
 
@@ -32,7 +24,7 @@ def no_figure_left_open():
 
 
 @pytest.fixture
-def rows(tmp_path):
+def rows(runs):
     """Table 10 right at smoke, position 2 with a sink of 40 and 60 % on x_2 at two seeds, the others not run."""
     for seed, share in ((0, 40.0), (1, 60.0)):
         sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
@@ -40,18 +32,9 @@ def rows(tmp_path):
         report = {"sink": sink, "alpha": [[[0.2, 0.2]] * 2], "targets": [1], "epsilons": [0.3], "layers": [0, 1],
                   "hidden_norms": norms, "T": 3, "floor": 0.09}  # fmt: skip
         kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
-        final = {
-            "step": 1,
-            "sink_1": 0.0,
-            "train_loss": 2.0,
-            "valid_loss": 3.0,
-            "report": report,
-            "destinations": kinds,
-        }
-        outcome = {"status": "done", "reason": None, "curve": [], "final": final}
-        write_record(record_folder("smoke", "fixed_2", seed, tmp_path), config("fixed_2", "smoke", seed), outcome,
-                     {"wall_seconds": 1.0})  # fmt: skip
-    return names.rows("Table 10 right", "smoke", tmp_path)
+        final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0}
+        made_up(runs, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
+    return names.rows("Table 10 right", "smoke")
 
 
 # --- 03 and 04 -------------------------------------------------------------------------------------------------------
@@ -65,12 +48,7 @@ def test_sinks_stand_by_position_and_what_is_not_run_is_empty(rows):
 
 
 def test_sinks_text_by_text_have_the_metric_as_their_mean():
-    shape = LMConfig(vocab_size=50, context_length=12, num_layers=2, num_heads=2, hidden_size=16, intermediate_size=24)
-    model = TransformerLM(shape, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)  # attention that is far from uniform
-    ids = torch.randint(0, 50, (7, 12), generator=torch.Generator().manual_seed(1))
+    model, ids = own_model(4.0), tokens(7, 12)
     report = measure(model, ids, targets=(1, 3), epsilons=(0.2,))
     table = sinks_by_text(report, 0.2)
     assert table.shape == (7, 2) and table[1].nunique() > 1
@@ -120,8 +98,11 @@ def test_the_weights_that_are_drawn_are_those_of_attend():
 def test_norm_ratios_are_means_over_seeds_and_say_what_there_is_not(rows):
     ratios = norm_ratios(rows)
     assert ratios == {"position 1": "not run yet", "position 2": [2.5], "position 3": "not run yet"}
-    legend = comparisons.norm_ratios(ratios, "position 2").legends[0]
-    assert [text.get_text() for text in legend.get_texts()][:2] == ["position 1: not run yet", "position 2"]
+    figure = figures.by_block(ratios | {"two seeds": [[0.1, 0.2], [0.3, 0.2]]}, "ratio", "position 2")
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["position 1: not run yet", "position 2", "position 3: not run yet", "two seeds"]
+    drawn = {tuple(line.get_ydata().round(9)) for line in figure.axes[0].lines[2:]}
+    assert {(2.5,), (0.1, 0.2), (0.3, 0.2), (0.2, 0.2)} - drawn <= {(2.5,)}  # each seed and their mean
 
 
 def test_where_attention_goes_is_a_mean_over_seeds_and_heads(rows):
@@ -146,5 +127,5 @@ def test_effects_are_filled_where_their_interval_leaves_out_zero():
 
 
 def test_keys_that_a_query_cannot_see_stay_white():
-    image = figures.attention_map(np.full((3, 4), 0.25)).axes[0].images[0].get_array()  # a column of k*
-    assert np.isnan(np.ma.filled(image, np.nan)).tolist() == np.triu(np.ones((3, 4)), 2).astype(bool).tolist()
+    image = figures.attention_map(np.full((4, 4), 0.25)).axes[0].images[0].get_array()
+    assert np.isnan(np.ma.filled(image, np.nan)).tolist() == np.triu(np.ones((4, 4)), 1).astype(bool).tolist()

@@ -6,15 +6,16 @@ import re
 import matplotlib
 import numpy as np
 import pytest
+from helpers import made_up
 
+from sinkutils import paths
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.report import uniform_alpha
-from sinkutils.showing import cards, comparisons, figures, items, names, notebook, seen
+from sinkutils.showing import cards, comparisons, figures, items, names, seen
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 FLOOR = uniform_alpha(64)
@@ -22,28 +23,26 @@ IDENTIFIER = re.compile(rf"(?<![\w./-])({'|'.join(e.name for e in experiments() 
 
 
 @pytest.fixture
-def add(tmp_path):
+def add(runs):
     """Add records of an experiment: alpha_1 of every head, by seed; failed where None."""
 
     def record(name, *alphas, star=None, loss=2.7):
         for seed, alpha in enumerate(alphas):
-            run = config(name, "laptop", seed)
-            metrics = {"status": "failed", "reason": "the loss was not finite", "curve": [], "final": {"step": 9}}
-            if alpha is not None:
-                layers, heads = run.model.num_layers, run.model.num_heads
-                values = {"1": alpha, "2": 0.01, **({"star": star} if star else {})}
-                sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
-                report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(layers)), "floor": FLOOR,
-                          "alpha": [[[values[k]] * heads] * layers for k in ("1", "2")], "sink": sink,
-                          "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}}  # fmt: skip
-                if star:
-                    report["sink_star"] = sink.pop("star")
-                    report["alpha_star"] = [[star] * heads] * layers
-                final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
-                final |= {"sink_star": report["sink_star"]["0.3"]} if star else {}
-                metrics = {"status": "done", "reason": None, "curve": [], "final": final}
-            write_record(record_folder("laptop", name, seed, tmp_path), run, metrics, {"wall_seconds": 1.0})
-        return tmp_path
+            if alpha is None:
+                made_up(runs, name, seed, "laptop", status="failed", reason="not finite", final={"step": 9})
+                continue
+            shape = config(name, "laptop").model
+            values = {"1": alpha, "2": 0.01} | ({"star": star} if star else {})
+            sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
+            maps = {k: [[value] * shape.num_heads] * shape.num_layers for k, value in values.items()}
+            report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(shape.num_layers)),
+                      "floor": FLOOR, "alpha": [maps["1"], maps["2"]], "sink": sink,
+                      "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}}  # fmt: skip
+            final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
+            if star:
+                report |= {"sink_star": sink.pop("star"), "alpha_star": maps["star"]}
+                final["sink_star"] = report["sink_star"]["0.3"]
+            made_up(runs, name, seed, "laptop", final=final)
 
     return record
 
@@ -56,11 +55,11 @@ def some(add):
     add("weight_decay_0.5", 0.70, 0.75, 0.72)
     add("weight_decay_0.001", 0.51, 0.53, 0.53)
     add("weight_decay_1", 0.7)
-    return add("weight_decay_5", None, None)
+    add("weight_decay_5", None, None)
 
 
 def test_sentences_put_each_row_on_its_side_with_the_numbers_of_the_records(some):
-    base, more, less, paper, same, missing, one, failed = seen.sentences("Table 2", runs=some)
+    base, more, less, paper, same, missing, one, failed = seen.sentences("Table 2")
     assert base == "The base has Sink₁ = 100.0 % (100.0 to 100.0 over 3 seeds)."
     for text, row, alphas in ((more, "decay 0.5", (0.70, 0.75, 0.72)), (less, "decay 0", (0.30, 0.33, 0.32)),
                               (same, "decay 0.001", (0.51, 0.53, 0.53))):  # fmt: skip
@@ -79,31 +78,35 @@ def test_sentences_put_each_row_on_its_side_with_the_numbers_of_the_records(some
 def test_what_goes_the_other_way_than_in_the_paper_is_named(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("weight_decay_0", 0.70, 0.75, 0.72)
-    told = " ".join(seen.sentences("Table 2", runs=add("weight_decay_0.5", 0.70, 0.75, 0.72)))
+    add("weight_decay_0.5", 0.70, 0.75, 0.72)
+    told = " ".join(seen.sentences("Table 2"))
     assert "1 of the 2 with a number in the paper lie on the same side there; the other way round: decay 0." in told
 
 
 def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
     add("fixed_1", 0.50, 0.54, 0.52)
-    runs = add("k_bias", 0.05, 0.04, 0.06, star=0.6)
-    assert "K biases 100 %, the paper 73" in " ".join(seen.sentences("Table 4", key="excess_star", runs=runs))
+    add("k_bias", 0.05, 0.04, 0.06, star=0.6)
+    assert "K biases 100 %, the paper 73" in " ".join(seen.sentences("Table 4", key="excess_star"))
 
 
 def test_positions_name_where_the_sink_is(add):
     add("fixed_1", 0.50, 0.54, 0.52)
-    first, missing = seen.by_position("Table 10 right", runs=add("default", 0.01))
+    add("default", 0.01)
+    first, missing = seen.by_position("Table 10 right")
     assert first == "position 1: most on x₁, Sink₁ = 100.0 % (100.0 to 100.0 over 3 seeds), at most 0.0 % on any " \
         "other of the first 2."  # fmt: skip
     assert missing == "Not run yet: position 2; position 3."
-    assert "none: no sink on any of the first 2 positions." in seen.by_position("Section 5", runs=add("default", 0.01))
+    assert "none: no sink on any of the first 2 positions." in seen.by_position("Section 5")
 
 
 @pytest.mark.parametrize("item", dict.fromkeys(row.item for row in paper_rows()))
-def test_every_item_reads_well_with_some_records_and_with_none(item, some, tmp_path):
-    assert seen.sentences(item, runs=tmp_path / "none") == ["None of these runs is recorded yet."]
-    told = seen.sentences(item, runs=some)
+def test_every_item_reads_well_with_some_records_and_with_none(item, some, tmp_path, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setattr(paths, "RUNS", tmp_path / "none")
+        assert seen.sentences(item) == ["None of these runs is recorded yet."]
+    told = seen.sentences(item)
     assert told and not IDENTIFIER.search(" ".join(told)) and "nan" not in " ".join(told)
-    labels = [row.label for row in names.rows(item, runs=some)]
+    labels = [row.label for row in names.rows(item)]
     assert len(set(labels)) == len(labels) and not IDENTIFIER.search(" ".join(labels))
 
 
@@ -112,10 +115,8 @@ def test_our_setting_stands_before_the_papers():
     run = config(row.experiment)
     expected = f"rate {run.train.learning_rate:g}, {run.train.steps:,} steps (rate 2e-4, 40k steps)"
     assert names.label(row, "laptop") == expected
-    assert (
-        names.human("excess alpha_1: lr_half above fixed_1", "laptop")
-        == "excess of α₁: learning rate / 2 above the base"
-    )
+    line = names.human("excess alpha_1: lr_half above fixed_1", "laptop")
+    assert line == "excess of α₁: learning rate / 2 above the base"
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------
@@ -123,27 +124,27 @@ def test_our_setting_stands_before_the_papers():
 
 def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     monkeypatch.setattr("sinkutils.ledger.results.ledgers", ledgers)
-    row = ledger.claims("laptop", some).set_index("id", drop=False).loc["weight_decay"].to_dict()
+    row = ledger.claims("laptop").set_index("id", drop=False).loc["weight_decay"].to_dict()
     table, words, facts = cards.figures(row, "laptop")
     assert table.loc["weight decay 0.5", "paper: Sink₁ %"] == "41.08"
     assert table.loc["the base", "ours: Sink₁ %"] == "100.0"
     mean = (np.mean([0.50, 0.54, 0.52]) - FLOOR) / (1 - FLOOR)
     assert table.loc["the base", "ours: excess of α₁"].startswith(f"{mean:.3f} (")
     assert (words, facts) == ([], [])
-    text, page = cards.card(row, ledger.checks("weight_decay", "laptop", some), "laptop")
+    text, page = cards.card(row, ledger.checks("weight_decay", "laptop"), "laptop")
     assert text.startswith("[NOT RUN] Weight decay encourages the sink.")
     assert "three seeds of weight decay 1 (1 so far); weight decay 0.01" in " ".join(text.split())
     assert ">not run<" in page and cards.COLORS["not run"][0] in page
 
 
+@pytest.mark.slow
 def test_every_card_is_short_lines_without_identifiers(some):
-    table = cards.judged((), "laptop", some)
+    table = cards.judged((), "laptop")
     for id in table.index:
-        text, page = cards.card(table.loc[id].to_dict(), ledger.checks(id, "laptop", some), "laptop")
+        text, page = cards.card(table.loc[id].to_dict(), ledger.checks(id, "laptop"), "laptop")
         assert max(map(len, text.split("\n"))) <= 100, id
-        assert not IDENTIFIER.search(
-            re.sub(r"`.*?`", "", text, flags=re.DOTALL) + re.sub(r"<code>.*?</code>", "", page)
-        ), id
+        words = re.sub(r"`.*?`", "", text, flags=re.DOTALL) + re.sub(r"<code>.*?</code>", "", page)
+        assert not IDENTIFIER.search(words), id
     with pytest.raises(ValueError, match="claims are universal"):
         cards.show_verdicts("weight_decays", preset="laptop")
 
@@ -152,7 +153,7 @@ def test_every_card_is_short_lines_without_identifiers(some):
 
 
 def test_the_comparison_draws_each_head_and_the_papers_value(some):
-    rows = names.rows("Table 2", runs=some)
+    rows = names.rows("Table 2")
     heads, shares = comparisons.comparison(rows).axes
     at = [row.label for row in rows].index("decay 0.5")
     drawn = [line for line in heads.lines if round(np.mean(line.get_ydata())) == at and len(line.get_xdata()) == 16]
@@ -161,13 +162,11 @@ def test_the_comparison_draws_each_head_and_the_papers_value(some):
     assert [float(line.get_xdata()[0]) for line in diamonds] == [row.paper.values["sink_1"] for row in rows]
     assert [text.get_text() for text in heads.texts].count("not run yet") == 2
     assert "training failed" in [text.get_text() for text in heads.texts]
-    assert comparisons.comparison(names.rows("Table 3", runs=some / "none")) is None
+    assert comparisons.comparison(names.rows("Section 7.3")) is None
 
 
-def test_a_figure_brings_its_caption_and_its_alt_text(some, monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(figures, "display", lambda data, raw: shown.append(data))
-    figures.show(comparisons.comparison(names.rows("Table 2", runs=some)), "**Bold.** a < b", 'say "what"')
+def test_a_figure_brings_its_caption_and_its_alt_text(some, shown, capsys):
+    figures.show(comparisons.comparison(names.rows("Table 2")), "**Bold.** a < b", 'say "what"')
     assert '<img alt="say &quot;what&quot;"' in shown[0]["text/html"]
     assert "<figcaption" in shown[0]["text/html"] and "<b>Bold.</b> a &lt; b" in shown[0]["text/html"]
     assert shown[0]["text/plain"] == '[figure: say "what"]\nBold. a < b'
@@ -186,16 +185,13 @@ def test_curves_show_each_seed_and_their_mean():
     assert math.isclose(figure.axes[0].get_ylim()[0], -0.1, abs_tol=0.01)
 
 
-def test_an_item_is_a_picture_a_table_and_sentences(some, monkeypatch):
-    shown = []
-    for module in (figures, notebook, seen):
-        monkeypatch.setattr(module, "display", lambda data, raw: shown.append(data))
-    monkeypatch.setattr(figures, "RENDERED", some / "rendered")
-    items.compare("Table 2", "laptop", runs=some)
+def test_an_item_is_a_picture_a_table_and_sentences(some, shown, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RENDERED", tmp_path)
+    items.compare("Table 2", "laptop")
     picture, table, sentences = shown
-    assert (some / "rendered" / "figures" / "table_2_laptop.png").exists()
+    assert (tmp_path / "figures" / "table_2_laptop.png").exists()
     assert "decay 0.5 100.0 (41.08)" in picture["text/html"]
     assert "<details><summary>The numbers: Table 2" in table["text/html"] and "decay 0.5" in table["text/plain"]
     assert sentences["text/plain"].startswith("What you see\n- The base has Sink₁ = 100.0 %")
     assert all(len(line) <= 100 for data in shown for line in data["text/plain"].split("\n"))
-    assert results("laptop", some).values("fixed_1", "excess_1").size == 3
+    assert results("laptop").values("fixed_1", "excess_1").size == 3

@@ -18,7 +18,7 @@ from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
-from sinkutils.training.optimizers import make_optimizer
+from sinkutils.training.optimizers import make_optimizers
 from sinkutils.training.run import CrossEntropy, Run, next_token_loss
 from sinkutils.training.trainer import deterministic_kernels, train
 
@@ -157,16 +157,16 @@ def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
 
 def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_blocks():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    assert type(make_optimizer(model, TrainConfig())) is torch.optim.AdamW
-    assert type(make_optimizer(model, TrainConfig(optimizer="sgd"))) is torch.optim.SGD
-    both = make_optimizer(model, TrainConfig(optimizer="muon"))
-    parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both.parts]
+    for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
+        assert [type(part) for part in make_optimizers(model, TrainConfig(optimizer=name))] == [kind]
+    both = make_optimizers(model, TrainConfig(optimizer="muon"))
+    parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
     ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
     with pytest.raises(ValueError, match=r"muon.*one process"):
-        make_optimizer(model, TrainConfig(optimizer="muon"), Group(size=2))
+        make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])

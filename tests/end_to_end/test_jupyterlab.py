@@ -9,8 +9,6 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -62,7 +60,7 @@ app.commands.execute("notebook:run-all-cells").then(async () => {
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Iterator[str]:
+def lab(tmp_path_factory):
     """The address of a JupyterLab on copies of the notebooks, with what opens it."""
     folder = tmp_path_factory.mktemp("lab")
     for path in NOTEBOOKS:
@@ -91,7 +89,7 @@ def lab(tmp_path_factory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_all_cells_run_in_jupyterlab(path: Path, lab: str) -> None:
+def test_all_cells_run_in_jupyterlab(path, lab):
     before = path.read_bytes()
     with chromium(1400, 1000) as driver:
         driver.set_script_timeout(SECONDS)

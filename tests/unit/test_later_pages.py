@@ -7,21 +7,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from helpers import made_up
 
 from sinkutils.ledger import trials
 from sinkutils.ledger.results import ledgers
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
-from sinkutils.showing import cards, figures, later, seen
+from sinkutils.showing import cards, figures, later
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
 
 matplotlib.use("agg")
 
 
 @pytest.fixture
-def add(tmp_path, monkeypatch):
+def add(runs, tmp_path, monkeypatch):
     """Add records of three seeds: excess of alpha_1, the largest element over the median, validation loss."""
     monkeypatch.setattr(trials, "untrained_peak", lambda *arguments: 1.0)
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
@@ -29,34 +29,28 @@ def add(tmp_path, monkeypatch):
 
     def record(name, excess=0.3, peak=4.0, loss=2.7):
         for seed in (0, 1, 2):
-            run = config(name, "laptop", seed)
-            alpha, layers = excess + 0.02 * seed, run.model.num_layers
+            alpha, layers = excess + 0.02 * seed, config(name, "laptop").model.num_layers
             report = {"T": 64, "targets": [1], "epsilons": [0.3], "layers": list(range(layers)), "excess": {"1": alpha},
                       "alpha": [[[alpha] * 4] * layers], "sink": {"1": {"0.3": 50.0}},
                       "hidden_peaks": [[peak * (1 + 0.05 * seed), 1.0]] * layers}  # fmt: skip
-            final = {"step": 9, "valid_loss": loss, "sink_1": 50.0, "report": report}
-            metrics = {"status": "done", "reason": None, "curve": [final | {"report": None}], "final": final}
-            write_record(record_folder("laptop", name, seed, tmp_path), run, metrics, {})
-        return tmp_path
+            last = {"step": 9, "valid_loss": loss, "sink_1": 50.0}
+            made_up(runs, name, seed, "laptop", curve=[last], final=last | {"report": report})
 
     return record
 
 
 @pytest.fixture
-def said(monkeypatch):
+def said(shown):
     """The text of what is displayed, as one line; and that no line of it is long."""
-    texts: list[str] = []
-    for module in (later, cards, seen, figures):
-        monkeypatch.setattr(module, "display", lambda data, raw: texts.append(data["text/plain"]))
-    yield lambda: " ".join("\n".join(texts).split())
-    assert max(map(len, "\n".join(texts).splitlines())) <= 100
+    yield lambda: " ".join(" ".join(data["text/plain"] for data in shown).split())
+    assert max(len(line) for data in shown for line in data["text/plain"].splitlines()) <= 100
 
 
 def test_the_picture_has_a_point_a_seed_and_a_number_a_variant(add):
-    runs = add("fixed_1")
-    assert later.picture("laptop", runs) is None  # the base alone
+    add("fixed_1")
+    assert later.picture("laptop") is None  # the base alone
     add("softpick", 0.0, 1.2, 2.8), add("v_scale", 0.3, 1.1), add("sgd", 0.01, 1.0, 6.0)
-    figure = later.picture("laptop", runs)
+    figure = later.picture("laptop")
     axis = figure.axes[0]
     points = np.concatenate([collection.get_offsets() for collection in axis.collections])
     assert len(points) == 12 and np.isclose(points, (0.0, 1.2)).all(axis=1).any()
@@ -67,18 +61,18 @@ def test_the_picture_has_a_point_a_seed_and_a_number_a_variant(add):
 
 
 def test_a_group_is_told_from_its_records_and_what_is_missing_is_named(add, said, capsys):
-    runs = add("fixed_1")
-    later.compare("norms and values", "laptop", runs=runs)
+    add("fixed_1")
+    later.compare("norms and values", "laptop")
     assert capsys.readouterr().out.startswith("Not recorded yet: post-norm blocks")
     add("v_scale", 0.3, 1.1), add("dyt", 0.0, 1.2, 2.9)
-    later.compare("norms and values", "laptop", runs=runs)
+    later.compare("norms and values", "laptop")
     assert "Less of a sink on x₁ than the base" in said() and "dynamic tanh instead of RMSNorm −0.300" in said()
     assert "Not above 2: V-scale: small values made smaller 1.15" in said() and "Above 2: the base 4.2" in said()
     assert "Not run yet: post-norm blocks (Eq. 3); RMSNorm with a gate; sandwich norm." in said()
-    cards.show_verdicts("v_scale", runs=runs)
+    cards.show_verdicts("v_scale")
     assert "V-scale: small values made smaller that keep the gradient at x₁" in said()
     with pytest.raises(ValueError, match="group must be one of a way to say nothing"):
-        later.rows("norms", "laptop", runs)
+        later.rows("norms", "laptop")
 
 
 def test_every_variant_stands_in_a_group_with_its_source(said):
@@ -96,8 +90,3 @@ def test_blocks_are_measured_one_by_one():
     table = later.blocks(model, torch.randint(1024, (4, 40)))
     assert list(table) == ["sink", "peak", "value", "gradient"] and list(table.index) == [1, 2, 3]
     assert (table["sink"].abs() < 0.05).all() and (table["peak"] > 3).all() and (table["gradient"] > 1).all()
-    figure = later.along_blocks({"ours": [[0.1, 0.2]], "none": []}, "mean", "ours")
-    assert [line.get_label() for line in figure.axes[0].lines if line.get_label()[0] != "_"] == ["ours"]
-    assert later.along_blocks({}, "mean") is None
-    assert len(later.real_blocks("smollm2")) == 30
-    plt.close(figure)

@@ -14,7 +14,7 @@ pytest.importorskip("selenium", reason="selenium is not installed here: make bro
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -37,6 +37,8 @@ def chromium(width: int = 1280, height: int = 1000) -> Iterator[webdriver.Chrome
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = webdriver.Chrome(options=options, service=Service(DRIVER))
         driver.set_script_timeout(120)
+        # Without a window no page has the focus, and JupyterLab's current notebook is the one that has it.
+        driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
         try:
             yield driver
         finally:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -12,10 +11,9 @@ import torch
 import transformers as tf
 
 from sinkutils.data import probes
-from sinkutils.data.corpus import Corpus
 from sinkutils.measuring import open_lms
 from sinkutils.paths import NOTEBOOKS
-from sinkutils.showing import cards, figures, seen
+from sinkutils.showing import figures
 
 matplotlib.use("agg")
 BASE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -30,7 +28,7 @@ MODELS = {
 }
 
 
-def saved(folder: Path, build, corpus: Corpus) -> Path:
+def saved(folder, build, corpus):
     """A random model with the tests' tokenizer, as a user would have one in a folder."""
     torch.manual_seed(0)
     build().save_pretrained(folder)
@@ -38,7 +36,7 @@ def saved(folder: Path, build, corpus: Corpus) -> Path:
     return folder
 
 
-def run(number: str, parameters: dict) -> dict:
+def run(number, parameters):
     """Execute a notebook's code cells and solutions in this process, with these parameters; returns what they left."""
     (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
     space: dict = {"display": lambda *_: None}
@@ -54,45 +52,42 @@ def run(number: str, parameters: dict) -> dict:
     return space
 
 
-@pytest.fixture
-def shown(corpus: Corpus, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
-    """What the notebooks show, in the place of showing it; no records, the tests' text, and no walk over all files."""
-    shown: dict[str, list] = {"figures": [], "lines": [], "cards": []}
+@pytest.fixture(autouse=True)
+def no_records_and_the_tests_text(corpus, runs, tmp_path, monkeypatch):
+    """No walk over all files either."""
     monkeypatch.setattr(probes, "load_corpus", lambda *_, **__: corpus)
     monkeypatch.setattr(open_lms, "load_corpus", lambda *_, **__: corpus)
     texts = list(itertools.islice(corpus.texts("train"), 8))
     monkeypatch.setattr(open_lms, "domain", lambda kind, progress: iter(texts))
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
-    monkeypatch.setattr(figures, "display", lambda data, raw: shown["figures"].append(data["text/plain"]))
-    monkeypatch.setattr(seen, "display", lambda data, raw: shown["lines"].append(data["text/plain"]))
-    monkeypatch.setattr(cards, "display", lambda data, raw: shown["cards"].append(data["text/plain"]))
-    return shown
+
+
+def texts(shown, start):
+    """What is shown and begins so."""
+    return [data["text/plain"] for data in shown if data["text/plain"].startswith(start)]
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_pages_on_real_models_run_on_any_model(
-    family: str, corpus: Corpus, tmp_path: Path, shown: dict[str, list], capsys: pytest.CaptureFixture
-) -> None:
+def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys):
     folder = saved(tmp_path / "a model", MODELS[family], corpus)
     parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
     space = run("01", parameters)
     assert list(space["models"]) == ["a model"] and "left out" not in capsys.readouterr().out
-    assert len(shown["figures"]) == 14
+    assert len(texts(shown, "[figure")) == 14
     assert (space["edited"] is None) == (family != "learned positions")
-    assert any("no head with a sink" in line or "heads with a mean α₁" in line for line in shown["lines"])
-    assert str(tmp_path) not in "".join(itertools.chain(*shown.values()))
+    assert any("no head with a sink" in line or "heads with a mean α₁" in line for line in texts(shown, "What you see"))
+    assert str(tmp_path) not in "".join(texts(shown, ""))
 
-    found = len(shown["figures"])
+    shown.clear()
     assert run("08", parameters)["lm"] is not None
-    assert len(shown["figures"]) == found + 6  # not the toy's
-    assert len(shown["lines"]) > 12 and all(len(line) <= 100 for line in "\n".join(shown["lines"]).split("\n"))
+    assert len(texts(shown, "[figure")) == 6  # not the toy's
+    assert len(texts(shown, "What you see")) >= 6
+    assert all(len(line) <= 100 for text in texts(shown, "") for line in text.split("\n"))
 
 
-def test_without_the_model_the_page_on_surgery_says_what_is_missing(
-    tmp_path: Path, shown: dict[str, list], capsys: pytest.CaptureFixture
-) -> None:
+def test_without_the_model_the_page_on_surgery_says_what_is_missing(tmp_path, shown, capsys):
     parameters = {"model": str(tmp_path / "nothing"), "preset": "smoke", "recompute": "never"}
     assert run("08", parameters)["lm"] is None
     told = capsys.readouterr().out
     assert "there is no folder" in told and "which is not here; recorded: nothing yet" in told
-    assert not shown["figures"]
+    assert not texts(shown, "[figure")

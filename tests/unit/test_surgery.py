@@ -37,10 +37,11 @@ FAMILIES = {
     ),
 }  # fmt: skip
 LENGTH = 12
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=list(FAMILIES))
-def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+def model(request):
     torch.manual_seed(0)
     built = FAMILIES[request.param]()
     with torch.no_grad():
@@ -51,25 +52,23 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 
 @pytest.fixture
-def ids() -> torch.Tensor:
+def ids():
     return torch.randint(3, 40, (5, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def plain_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def plain_losses(model, ids):
     with torch.no_grad():
         log_p = model(ids).logits.log_softmax(dim=-1)
     return -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
 
-def test_untouched_is_what_measure_and_a_forward_pass_say(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_untouched_is_what_measure_and_a_forward_pass_say(model, ids):
     found = untouched(model, ids)
     torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4)
 
 
-def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(
-    model: torch.nn.Module, ids: torch.Tensor
-) -> None:
+def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model, ids):
     token = 7
     donors = torch.cat([torch.full((4, 1), token), ids[:4, :5]], dim=1)
     found = transplant(model, ids, donors)
@@ -82,9 +81,7 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(
     torch.testing.assert_close(found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4)
 
 
-def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(
-    model: torch.nn.Module, ids: torch.Tensor
-) -> None:
+def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, ids):
     pairs = keys_values(model, ids)
     assert len(pairs) == 3 and all(len(k) == len(v) == 5 for k, v in pairs)
     alone = [keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
@@ -95,7 +92,7 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(
     assert all((x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True))
 
 
-def test_hiding_x_1_is_removing_it_from_every_later_row(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_hiding_x_1_is_removing_it_from_every_later_row(model, ids):
     found = hide(model, ids)
     # Of x_1 only its own query is left: another first token changes nothing behind it.
     other = ids.clone()
@@ -105,7 +102,7 @@ def test_hiding_x_1_is_removing_it_from_every_later_row(model: torch.nn.Module, 
     torch.testing.assert_close(found.report.alpha[:, 0], torch.full((5, 3, 4), 1 / LENGTH))  # its own row
 
 
-def test_a_window_sees_what_its_depth_lets_it_see(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
     torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids, shares=False).losses)
     other = ids.clone()
     other[:, 0] = (ids[:, 0] - 3 + 1) % 37 + 3
@@ -118,14 +115,14 @@ def test_a_window_sees_what_its_depth_lets_it_see(model: torch.nn.Module, ids: t
         assert (kept[0] - kept[1])[:, 7:].abs().max() > 1e-4
 
 
-def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     sizes = massive(model, ids)
     assert sizes.shape == (3, 32) and (sizes.median(dim=1).values > 0).all()
     seen: list[torch.Tensor] = []
     before = untouched(model, ids)
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
 
-    def see(_, args, kwargs) -> None:
+    def see(_, args, kwargs):
         seen.append((args or [kwargs["hidden_states"]])[0])
 
     handle = blocks[2].register_forward_pre_hook(see, with_kwargs=True)
@@ -142,7 +139,7 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model: torch.nn.
     torch.testing.assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
 
 
-def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model, ids):
     exact = untouched(model, ids, shares=False).losses
     torch.testing.assert_close(rounded(model, ids, 16).losses, exact, atol=2e-2, rtol=1e-2)
     errors = [(rounded(model, ids, bits).losses - exact).abs().mean() for bits in (8, 5, 3)]
@@ -150,11 +147,11 @@ def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model: torch.nn.Module
     assert (rounded(model, ids, 3, first_exact=True).losses - rounded(model, ids, 3).losses).abs().max() > 1e-4
 
 
-def count_hooks(model: torch.nn.Module) -> int:
+def count_hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_a_model_is_left_as_it_was(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_a_model_is_left_as_it_was(model, ids):
     untouched(model, ids)  # transformers keeps hooks of its own from the first maps on
     model.train()
     before, hooks = model.config._attn_implementation, count_hooks(model)
@@ -166,7 +163,7 @@ def test_a_model_is_left_as_it_was(model: torch.nn.Module, ids: torch.Tensor) ->
     assert count_hooks(model) == hooks
 
 
-def test_models_without_a_cache_of_keys_and_values_say_so(ids: torch.Tensor) -> None:
+def test_models_without_a_cache_of_keys_and_values_say_so(ids):
     own = TransformerLM(LMConfig(vocab_size=40, context_length=16, num_layers=1, num_heads=2, hidden_size=16,
                                  intermediate_size=16))  # fmt: skip
     with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
@@ -183,7 +180,7 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids: torch.Tensor) -> 
         untouched(qwen, ids)
 
 
-def test_what_attention_reads_of_h_is_its_norm_output(model: torch.nn.Module, ids: torch.Tensor) -> None:
+def test_what_attention_reads_of_h_is_its_norm_output(model, ids):
     seen = []
     norm = {"llama": "input_layernorm", "mistral": "input_layernorm", "gemma3_text": "input_layernorm", "gpt2": "ln_1",
             "gpt_neox": "input_layernorm", "opt": "self_attn_layer_norm"}[model.config.model_type]  # fmt: skip

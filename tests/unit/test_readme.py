@@ -2,22 +2,21 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+from helpers import made_up
 
-from sinkutils.ledger import rules
+from sinkutils.ledger import frozen, rules
+from sinkutils.ledger.conclusions import CLAIMS
+from sinkutils.ledger.later import LATER
+from sinkutils.paths import ROOT
 from sinkutils.showing import readme
-from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
 from sinkutils.study.store import Runs
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|<img [^>]*>|https?://\S+", re.MULTILINE | re.DOTALL)
-IDENTIFIER = re.compile(
-    r"(?<![\w/.])(?!(?:Sink|alpha|\w)_)[a-zA-Z]+(?:_[a-z0-9]+)+(?![\w/])"
-)  # x_1, alpha_k are symbols
+SYMBOL = r"(?:Sink|alpha|\w)_"  # Sink_1, alpha_k, x_1
+IDENTIFIER = re.compile(rf"(?<![\w/.])(?!{SYMBOL})[a-zA-Z]+(?:_[a-z0-9]+)+(?![\w/])")
 
 
 def test_what_is_generated_is_up_to_date():
@@ -47,9 +46,8 @@ def test_readme_is_short_and_links_to_every_page():
 def test_the_state_says_what_is_recorded_and_what_is_missing(runs, monkeypatch):
     every = len(Runs().missing("laptop"))
     assert f"0 runs of 0 experiments, recipe 2. {every} runs are missing" in readme.state_part()
-    metrics = {"status": "done", "reason": None, "curve": [], "final": {"step": 1, "sink_1": 30.0, "valid_loss": 3.0}}
     for seed in (0, 1):
-        write_record(record_folder("laptop", "fixed_1", seed), config("fixed_1", "laptop", seed), metrics, {})
+        made_up(runs, "fixed_1", seed, "laptop", final={"step": 1, "sink_1": 30.0, "valid_loss": 3.0})
     assert f"2 runs of 1 experiments, recipe 2. {every - 2} runs are missing" in readme.state_part()
     assert "| Table 10 right | 2 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
     assert "ends at 30.0 % (2 seeds); one that meets any first token, at not recorded yet" in readme.notebooks_part()
@@ -67,3 +65,9 @@ def test_differences_are_the_claims_that_do_not_hold_the_worst_first(monkeypatch
     assert [line.split("<br> ")[1] for line in lines] == [table["id"].iloc[2], table["id"].iloc[0]]
     table["verdict"] = rules.REPRODUCED
     assert readme.differences_part() == "Of what is recorded so far, nowhere."
+
+
+def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand():
+    page = readme.ledger_page()
+    assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
+    assert frozen.ledgers()[0][:16] in page

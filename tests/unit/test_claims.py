@@ -4,52 +4,46 @@ import csv
 import json
 import math
 import re
+import runpy
 import zlib
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from helpers import made_up
 from scipy import stats
 
 from sinkutils.data.tokenizer import train_tokenizer
-from sinkutils.ledger import frozen, open_models, proofs, trials
+from sinkutils.ledger import frozen, open_models, proofs, rules, trials
 from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.effects import effect, level, paired
 from sinkutils.ledger.later import LATER
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, results
 from sinkutils.ledger.rules import (
-    BASE,
     FAILS,
-    GATES,
     HOLDS,
     INCONCLUSIVE,
-    KINDS,
-    LOSS,
-    MARGIN,
-    MISSING,
     NOT_REPRODUCED,
     NOT_RUN,
-    NOT_VISIBLE,
     OPEN,
     PARTLY,
     REPRODUCED,
-    SINK,
-    TRAINED,
-    VERDICTS,
     Check,
     judge,
 )
-from sinkutils.ledger.rules import verdict as of_outcomes
 from sinkutils.measuring import saved
 from sinkutils.measuring.own import Subject
+from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.paths import PAPER
+from sinkutils.paths import PAPER, ROOT
 from sinkutils.study.grid import EXPERIMENTS, config, resolve, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import ledger_sha256, record_folder, write_record
+from sinkutils.study.record import ledger_sha256
 
 HEAD = 0.5  # mean excess of a head with a sink, in the records made of the paper's Sink_1
 # Massive activations where the paper's figures and text say that there are some (Figs. 7, 8 and 29).
@@ -73,6 +67,11 @@ GAPS = {"data_share_0.5": 0.2, "data_share_0.1": 0.5, "data_share_0.04": 1.0, "d
         "data_share_0.01": 3.0}  # fmt: skip
 
 
+def share(excess):
+    """Sink in percent where each head with a sink has HEAD of excess."""
+    return min(100.0, 100 * max(0.0, excess) / HEAD)
+
+
 class Ledger:
     """Records made up for one preset, with noise of their own that is the same on every run."""
 
@@ -81,64 +80,48 @@ class Ledger:
 
     def add(self, name, excess=0.3, star=None, *, seeds=(0, 1, 2), second=0.0, ratio=1.0, before=None, small=0.3,
             third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False,
-            sinks=None, weights=None, tokenizer=None, peak=None, gathered=8.0):  # fmt: skip
+            sinks=None, kept=None, peak=None, gathered=8.0):  # fmt: skip
         """excess, star, second: final excess of alpha_1, alpha_* and alpha_2; ratio and small: norm ratios of h_1, and
         of k_1 and v_1; onset, turn: shares of the steps; untrained: excess before the first step; peak: the largest
         element of h_1 over the median (None: not kept), gathered: the gradient at x_1 over the others'.
         """
         name = resolve(name, self.preset)
+        turn_by = zlib.crc32(name.encode())  # of the first and of the last three seeds noise adds up to nothing
         for seed in seeds:
-            turn_by = zlib.crc32(name.encode())  # of the first and of the last three seeds noise adds up to nothing
             wobble = (1.0, -1.0, 0.0)[(seed + turn_by) % 3] * (1.0 if seed < 3 else 0.7) * self.noise
-            run = config(name, self.preset, seed)
-            end = excess + wobble
-            of = {1: end, 2: second + 0.1 * wobble, 3: third + 0.1 * wobble, **{k: 0.1 * wobble for k in range(4, 11)}}
-            if star is not None:
-                of["star"] = star + wobble
-            length, norms = (
-                run.train.eval_length,
-                [[1.0] * 8, [ratio * math.exp(wobble), inside, *[1.0] * 6], [1.0] * 8],
-            )
-            lesser = [[small * math.exp(wobble), *[1.0] * 7]] * 3
-            uniform = float(np.mean(1 / np.arange(1, length + 1)))
+            run, factor = config(name, self.preset, seed), math.exp(wobble)
+            end, length = excess + wobble, run.train.eval_length
+            of = {1: end, 2: second + 0.1 * wobble, 3: third + 0.1 * wobble} | dict.fromkeys(range(4, 11), 0.1 * wobble)
+            of |= {"star": star + wobble} if star is not None else {}
             seen = min(run.model.attention.window or length, length)  # excess over the queries that see x_1
-            floor = float(np.mean(1 / np.arange(1, seen + 1)))
+            floor = uniform_alpha(seen)
             alpha = (floor + end * (1 - floor)) * seen / length
-            by_eps = {
-                f"{k}": {f"{eps}": min(100.0, 100 * max(0.0, of[k]) / HEAD) for eps in EPSILONS} for k in range(1, 11)
-            }
+            lesser = [[small * factor, *[1.0] * 7]] * 3
+            by_eps = {f"{k}": dict.fromkeys(map(str, EPSILONS), share(of[k])) for k in range(1, 11)}
             report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": by_eps, "layers": [0, 1, 2],
-                      "alpha": [[[alpha, alpha]] * 3], "hidden_norms": norms, "key_norms": lesser, "floor": uniform,
+                      "alpha": [[[alpha, alpha]] * 3], "key_norms": lesser, "floor": uniform_alpha(length),
+                      "hidden_norms": [[1.0] * 8, [ratio * factor, inside, *[1.0] * 6], [1.0] * 8],
                       "value_norms": lesser, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
-            if peak is not None:
-                report["hidden_peaks"] = [[peak * math.exp(wobble), 1.0], [1.0, 1.0]]
+            report["sink"]["1"] |= sinks or {}
             if before is not None:
                 report["before_norm_norms"] = [[before, *[1.0] * 7]] * 3
-            if sinks:
-                report["sink"]["1"] |= sinks
             final_loss = math.log(run.model.vocab_size) if stuck else loss + wobble
-            start = onset + 0.01 * wobble / self.noise
-            curve = []
+            start, curve = onset + 0.01 * wobble / self.noise, []
             for step in range(0, 101, 5):
-                share = step / 100
-                grown = 0.0 if share < start else min(1.0, (share - start + 0.05) / (1 - start))
-                point = {
-                    "step": step,
-                    "sink_1": min(100.0, 100 * max(0.0, end) / HEAD) * grown,
-                    "train_loss": final_loss,
-                    "excess_1": untrained + (end - untrained) * grown,
-                    "valid_loss": final_loss + abs(share - turn),
-                }
-                point |= {"excess_star": of["star"] * share} if star is not None else {}
-                curve.append(point)
+                done = step / 100
+                grown = 0.0 if done < start else min(1.0, (done - start + 0.05) / (1 - start))
+                curve.append({"step": step, "sink_1": share(end) * grown, "train_loss": final_loss,
+                              "excess_1": untrained + (end - untrained) * grown,
+                              "valid_loss": final_loss + abs(done - turn)})  # fmt: skip
+                curve[-1] |= {"excess_star": of["star"] * done} if star is not None else {}
             final = {**curve[-1], "valid_loss": final_loss, "train_loss": final_loss - gap + wobble, "report": report}
             if peak is not None:
-                final["gradients"] = {"input": [[gathered * math.exp(wobble), *[1.0] * 40]] * 3}
-            metrics = {"status": "done", "reason": None, "curve": curve, "final": final}
+                report["hidden_peaks"] = [[peak * factor, 1.0], [1.0, 1.0]]
+                final["gradients"] = {"input": [[gathered * factor, *[1.0] * 40]] * 3}
+            metrics = {"curve": curve, "final": final}
             if failed:
-                metrics = {"status": "failed", "reason": "the loss was not finite", "curve": [], "final": {}}
-            write_record(record_folder(self.preset, name, seed, self.runs), run, metrics, {"wall_seconds": 1.0},
-                         weights, tokenizer)  # fmt: skip
+                metrics = {"status": "failed", "reason": "the loss was not finite"}
+            made_up(self.runs, name, seed, self.preset, kept, **metrics)
         return self
 
     def base(self, excess=0.3, **more):
@@ -148,11 +131,9 @@ class Ledger:
         """A fine-tuning whose loss and gradient norm go from one value to another over 100 steps."""
         for seed in seeds:
             rows = [[low + (high - low) * i / 99 + 0.001 * seed for i in range(100)] for low, high in (losses, norms)]
-            curve = [{"step": 100, "sink_1": 0.0, "valid_loss": losses[1], "losses": rows[0], "gradient_norms": rows[1]}]
-            metrics = {"status": "done", "reason": None, "curve": curve,
-                       "final": {"step": 100, "sink_1": 0.0, "valid_loss": losses[1]}}  # fmt: skip
-            write_record(record_folder(self.preset, name, seed, self.runs), config(name, self.preset, seed),
-                         metrics, {"wall_seconds": 1.0})  # fmt: skip
+            last = {"step": 100, "sink_1": 0.0, "valid_loss": losses[1], "losses": rows[0], "gradient_norms": rows[1]}
+            final = {"step": 100, "sink_1": 0.0, "valid_loss": losses[1]}
+            made_up(self.runs, name, seed, self.preset, curve=[last], final=final)
         return self
 
     def row(self, id, part="paper"):
@@ -204,10 +185,13 @@ def frozen_as_it_is(monkeypatch):
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-def test_a_level_is_the_mean_with_its_own_t_interval(ledger):
+def test_a_level_and_its_p_values_are_those_of_t_tests_and_tost_takes_the_worse(ledger):
     values = results("laptop", ledger.add("v_bias", 0.2).runs).values("v_bias", "excess_1")
     found, known = level(values), stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), known.low, known.high))
+    assert found.p_above(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="greater").pvalue)
+    assert found.p_below(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="less").pvalue)
+    assert found.p_equivalent(0.25) == pytest.approx(max(found.p_above(-0.25), found.p_below(0.25)))
     ratios = level(values, log=True)
     assert ratios.low < ratios.mean < ratios.high and ratios.mean == pytest.approx(stats.gmean(values))
 
@@ -230,14 +214,7 @@ def test_an_effect_is_paired_and_its_variance_pooled_with_the_seeds_part_at_the_
     assert paired(ours, "v_bias", "base", "excess_1").error == pytest.approx(found.error)  # one variance for all
 
 
-def test_p_values_are_those_of_one_sided_t_tests_and_tost_takes_the_worse(ledger):
-    found = level(results("laptop", ledger.add("v_bias", 0.2).runs).values("v_bias", "excess_1"))
-    values = results("laptop", ledger.runs).values("v_bias", "excess_1")
-    assert found.p_above(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="greater").pvalue)
-    assert found.p_below(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="less").pvalue)
-    assert found.p_equivalent(0.25) == pytest.approx(max(found.p_above(-0.25), found.p_below(0.25)))
-
-
+@pytest.mark.slow
 def test_intervals_cover_as_often_as_they_say_though_all_effects_share_the_bases_seeds():
     """Seeds drawn anew 400 times; half of the experiments have hardly any noise, as those without a sink do."""
     draw, missed = np.random.default_rng(0), 0
@@ -265,10 +242,36 @@ def test_an_effect_that_cannot_be_given_says_why(arguments, says, tmp_path):
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sink_is_there_gone_or_undecided_by_the_interval_against_a_share_of_the_base(ledger):
-    ledger.base(0.3).add("nope", 0.3 * SINK + 0.02).add("absolute", 0.3 * SINK - 0.02).add("alibi", 0.3 * SINK)
-    for name, there, gone in (("nope", HOLDS, FAILS), ("absolute", FAILS, HOLDS), ("alibi", OPEN, OPEN)):
-        assert ledger.judge("present", name).state == there and ledger.judge("absent", name).state == gone
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """A base of 0.3, and runs beside it on each side of each threshold, and on it."""
+    ledger = Ledger(tmp_path_factory.mktemp("judged")).base(0.3, loss=2.8)
+    ledger.add("nope", 0.3 * rules.SINK + 0.02).add("absolute", 0.3 * rules.SINK - 0.02).add("alibi", 0.3 * rules.SINK)
+    ledger.add("weight_decay_0.5", 0.35).add("weight_decay_0", 0.3).add("weight_decay_0.01", 0.36)
+    ledger.add("batch_half", 0.18).add("batch_x2", 0.45).add("batch_quarter", 0.3 * (1 - rules.MARGIN))
+    ledger.add("sigmoid", 0.0, loss=2.87).add("elu", 0.0, loss=2.92)
+    return ledger.add("linear", 0.0, loss=2.8 * (1 + rules.LOSS))
+
+
+@pytest.mark.parametrize("key, kind, runs, expected", [
+    ("excess_1", "present", ["nope"], HOLDS), ("excess_1", "absent", ["nope"], FAILS),
+    ("excess_1", "present", ["absolute"], FAILS), ("excess_1", "absent", ["absolute"], HOLDS),
+    ("excess_1", "present", ["alibi"], OPEN), ("excess_1", "absent", ["alibi"], OPEN),
+    ("excess_1", "more", ["weight_decay_0.5", "base"], HOLDS),
+    ("excess_1", "more", ["weight_decay_0", "base"], FAILS), ("excess_1", "more", ["base", "weight_decay_0.01"], FAILS),
+    ("excess_1", "same", ["batch_half", "base"], HOLDS), ("excess_1", "same", ["batch_x2", "base"], FAILS),
+    ("excess_1", "same", ["batch_quarter", "base"], OPEN),
+    ("excess_1", "kept", ["batch_x2", "base"], HOLDS),  # more of a sink is no loss of it
+    ("valid_loss", "comparable", ["sigmoid", "base"], HOLDS), ("valid_loss", "comparable", ["elu", "base"], FAILS),
+    ("valid_loss", "comparable", ["linear", "base"], OPEN), ("valid_loss", "worse", ["elu", "base"], HOLDS),
+])  # fmt: skip
+def test_a_check_holds_fails_or_stays_open_by_its_interval_against_its_threshold(key, kind, runs, expected, judged):
+    assert judged.judge(kind, *runs, key=key).state == expected
+
+
+def test_more_needs_significance_after_correction(judged):
+    check = Check("more", ("weight_decay_0.5", "base"))
+    assert judged.judge("more", *check.runs, corrected={check: 0.2}).state == OPEN
 
 
 def test_heads_that_all_sit_below_the_threshold_are_a_sink_all_the_same(ledger):
@@ -277,47 +280,21 @@ def test_heads_that_all_sit_below_the_threshold_are_a_sink_all_the_same(ledger):
     assert "sigmoid 0.0/0.0/0.0" in ledger.add("elu", 0.0).row("no_normalisation")["ours"]
 
 
-def test_more_needs_significance_after_correction_and_fails_where_no_room_is_left(ledger):
-    ledger.base(0.3).add("weight_decay_0.5", 0.35).add("weight_decay_0", 0.3).add("weight_decay_0.01", 0.36)
-    check = Check("more", ("weight_decay_0.5", "base"))
-    assert ledger.judge("more", "weight_decay_0.5", "base").state == HOLDS
-    assert ledger.judge("more", "weight_decay_0.5", "base", corrected={check: 0.2}).state == OPEN
-    assert ledger.judge("more", "weight_decay_0", "base").state == FAILS
-    assert ledger.judge("more", "base", "weight_decay_0.01").state == FAILS
-
-
-def test_no_effect_is_an_equivalence_within_a_share_of_the_base(ledger):
-    ledger.base(0.3).add("batch_half", 0.3 - 0.12).add("batch_x2", 0.3 + 0.15).add("batch_quarter", 0.3 * (1 - MARGIN))
-    assert [ledger.judge("same", name, "base").state for name in ("batch_half", "batch_x2", "batch_quarter")] == [
-        HOLDS, FAILS, OPEN]  # fmt: skip
-    assert ledger.judge("kept", "batch_x2", "base").state == HOLDS  # more of a sink is no loss of it
-
-
 def test_a_noisier_base_makes_no_effect_harder(tmp_path):
-    quiet = Ledger(tmp_path / "quiet").base(0.3).add("batch_quarter", 0.28)
-    noisy = Ledger(tmp_path / "noisy", noise=0.1).base(0.3).add("batch_quarter", 0.28)
-    assert quiet.judge("same", "batch_quarter", "base").state == HOLDS
-    assert noisy.judge("same", "batch_quarter", "base").state == OPEN
-
-
-def test_losses_are_comparable_worse_or_undecided_by_their_own_margin(ledger):
-    ledger.base(loss=2.8).add("sigmoid", 0.0, loss=2.87).add("elu", 0.0, loss=2.92).add(
-        "linear", 0.0, loss=2.8 * (1 + LOSS)
-    )
-    states = [ledger.judge("comparable", name, "base", key="valid_loss").state for name in ("sigmoid", "elu", "linear")]
-    assert states == [HOLDS, FAILS, OPEN]
-    assert ledger.judge("worse", "elu", "base", key="valid_loss").state == HOLDS
+    states = []
+    for noise in (0.002, 0.1):
+        ledger = Ledger(tmp_path / f"{noise}", noise=noise).base(0.3).add("batch_quarter", 0.28)
+        states.append(ledger.judge("same", "batch_quarter", "base").state)
+    assert states == [HOLDS, OPEN]
 
 
 @pytest.mark.parametrize("states, expected", [
     ([HOLDS, HOLDS], REPRODUCED), ([HOLDS, FAILS], PARTLY), ([FAILS, FAILS], NOT_REPRODUCED),
-    ([FAILS, OPEN], NOT_REPRODUCED), ([HOLDS, OPEN], INCONCLUSIVE), ([OPEN], INCONCLUSIVE), ([HOLDS, MISSING], NOT_RUN),
-    ([], NOT_RUN),
+    ([FAILS, OPEN], NOT_REPRODUCED), ([HOLDS, OPEN], INCONCLUSIVE), ([OPEN], INCONCLUSIVE),
+    ([HOLDS, rules.MISSING], NOT_RUN), ([], NOT_RUN),
 ])  # fmt: skip
 def test_a_verdict_follows_from_the_outcomes(states, expected):
-    from sinkutils.ledger.rules import Outcome
-
-    assert of_outcomes([Outcome("", state) for state in states]) == expected
+    assert rules.verdict([rules.Outcome("", state) for state in states]) == expected
 
 
 def test_fewer_than_three_seeds_are_not_run_whatever_they_say(ledger):
@@ -335,7 +312,7 @@ def test_dropping_a_check_that_fails_shows_in_k_of_n(ledger):
 
 
 def test_without_a_sink_in_the_base_nothing_is_measured_by_it(ledger):
-    ledger.base(BASE - 0.01).add("sigmoid", 0.0).add("elu", 0.0)
+    ledger.base(rules.BASE - 0.01).add("sigmoid", 0.0).add("elu", 0.0)
     assert ledger.says("no_normalisation") == INCONCLUSIVE
     assert ledger.says("emerges") == NOT_REPRODUCED  # an existence claim can fail
 
@@ -359,8 +336,8 @@ def test_an_untrained_models_share_is_no_sink(ledger):
 
 def test_a_gate_is_of_the_preset_whatever_its_records_say(tmp_path):
     ledger = Ledger(tmp_path / "runs").add("default", 0.3).add("random_1", 0.5).base()
-    assert ledger.says("random_first") == NOT_VISIBLE == ledger.says("emerges_any_token")
-    assert ledger.row("random_first")["reason"] == GATES["any token"][1]
+    assert ledger.says("random_first") == rules.NOT_VISIBLE == ledger.says("emerges_any_token")
+    assert ledger.row("random_first")["reason"] == rules.GATES["any token"][1]
     large = Ledger(tmp_path / "more", "gpu").add("default", 0.3, seeds=range(6)).add("random_1", 0.5)
     assert large.says("random_first") == REPRODUCED
 
@@ -386,55 +363,44 @@ def test_a_variant_that_is_the_base_or_another_row_here_is_no_evidence_of_its_ow
 # --- quantities ------------------------------------------------------------------------------------------------------
 
 
-class Fake:
-    """A record of nothing but metrics."""
-
-    def __init__(self, curve=(), final=None, folder=None, window=None):
-        self.metrics, self.folder, self.status, self.weights = (
-            {"curve": list(curve), "final": final or {}},
-            folder,
-            "done",
-            None,
-        )
-        self.config = {"model": {"vocab_size": 512, "attention": {"window": window}}}
-
-
-def points(*sinks):
-    return [{"step": 10 * i, "sink_1": sink} for i, sink in enumerate(sinks)]
+def fake(curve=(), final=None, window=None):
+    """A run of nothing but metrics."""
+    shape = {"vocab_size": 512, "attention": {"window": window}}
+    metrics = {"curve": list(curve), "final": final or {}}
+    return Run(SimpleNamespace(metrics=metrics, status="done", weights=None, config={"model": shape}))
 
 
 @pytest.mark.parametrize("sinks, expected", [
     ((0, 5, 0, 4, 9), 0.75), ((0, 0, 0, 0, 9), 1.0), ((0, 0, 0, 0, 0), 1.0), ((5, 5, 5, 5, 5), 0.0),
 ])  # fmt: skip
 def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
-    assert QUANTITIES["onset"].read(Run(Fake(points(*sinks)))) == expected
+    curve = [{"step": 10 * i, "sink_1": sink} for i, sink in enumerate(sinks)]
+    assert QUANTITIES["onset"].read(fake(curve)) == expected
 
 
-def test_massive_is_measured_by_the_same_model_before_its_first_step(ledger, monkeypatch):
+def test_massive_is_measured_by_the_same_model_before_its_first_step(monkeypatch):
     monkeypatch.undo()
-    model = json.dumps({"vocab_size": 512, "context_length": 64, "num_layers": 4, "num_heads": 4, "hidden_size": 64,
-                        "intermediate_size": 128})  # fmt: skip
-    untrained = trials.untrained_ratio(model, 64, "hidden_norms", (1,))
+    shape = {"vocab_size": 512, "context_length": 64, "num_layers": 4, "num_heads": 4, "hidden_size": 64,
+             "intermediate_size": 128}  # fmt: skip
+    untrained = trials.untrained_ratio(json.dumps(shape), 64, "hidden_norms", (1,))
     assert 2.5 < untrained < 4.0  # x_1 sees only itself: no training is needed for that
-    report = {"T": 64, "hidden_norms": [[1.5 * untrained, 1.0, 1.0], [1.0, 1.0, 1.0]]}
-    run = Fake(final={"report": report})
-    run.config["model"] = json.loads(model)
-    assert QUANTITIES["hidden"].read(Run(run)) == pytest.approx(1.5)  # far above 2 as it stands
+    run = fake(final={"report": {"T": 64, "hidden_norms": [[1.5 * untrained, 1.0, 1.0], [1.0, 1.0, 1.0]]}})
+    run.record.config["model"] = shape
+    assert QUANTITIES["hidden"].read(run) == pytest.approx(1.5)  # far above 2 as it stands
 
 
 def test_the_last_block_is_left_out_of_norm_ratios():
     report = {"T": 64, "hidden_norms": [[1.0, 1.0, 1.0], [2.5, 1.0, 1.0], [9.0, 1.0, 1.0]]}
-    assert QUANTITIES["hidden"].read(Run(Fake(final={"report": report}))) == 2.5
+    assert QUANTITIES["hidden"].read(fake(final={"report": report})) == 2.5
 
 
-def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_token():
-    uniform = float(np.mean(1 / np.arange(1, 9)))  # of the 8 queries that see x_1, of 64
-    report = {"T": 64, "alpha": [[[uniform * 8 / 64] * 2]]}
-    read = QUANTITIES["visible_1"].read
-    assert read(Run(Fake(final={"report": report}, window=8))) == pytest.approx(0.0)
-    report["alpha"] = [[[8 / 64] * 2]]
-    assert read(Run(Fake(final={"report": report}, window=8))) == pytest.approx(1.0)
-    assert read(Run(Fake(final={"report": report}, window=1))) == 0.0  # no other key to look at
+@pytest.mark.parametrize("window, alpha, expected", [
+    (8, uniform_alpha(8) * 8 / 64, 0.0), (8, 8 / 64, 1.0),  # of the 8 queries that see x_1, of 64
+    (1, 8 / 64, 0.0),  # no other key to look at
+])  # fmt: skip
+def test_with_a_window_alpha_is_averaged_over_the_queries_that_see_the_first_token(window, alpha, expected):
+    run = fake(final={"report": {"T": 64, "alpha": [[[alpha] * 2]]}}, window=window)
+    assert QUANTITIES["visible_1"].read(run) == pytest.approx(expected)
 
 
 def test_a_record_is_read_anew_only_when_it_changes(ledger):
@@ -470,7 +436,7 @@ TOLD = {  # what the sources say; in dispute, what those say that sinks and mass
     "depth_1": {"excess": 0.1}, "depth_2": {"excess": 0.2}, "depth_3": {"excess": 0.25}, "depth_6": {"excess": 0.4},
     "context_32": {"excess": 0.1}, "context_128": {"excess": 0.35}, "context_512": {"excess": 0.4},
 }  # fmt: skip
-OTHERWISE = {"activations_make_sinks": PARTLY, "two_blocks": NOT_VISIBLE}
+OTHERWISE = {"activations_make_sinks": PARTLY, "two_blocks": rules.NOT_VISIBLE}
 BASE_HOLDS = {"softpick_activations", "adam_activations", "pre_norm_couples", "v_scale"}
 
 
@@ -483,6 +449,7 @@ def trained(runs, noise=0.002, base=4.0, **changed):
     return ledger
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_hold_when_the_records_say_so(tmp_path):
     table = claims("laptop", trained(tmp_path).runs, "later").set_index("id")
     other = table.query("verdict != 'reproduced'")
@@ -491,6 +458,7 @@ def test_claims_of_later_papers_hold_when_the_records_say_so(tmp_path):
     assert why.str.contains("sink there, massive activations not there").sum() == 3  # post- and sandwich norm, V-scale
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse(tmp_path):
     worse = {"excess": 0.3, "peak": 5.0, "gathered": 20.0, "small": 0.25, "star": 0.0, "loss": 3.2}
     table = claims("laptop", trained(tmp_path, **worse).runs, "later").set_index("id")
@@ -500,6 +468,7 @@ def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse
     assert table.loc["activations_make_sinks", "verdict"] == REPRODUCED
 
 
+@pytest.mark.slow
 def test_claims_of_later_papers_are_inconclusive_where_seeds_disagree(tmp_path):
     same = {"excess": 0.2, "star": 0.05, "peak": 2.2, "gathered": 16.0, "loss": 2.85}
     table = claims("laptop", trained(tmp_path, noise=0.1, base=2.3, **same).runs, "later").set_index("id")
@@ -561,13 +530,13 @@ def test_sources_name_items_of_the_paper_and_checks_name_experiments_kinds_and_q
         assert later or all(int(n) <= 15 for n in re.findall(r"Table (\d+)", claim.source)), claim.id
         assert later or all(int(n) <= 30 for n in re.findall(r"Figures? (\d+)", claim.source)), claim.id
         assert claim.text.endswith(".") and claim.text.count(". ") == 0, claim.id
-        assert claim.gate in GATES and bool(claim.checks) != bool(claim.elsewhere), claim.id
+        assert claim.gate in rules.GATES and bool(claim.checks) != bool(claim.elsewhere), claim.id
         assert not claim.elsewhere or claim.elsewhere in proofs.PROOFS or claim.elsewhere in open_models.JUDGES
         assert len(set(claim.checks)) == len(claim.checks), claim.id
         for check in claim.checks:
             assert set(check.runs) <= names and check.key in QUANTITIES, claim.id
-            assert check.kind in TRAINED or check.kind in KINDS, claim.id
-            assert len(check.runs) == 1 + KINDS.get(check.kind, ("", None))[0].count("{1}"), claim.id
+            assert check.kind in rules.TRAINED or check.kind in rules.KINDS, claim.id
+            assert len(check.runs) == 1 + rules.KINDS.get(check.kind, ("", None))[0].count("{1}"), claim.id
 
 
 def test_every_row_of_the_papers_tables_that_was_trained_stands_in_a_claim():
@@ -579,11 +548,11 @@ def test_every_row_of_the_papers_tables_that_was_trained_stands_in_a_claim():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_claim_is_without_a_verdict_and_a_reason_where_nothing_was_run(preset, tmp_path):
     table, later = (claims(preset, tmp_path, part) for part in ("paper", "later"))
-    assert list(table) == list(later) == list(COLUMNS) and set(table["verdict"]) <= set(VERDICTS)
+    assert list(table) == list(later) == list(COLUMNS) and set(table["verdict"]) <= set(rules.VERDICTS)
     assert (table["reason"] != "").all() and (table["paper"] != "").all() and (later["paper"] != "").all()
-    assert set(later["verdict"]) <= {NOT_RUN, NOT_VISIBLE} and (later["reason"] != "").all()
+    assert set(later["verdict"]) <= {NOT_RUN, rules.NOT_VISIBLE} and (later["reason"] != "").all()
     from_records = table[[bool(claim.checks) for claim in CLAIMS]]
-    assert set(from_records["verdict"]) <= {NOT_RUN, NOT_VISIBLE}
+    assert set(from_records["verdict"]) <= {NOT_RUN, rules.NOT_VISIBLE}
     assert from_records["effect"].isna().all()
 
 
@@ -607,6 +576,7 @@ def papers(tmp_path_factory):
     return ledger.finetuned("sft_softmax", (1.5, 1.3)).finetuned("sft_sigmoid", (1.52, 1.31), (1.2, 0.9))
 
 
+@pytest.mark.slow
 def test_the_papers_own_numbers_satisfy_its_claims(papers):
     table = claims("gpu", papers.runs).set_index("id")
     needs_weights = {"repeated_input_learned", "replaced_position", "swapped_position", "window_relative",
@@ -655,7 +625,7 @@ def kept(name, ledger, tokenizer, edit=lambda model: None, seeds=(0, 1, 2), **mo
         model = TransformerLM(config(name, ledger.preset).model, seed)
         with torch.no_grad():
             edit(model)
-        ledger.add(name, seeds=(seed,), weights=dict(model.state_dict()), tokenizer=tokenizer, **more)
+        ledger.add(name, seeds=(seed,), kept={"weights": dict(model.state_dict()), "tokenizer": tokenizer}, **more)
     return ledger
 
 
@@ -698,21 +668,18 @@ class Moved:
     length = 64
 
     def __init__(self, follows):
-        self.follows, self.at = follows, 1
-        self.model = self
+        self.follows, self.at, self.model = follows, 1, self
 
     def inputs(self, *args):
         return None
 
     def measure(self, ids, targets=(1,), norms=True):
         seen = {self.at if self.follows else 1: 0.5}
-        return type("Report", (), {"excess": staticmethod(lambda k: seen.get(k, 0.0))})()
+        return SimpleNamespace(excess=lambda k: seen.get(k, 0.0))
 
 
 @pytest.mark.parametrize("follows, left, shift", [(True, 0.0, 0.5), (False, 1.0, -0.5)])
 def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, monkeypatch):
-    from contextlib import contextmanager
-
     @contextmanager
     def moved(model, t):
         model.at = t
@@ -726,15 +693,14 @@ def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, 
 
 @pytest.mark.parametrize("optimizer, powers", [("sgd", {"lr": 1}), ("adamw", {"lr": 1}), ("adamw", {})])
 def test_scaling_needs_all_of_the_papers_rule(optimizer, powers):
-    assert (
-        max(proofs.scaling_differences(optimizer, powers=powers)) > 1e-3 > 1e-9 > proofs.scaling_difference(optimizer)
-    )
+    without = max(proofs.scaling_differences(optimizer, powers=powers))
+    assert without > 1e-3 > 1e-9 > proofs.scaling_difference(optimizer)
 
 
 def test_the_propositions_hold_but_for_the_second_up_to_its_distance(ledger):
     table = claims("laptop", ledger.runs).set_index("id")
-    proofs = ["equal_states", "proposition_1", "proposition_3", "proposition_4", "scale_is_rescaling"]
-    assert set(table.loc[proofs, "verdict"]) == {REPRODUCED}
+    hold = ["equal_states", "proposition_1", "proposition_3", "proposition_4", "scale_is_rescaling"]
+    assert set(table.loc[hold, "verdict"]) == {REPRODUCED}
     row = table.loc["proposition_2"]
     assert (row["verdict"], row["holds"]) == (PARTLY, "3 of 5")
     assert "fails: g never grows" in row["reason"] and "fails: alpha_1 at most 0.3 at T = 64" in row["reason"]
@@ -824,13 +790,11 @@ def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
 
 
+@pytest.mark.slow
 def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch, capsys):
-    import runpy
-    from pathlib import Path
-
     ledger.base().add("sigmoid", 0.0).add("elu", 0.0, seeds=(0, 1)).add("elu", 0.06, seeds=(2,))
     assert ledger.says("no_normalisation") == INCONCLUSIVE  # one seed of elu has a sink
-    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "drop_a_seed.py"))
+    script = runpy.run_path(str(ROOT / "benchmarks" / "drop_a_seed.py"))
     monkeypatch.setitem(script["main"].__globals__, "results", lambda preset: results(preset, ledger.runs))
     script["main"]()
     said = capsys.readouterr().out
@@ -841,11 +805,3 @@ def test_leaving_out_a_seed_shows_which_verdicts_rest_on_it(ledger, monkeypatch,
 def test_the_bases_weights_have_no_first_key_of_a_window():
     own = Subject("base", TransformerLM(LMConfig(vocab_size=50, context_length=8, num_layers=1)), None)
     assert math.isnan(trials._window_first(own))
-
-
-def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand(monkeypatch):
-    from sinkutils.showing import readme
-
-    page = readme.ledger_page()
-    assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
-    assert json.loads(frozen.PATH.read_text(encoding="utf-8"))[0]["sha256"][:16] in page

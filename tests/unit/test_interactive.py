@@ -1,6 +1,6 @@
 """The interactive pictures: what stands in the still one, and what the script is given, is what was measured.
 
-How they answer to hands is tried in a browser: test_book.py.
+How they answer to hands is tried in a browser: tests/end_to_end/test_book.py.
 """
 
 import base64
@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from helpers import made_up
 
 from sinkutils.measuring.measure import measure
 from sinkutils.model.attention import AttentionSpec
@@ -19,8 +20,6 @@ from sinkutils.showing import interactive
 from sinkutils.showing.diagrams import regions
 from sinkutils.showing.explorer import explore, label, maps
 from sinkutils.showing.svg import PALETTE
-from sinkutils.study.grid import config
-from sinkutils.study.record import record_folder, write_record
 
 STEPS = (0, 100, 200)
 
@@ -32,10 +31,7 @@ def record(folder, name, sinks, star=None, steps=STEPS):
     for point, value in zip(curve, star or (), strict=bool(star)):
         point["sink_star"] = value
     alpha = torch.tensor(columns).T[:, :, None, None].expand(-1, -1, 2, 3).half() / 100
-    metrics = {"status": "done", "reason": None, "curve": curve, "final": dict(curve[-1])}
-    return write_record(
-        record_folder("smoke", name, 0, folder), config(name, "smoke"), metrics, {}, arrays={"curve": alpha}
-    )
+    return made_up(folder, name, kept={"arrays": {"curve": alpha}}, curve=curve, final=dict(curve[-1]))
 
 
 def test_a_film_shows_what_records_keep_and_names_what_is_missing(tmp_path):
@@ -60,16 +56,8 @@ def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
 
 
 def test_a_threshold_reads_what_was_measured():
-    measured = {
-        T: {
-            "T": T,
-            "floor": 0.1,
-            "samples": 9,
-            "alpha": [[[0.5, 0.1], [0.9, 0.2]]],
-            "sink": {"1": {"0.2": 75.0, "0.3": 50.0}},
-        }
-        for T in (8, 64)
-    }
+    report = {"floor": 0.1, "samples": 9, "alpha": [[[0.5, 0.1], [0.9, 0.2]]]}
+    measured = {T: report | {"T": T, "sink": {"1": {"0.2": 75.0, "0.3": 50.0}}} for T in (8, 64)}
     picture = interactive.threshold(measured, "a model")
     assert "75.0 % at ε = 0.2" in picture.caption and "from 50.0 % at T = 8 to 50.0 % at T = 64" in picture.caption
     assert [row["T"] for row in picture.data["lengths"]] == [8, 64]
@@ -115,11 +103,8 @@ def test_the_explorer_carries_the_maps_that_measure_gives(model):
 def test_what_a_picture_says_stands_in_its_page_and_its_text_and_both_are_small(model):
     weights = torch.rand(1, 270, 23, 23, generator=torch.Generator().manual_seed(0)).tril().softmax(-1).numpy()
     pairs = [(layer, head) for layer in range(30) for head in range(9)]
-    for picture in (
-        interactive.logits(),
-        interactive.masks(),
-        maps(weights, pairs, [['<"a" & b>'] * 23], "</script> & co", 9),
-    ):
+    hostile = maps(weights, pairs, [['<"a" & b>'] * 23], "</script> & co", 9)
+    for picture in (interactive.logits(), interactive.masks(), hostile):
         page = picture._repr_html_()
         assert len(page.encode()) < 130_000 and page.count("</script>") == 1  # of random weights, which do not pack
         assert all(len(line) <= 100 for line in repr(picture).splitlines())

