@@ -1,4 +1,4 @@
-"""Capture for models of transformers (used by `capture.measure`).
+"""Capture for models of transformers (used by `measure.measure`).
 
 transformers lets a model choose its attention function by name. The one registered here computes the module's own
 output and, beside it, what a report needs, by one of two paths:

@@ -96,13 +96,13 @@ def sections(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
     Those that a model does not allow, such as `first_token` of one without a KV cache, are left out with one line.
     """
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, make in SHOWN.items():
         try:
-            made[section] = make(measured, n)
+            values[section] = make(measured, n)
         except ValueError as error:
             print(f"left out, {section.replace('_', ' ')}: {error}")
-    return made
+    return values
 
 
 def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
@@ -164,12 +164,12 @@ def angles(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     report = measured.measure(ids[:1], norms=False)
     layers, heads = report.alpha.shape[2:]
     pairs = [(layer, head) for layer in report.layers for head in range(heads)]
-    kept = measured.measure(ids, norms=False, heads=pairs, keep=("qk",)).kept
+    products = measured.measure(ids, norms=False, heads=pairs, keep=("qk",)).kept
     others = torch.ones(length, length).tril().bool()
     others[:, 0] = others[0] = False
     result: dict[str, Any] = {"samples": len(ids), "T": length}
     for name in ("cosine", "norm_product"):
-        all_heads = torch.stack([getattr(kept[pair], name).mean(dim=0) for pair in pairs])  # (L * H, T, T)
+        all_heads = torch.stack([getattr(products[pair], name).mean(dim=0) for pair in pairs])  # (L * H, T, T)
         result[name] = {
             "first": all_heads[:, 1:, 0].mean(dim=1).view(layers, heads).tolist(),
             "others": all_heads[:, others].mean(dim=1).view(layers, heads).tolist(),
@@ -188,10 +188,10 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     order = alpha.flatten().argsort().tolist()
     chosen = [divmod(order[round(share * (len(order) - 1))], alpha.shape[1]) for share in (0, 0.5, 0.9, 1)]
     pairs = [(report.layers[row], head) for row, head in chosen]
-    kept = measured.measure(ids, norms=False, heads=pairs).kept
+    whole = measured.measure(ids, norms=False, heads=pairs).kept
     heads = [
         {"layer": layer, "head": head, "alpha_1": float(alpha[row, head])}
-        | {key: _lower(getattr(kept[layer, head], of), digits) for key, of, digits in MAPS}
+        | {key: _lower(getattr(whole[layer, head], of), digits) for key, of, digits in MAPS}
         for (row, _), (layer, head) in zip(chosen, pairs, strict=True)
     ]
     tokens = [measured.tokenizer.decode([token]) for token in ids[0].tolist()]

@@ -77,12 +77,12 @@ class Subject:
         return torch.full_like(ids[:1], fix_id) if kind == "repeat" else fix_position(ids, self.fixed_position, fix_id)
 
     def measure(self, ids: Tensor, **options: Any) -> Report:
-        """`capture.measure`, under this name."""
+        """`measure.measure`, under this name."""
         return measure(self.model, ids, name=self.name, **options)
 
 
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
-    """Load any model that `zoo.load_lm` takes, with its options; of a record also its T and where a token was fixed."""
+    """Load any model that `load_lm` takes, with its options; of a record also its T and where a token was fixed."""
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.showing import svg
-from sinkutils.showing.svg import BASE, GREEN, GREY, PALETTE, WIDTH, Picture
+from sinkutils.showing.figures import BASE_COLOR, STAR_COLOR
+from sinkutils.showing.svg import GREY, PALETTE, WIDTH, Picture
 
 MOST = 80_000  # weights that a picture carries, a byte each before they are packed
 SIDE = 350  # of the map
@@ -72,13 +73,13 @@ def maps(
     svg.text(root, "α₁ by head", left, top - 8)
     svg.grid(root, svg.shade(alpha[0]).reshape(-1, columns), left, top, cell, part="heads")
     frame = svg.add(root, "g", transform=f"translate({left} {top}) scale({cell:.3f})")
-    box = {"width": 1, "height": 1, "fill": "none", "stroke": BASE, "stroke_width": 3 / cell}
+    box = {"width": 1, "height": 1, "fill": "none", "stroke": BASE_COLOR, "stroke_width": 3 / cell}
     svg.add(frame, "rect", "chosen", x=best % columns, y=best // columns, **box)
     for row in range(len(blocks)) if cell > 20 else sorted({0, len(blocks) // 2, len(blocks) - 1}):
         svg.text(root, f"{blocks[row]}", left - 6, top + cell * (row + 0.5) + 4, text_anchor="end", fill=GREY)
     size = token_map(root, weights[0, best], tokens[0], right, top, SIDE)
     frame = svg.add(root, "g", transform=f"translate({right} {top}) scale({size:.3f})")
-    box = {"width": length, "height": 1, "fill": "none", "stroke": GREEN, "stroke_width": 1.5 / size}
+    box = {"width": length, "height": 1, "fill": "none", "stroke": STAR_COLOR, "stroke_width": 1.5 / size}
     svg.add(frame, "rect", "query", x=0, y=length - 1, **box)
     shares = (levels[0, best, -1] / (len(PALETTE) - 1)) ** 2
     most = np.argsort(-shares, kind="stable")[:3]

@@ -10,12 +10,13 @@ import numpy as np
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.showing import svg
 from sinkutils.showing.diagrams import HIDDEN, regions
-from sinkutils.showing.svg import BASE, COLORS, GREEN, GREY, INK, PALETTE, SINK, Picture
+from sinkutils.showing.figures import BASE_COLOR, FIRST_COLOR, OTHER_COLORS, STAR_COLOR
+from sinkutils.showing.svg import GREY, INK, PALETTE, Picture
 from sinkutils.study.record import Record
 
-LINES = [BASE, *COLORS[2:]]
-COLOR_OF_KEY = (SINK, BASE)  # of k*, of a token
-REGIONS = {"seen": "#cfe0ee", "first tokens of all": COLORS[3], "first key of a window of w": GREEN}
+LINES = (BASE_COLOR, *OTHER_COLORS)
+COLOR_OF_KEY = (FIRST_COLOR, BASE_COLOR)  # of k*, of a token
+REGIONS = {"seen": "#cfe0ee", "first tokens of all": OTHER_COLORS[0], "first key of a window of w": STAR_COLOR}
 NOTHING, MATCHING = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0), 5.0  # logits of k* and five keys: none matches; one does
 
 
@@ -110,7 +111,7 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     for i, value in enumerate(now["alpha"]):
         layer, head = divmod(i, heads)
         x, y = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), bottom - (bottom - top) * value
-        fill = SINK if value > eps else BASE
+        fill = FIRST_COLOR if value > eps else BASE_COLOR
         svg.add(root, "circle", f"dot{i}", cx=x, cy=y, r=3, fill=fill, fill_opacity=0.75)
     for layer in sorted({0, layers // 2, layers - 1}):
         svg.text(root, f"{layer + 1}", left + step * (layer + 0.5), bottom + 18, text_anchor="middle", fill=GREY)
@@ -130,7 +131,7 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     )
     alt = f"Mean attention to the first token of the {layers} times {heads} heads of {model}, by block. {read}"
     data = {"start": start, "epsilon": at, "epsilons": epsilons}
-    data |= {"top": top, "bottom": bottom, "on": SINK, "off": BASE, "lengths": measured}
+    data |= {"top": top, "bottom": bottom, "on": FIRST_COLOR, "off": BASE_COLOR, "lengths": measured}
     return Picture(root, alt, caption, "threshold", data)
 
 

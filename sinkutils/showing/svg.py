@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import seaborn as sns
 
+from sinkutils.showing.figures import LIGHT
+
 SCRIPT = Path(__file__).with_name("interactive.js")
 WIDTH = 640  # of every drawing, in its own units
-COLORS = sns.color_palette("colorblind").as_hex()
-BASE, SINK, GREEN = COLORS[:3]
-PALETTE = sns.color_palette("rocket_r", 33).as_hex()  # of shares from 0 to 1
+PALETTE = sns.color_palette(LIGHT, 33).as_hex()  # of shares from 0 to 1
 GREY, INK = "#888888", "#222222"
 
 

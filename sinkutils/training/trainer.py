@@ -75,11 +75,11 @@ def train(
         group.agree("the corpus", corpus.fingerprint)
     wanted = corpus.identity if asked else None
     folder = group.once(store.place, config, wanted)
-    here, usual = (corpus.name, corpus.vocab_size), (config.data.corpus, config.model.vocab_size)
-    sizes = f"corpus {here[0]!r} has {here[1]} tokens, the model {usual[1]}"
-    require(here[1] <= usual[1], f"{sizes}: raise vocab_size or load the corpus with fewer")
-    if asked and here != (public_name(usual[0]), usual[1]):
-        change = f"corpus {here[0]!r} with {here[1]} tokens in place of {usual[0]!r} with {usual[1]}"
+    size, most = corpus.vocab_size, config.model.vocab_size
+    sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
+    require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
+    if asked and (corpus.name, size) != (public_name(config.data.corpus), most):
+        change = f"corpus {corpus.name!r} with {size} tokens in place of {config.data.corpus!r} with {most}"
         warnings.warn(f"training on {change}: the record is {'/'.join(folder.parts[-3:])}", stacklevel=2)
     if compile is None:
         compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False

@@ -71,9 +71,9 @@ def texts(shown, start):
 def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys):
     folder = saved(tmp_path / "a model", MODELS[family], corpus)
     parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
-    space = run("01", parameters)
+    space = run("01", parameters | {"revisions": ("step16", "step0")})
     assert list(space["models"]) == ["a model"] and "left out" not in capsys.readouterr().out
-    assert len(texts(shown, "[figure")) == 14
+    assert len(texts(shown, "[figure")) == 15 and space["emergence"]["step"].tolist() == [0, 16]
     assert (space["edited"] is None) == (family != "learned positions")
     assert any("no head with a sink" in line or "heads with a mean α₁" in line for line in texts(shown, "What you see"))
     assert str(tmp_path) not in "".join(texts(shown, ""))

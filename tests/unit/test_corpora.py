@@ -121,12 +121,11 @@ def test_a_damaged_cache_is_noticed_and_built_again(text_folder, corpus, tmp_pat
     load(f"path:{text_folder}", tmp_path)
     (target,) = tmp_path.glob(f"*/{file}")
     content = bytearray(target.read_bytes())
-    if damage == "truncated":
-        target.write_bytes(content[: len(content) // 2])
-    elif damage == "changed":
-        content[len(content) // 2] ^= 1
-        target.write_bytes(content)
-    else:
+    half = len(content) // 2
+    if damage == "changed":
+        content[half] ^= 1
+    target.write_bytes(content[:half] if damage == "truncated" else content)
+    if damage == "missing":
         target.unlink()
     with pytest.warns(UserWarning, match="is damaged and is built again"):
         rebuilt = load(f"path:{text_folder}", tmp_path)
@@ -290,12 +289,8 @@ def test_names_of_hub_data_sets_are_read_as_owner_name_and_config(monkeypatch, t
     fake_hub(monkeypatch, [{"text": f"some text {i}"} for i in range(10)], asked)
     for name in ("hub:single", "hub:owner/name", "hub:owner/name/a/b", "wikitext"):
         load(name, tmp_path)
-    assert asked == [
-        ("single", None),
-        ("owner/name", None),
-        ("owner/name", "a/b"),
-        ("Salesforce/wikitext", "wikitext-103-raw-v1"),
-    ]
+    pairs = [("single", None), ("owner/name", None), ("owner/name", "a/b")]
+    assert asked == [*pairs, ("Salesforce/wikitext", "wikitext-103-raw-v1")]
 
 
 def test_a_stream_is_read_no_further_than_max_tokens_needs(monkeypatch, tmp_path):
@@ -332,12 +327,11 @@ def test_the_pile_is_mixed_by_the_authors_weights(monkeypatch):
         assert characters[name] / total == pytest.approx(weight / sum(external.PILE_WEIGHTS.values()), abs=0.004)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "tokenizer", "tokens"), [(50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)]
-)
-def test_the_pile_at_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(
-    monkeypatch, tmp_path, vocabulary, tokenizer, tokens
-):
+PILES = ((50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7))
+
+
+@pytest.mark.parametrize(("vocabulary", "tokenizer", "tokens"), PILES)
+def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path, vocabulary, tokenizer, tokens):
     asked = []
 
     def build(name, source, vocab_size, tokenizer, max_tokens, progress, folder):

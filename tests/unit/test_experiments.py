@@ -7,7 +7,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import made_up
 
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -16,7 +15,7 @@ from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
 from sinkutils.study.grid import config, largest_alpha, plan, resolve, unavailable
 from sinkutils.study.presets import PRESETS, preset
-from sinkutils.study.record import config_dict, record_folder, write_record
+from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 from sinkutils.training.run import next_token_loss
 
@@ -229,15 +228,6 @@ def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_n
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
     large = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")  # of which none is of the headline
     assert missing("paper-1b", tmp_path) == [(name, seed) for name in large for seed in (0, 1, 2)]
-
-
-def test_a_record_counts_only_while_it_is_of_this_config(tmp_path):
-    made_up(tmp_path, "fixed_1")
-    other = config("k_bias", "smoke", seed=9)
-    write_record(record_folder("smoke", "k_bias", 0, tmp_path), other, {"status": "done", "reason": None, "curve": [],
-                                                                        "final": {}}, {})  # fmt: skip
-    pairs = missing("smoke", tmp_path)
-    assert ("fixed_1", 0) not in pairs and ("k_bias", 0) in pairs
 
 
 def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked():

@@ -37,7 +37,7 @@ def page() -> str:
 
 
 @pytest.mark.parametrize("family", MEASURED)
-def test_alpha_is_that_of_dense_attention_and_logits_stay(family: str) -> None:
+def test_alpha_is_that_of_dense_attention_and_logits_stay(family):
     result = check(family, lengths=(5, 64))
     assert not result.refused
     assert not result.wrong, result
@@ -45,11 +45,11 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REASONS)
-def test_what_cannot_be_measured_is_refused_for_its_true_reason(family: str) -> None:
+def test_what_cannot_be_measured_is_refused_for_its_true_reason(family):
     assert REASONS[family] in check(family, lengths=(8,)).refused
 
 
-def test_the_oracle_notices_what_a_family_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_notices_what_a_family_adds(monkeypatch):
     """Without its scaling by the sink, or without the choice of keys, a family would not pass."""
     monkeypatch.setattr(rules, "scaled_by_sink", lambda *arguments: arguments[-1])
     assert check("granite_swa", lengths=(64,)).wrong
@@ -59,7 +59,7 @@ def test_the_oracle_notices_what_a_family_adds(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa", "gpt_oss", "mimo_v2_flash"])
-def test_a_learned_sink_has_one_definition_on_every_path_and_in_every_layer(family: str) -> None:
+def test_a_learned_sink_has_one_definition_on_every_path_and_in_every_layer(family):
     model, ids = families.build(family), tokens(64)
     fused, exact = (measure(model, ids, (1, 2), exact=exact, mass=False) for exact in (False, True))
     assert (fused.path, exact.path) == ("fused", "exact")
@@ -72,7 +72,7 @@ def test_a_learned_sink_has_one_definition_on_every_path_and_in_every_layer(fami
         assert torch.equal(fused.renormalised[:, :, layer], fused.alpha[:, :, layer]) != sink
 
 
-def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch):
     def halving(module, query, key, value, attention_mask, **kwargs):
         weights = torch.softmax(query @ key.mT * kwargs["scaling"] + attention_mask, dim=-1)
         return (weights @ value).transpose(1, 2) / 2, weights
@@ -86,7 +86,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch: py
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
-def test_norms_of_several_streams_are_means_over_them(family: str) -> None:
+def test_norms_of_several_streams_are_means_over_them(family):
     model, ids, seen = families.build(family), tokens(9), []
     model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out if torch.is_tensor(out) else out[0]))
     report = measure(model, ids)
@@ -95,13 +95,13 @@ def test_norms_of_several_streams_are_means_over_them(family: str) -> None:
     torch.testing.assert_close(report.hidden_norms[0], norms)
 
 
-def test_the_committed_page_names_every_family_of_the_pinned_transformers(page: str) -> None:
+def test_the_committed_page_names_every_family_of_the_pinned_transformers(page):
     named = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, flags=re.M)
     assert sorted(named) == sorted(CLASSES.items())
     assert f"transformers {transformers.__version__}:" in page
 
 
-def test_the_committed_page_says_what_a_check_finds(page: str) -> None:
+def test_the_committed_page_says_what_a_check_finds(page):
     table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
     rows = {cells[0]: cells[2:] for cells in table if len(cells) > 2}
     for family in ("llama", "granite_swa", "jamba"):
@@ -111,7 +111,7 @@ def test_the_committed_page_says_what_a_check_finds(page: str) -> None:
         assert REFUSED[family] in rows[family][0]
 
 
-def test_small_models_are_small_and_have_the_window() -> None:
+def test_small_models_are_small_and_have_the_window():
     config = small_config("gemma3_text")
     assert (config.num_hidden_layers, config.hidden_size, config.sliding_window) == (2, 32, WINDOW)
 
@@ -129,7 +129,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_adapters_are_looked_through_and_learned_prompts_refused(compiled: bool) -> None:
+def test_adapters_are_looked_through_and_learned_prompts_refused(compiled):
     model, ids = families.build("llama"), tokens(16)
 
     def wrap(prompts: bool) -> nn.Module:

@@ -127,5 +127,6 @@ assert "mean of the 4 heads" in su.explore(model.eval(), torch.randint(0, 64, (2
 """
 
 
+@pytest.mark.slow
 def test_the_explorer_works_first_thing_in_an_interpreter_and_through_eager_weights():
     subprocess.run([sys.executable, "-c", FRESH], check=True)

@@ -33,7 +33,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
 
 
-def test_the_registry_holds_the_32_models_of_table_8() -> None:
+def test_the_registry_holds_the_32_models_of_table_8():
     paper = [model for model in MODELS if model.in_paper]
     with open(paths.PAPER / "open_lms.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["item"] == "Table 8"]
@@ -49,7 +49,7 @@ def test_the_registry_holds_the_32_models_of_table_8() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
-def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | torch.dtype | None) -> None:
+def test_a_local_folder_loads_with_its_tokenizer(tmp_path, dtype):
     model = tiny_gpt2()
     model.save_pretrained(tmp_path)
     tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), bos_token="w1").save_pretrained(tmp_path)
@@ -61,7 +61,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path: Path, dtype: str | to
     assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight.to(expected))
 
 
-def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RUNS", tmp_path)
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
@@ -90,7 +90,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path: Path, monkeypatch:
         load_lm("tiny/fixed_1/0", runs=tmp_path / "elsewhere")
 
 
-def test_an_absent_model_without_a_network_is_one_clear_line(offline: None) -> None:
+def test_an_absent_model_without_a_network_is_one_clear_line(offline):
     with pytest.raises(ModelUnavailable, match="local cache and the hub cannot be reached") as caught:
         load_lm("Pythia-14M")
     assert "EleutherAI/pythia-14m" in str(caught.value)
@@ -142,7 +142,7 @@ def broken(way: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", BROKEN)
-def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path: Path, way: str) -> None:
+def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path, way):
     broken(way, tmp_path / "model")
     with pytest.raises(ModelUnavailable, match=BROKEN[way]) as caught:
         load_lm(tmp_path / "model")
@@ -155,7 +155,7 @@ WRONG = [*({"dtype": d} for d in (3, "int8", torch.int64, "float8_e4m3fn", "load
 
 
 @pytest.mark.parametrize("asked", WRONG, ids=str)
-def test_another_dtype_or_device_is_refused_with_those_there_are(tmp_path: Path, asked: dict) -> None:
+def test_another_dtype_or_device_is_refused_with_those_there_are(tmp_path, asked):
     message = "dtype must be one of float32, bfloat16, float16, float64" if "dtype" in asked else "device"
     with pytest.raises(ValueError, match=message):
         load_lm(tmp_path, **asked)
@@ -171,7 +171,7 @@ def test_a_revision_is_of_a_hub_id(name: str) -> None:
     ("error", "says"),
     [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "not on the hub"), ("RevisionNotFoundError", "revision")],
 )
-def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_refusals_are_told_apart(error, says, monkeypatch):
     cause = type(error, (OSError,), {})("the library's long text")
 
     def refuse(*args, **kwargs):
@@ -183,7 +183,7 @@ def test_the_hubs_refusals_are_told_apart(error: str, says: str, monkeypatch: py
         load_lm("owner/model")
 
 
-def test_remote_code_is_never_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_never_run_unless_asked_for(monkeypatch):
     asked = []
 
     def note(*args, **kwargs):
@@ -212,7 +212,7 @@ def own() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, opt, own])
-def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make) -> None:
+def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make):
     model, ids, t = make().eval(), torch.full((2, 16), 7), 5
     table, offset = load.position_table(model)
     before = table.clone()
@@ -236,7 +236,7 @@ def test_table_7s_surgery_moves_position_embeddings_and_restores_them(make) -> N
     assert torch.equal(table, before)
 
 
-def test_surgery_needs_learned_positions_and_a_later_position() -> None:
+def test_surgery_needs_learned_positions_and_a_later_position():
     with (
         pytest.raises(ValueError, match="no learned position embeddings"),
         swap_positions(TransformerLM(LMConfig()), 5),

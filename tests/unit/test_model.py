@@ -1,6 +1,5 @@
 """The decoder: shapes, equations, refusals, initialisation, and agreement of its two attention paths."""
 
-import dataclasses
 import math
 
 import pytest
@@ -219,9 +218,3 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message)
 def test_ids_that_do_not_fit_are_refused_with_the_allowed_values(ids, message):
     with pytest.raises(ValueError, match=message):
         own_model()(ids)
-
-
-def test_configs_are_values():
-    assert LMConfig() == LMConfig() and hash(LMConfig()) == hash(LMConfig())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LMConfig().num_heads = 2  # type: ignore[misc]

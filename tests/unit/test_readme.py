@@ -19,6 +19,7 @@ SYMBOL = r"(?:Sink|alpha|\w)_"  # Sink_1, alpha_k, x_1
 IDENTIFIER = re.compile(rf"(?<![\w/.])(?!{SYMBOL})[a-zA-Z]+(?:_[a-z0-9]+)+(?![\w/])")
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_up_to_date():
     status = ["git", "status", "--porcelain", "--untracked-files=all", "--", "data/runs/laptop"]
     if subprocess.run(status, cwd=ROOT, capture_output=True).stdout:

@@ -43,14 +43,13 @@ def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path):
     assert all(read_record(record_folder("smoke", name, 0, runs)).status == "done" for name in ONLY)
 
 
-@pytest.mark.parametrize("file", ["config.json", "metrics.json", "provenance.json", "SHA256SUMS"])
-def test_a_damaged_record_is_named_and_made_again(quick, tmp_path, file):
+def test_a_damaged_record_is_named_and_made_again(quick, tmp_path):
     runs = tmp_path / "runs"
     sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
     path = record_folder("smoke", "k_bias", 0, runs)
     before = read_record(path).metrics
-    (path / file).write_bytes((path / file).read_bytes()[:-2])
-    with pytest.warns(UserWarning, match=f"smoke/k_bias/0: {file} is .* counts as missing"):
+    (path / "metrics.json").write_bytes((path / "metrics.json").read_bytes()[:-2])
+    with pytest.warns(UserWarning, match=r"smoke/k_bias/0: metrics\.json is .* counts as missing"):
         (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
     assert outcome.status == "done" and read_record(path).metrics == before
     assert [left.name for left in path.parent.iterdir()] == ["0"]
@@ -79,11 +78,8 @@ def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_
     with run_lock(record_folder("smoke", "k_bias", 0, runs)):
         outcomes = sweep("smoke", seeds=(0,), only=("v_bias", "k_bias", "fixed_1"), runs=runs, progress=False)
     ended = {outcome.experiment: outcome for outcome in outcomes}
-    assert {name: o.status for name, o in ended.items()} == {
-        "v_bias": "crashed",
-        "k_bias": "elsewhere",
-        "fixed_1": "done",
-    }
+    statuses = {name: outcome.status for name, outcome in ended.items()}
+    assert statuses == {"v_bias": "crashed", "k_bias": "elsewhere", "fixed_1": "done"}
     assert "the machine went away" in ended["v_bias"].detail
 
 
