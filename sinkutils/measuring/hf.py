@@ -109,7 +109,9 @@ class Capture:
         require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
         self.model, self.base = model, model.base_model
         self.request, self.tally, self.exact = request, tally, exact
-        self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        self.embedding: Tensor = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[assignment]
+        if self.embedding is None:
+            raise ValueError(f"{type(model).__name__} embeds no tokens: sinks are measured on causal LMs")
         self.recording = True
         self.calls: Counter[nn.Module] = Counter()
         self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
@@ -226,6 +228,8 @@ class Capture:
         """The mask, as positions where it is a window's, and a note of that window."""
         seen = masks.by_position(mask, type(self.model).__name__)
         window = seen.window if isinstance(seen, masks.WindowMask) else kwargs.get("sliding_window")
+        if window is None and isinstance(seen, Tensor):
+            window = masks.window_of(seen)
         if mask is not None and isinstance(window, int) and window < length:
             self.windows[layer] = window
             self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
@@ -244,6 +248,7 @@ class Capture:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         module, q, k, v, mask, kwargs = call
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
+            self.fused[module, call.kind] = False
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:

@@ -90,6 +90,8 @@ def load_lm(
     name, kind = str(name_or_path), _dtype(dtype)
     target = find_device(None if device == "auto" else device)
     folder = Path(name)
+    here = Runs(runs).named(name) is not None or folder.is_dir() or name.lower() in REAL_MODELS
+    require(revision is None or not here, f"revision is of a hub id, and {name!r} has one state only: leave it out")
     if (recorded := Runs(runs).named(name)) is not None:
         return _load_record(recorded, target, kind)
     if name.lower() in REAL_MODELS and not folder.is_dir():

@@ -61,6 +61,20 @@ def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
     return mask if window is None else window
 
 
+def window_of(mask: Tensor) -> int | None:
+    """The window of a mask (.., T, T) that a model has made from the one it was given and one of its own (Doge)."""
+
+    def seen(part: Tensor) -> Tensor:
+        part = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+        return part.flatten(0, -3).any(dim=0)
+
+    width = int(seen(mask[..., -1:, :]).sum())
+    if width == mask.shape[-1]:
+        return None
+    whole = seen(mask)
+    return width if torch.equal(whole, torch.ones_like(whole).tril().triu(1 - width)) else None
+
+
 def rows_to_compare(seen: Tensor, count: int) -> Tensor:
     """Up to so many queries, evenly among those that see any of the keys in question, first and last included.
 

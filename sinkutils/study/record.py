@@ -37,7 +37,7 @@ from torch import Tensor
 
 from sinkutils import paths
 from sinkutils.data.corpus import public_name
-from sinkutils.study.schema import check_record
+from sinkutils.study.schema import check_arrays, check_record
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -217,9 +217,11 @@ def read_record(target: Path) -> Record:
         check_record(*parts)
         for file in files:
             _check_format(target / file)
+        record = Record(target, *parts)
+        check_arrays(record.arrays, len(record.metrics["curve"]))
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptRecord(f"record {name}: {error or type(error).__name__}: {ADVICE}") from error
-    return Record(target, *parts)
+    return record
 
 
 def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:

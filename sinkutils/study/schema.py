@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sinkutils.checks import choice, integer, require
 
@@ -41,7 +42,7 @@ def check_record(config: Any, metrics: Any, provenance: Any) -> None:
     except ValueError as error:
         raise ValueError("metrics.json and provenance.json must hold finite numbers only") from error
     for index, point in enumerate(values["curve"]):
-        _point(f"metrics.json: curve[{index}]", point)
+        _point(f"metrics.json: curve[{index}]", point, "step", "sink_1", "valid_loss")
     _point("metrics.json: final", values["final"])
     if "report" in values["final"]:
         check_report(values["final"]["report"])
@@ -69,6 +70,15 @@ def check_config(config: Any) -> None:
         integer(f"config.json: {name}", train[name], least=1)
 
 
+def check_arrays(arrays: dict[str, Tensor], points: int) -> None:
+    """Raise ValueError unless alpha.safetensors holds shares, those of `curve` for each point of the curve."""
+    for name, axes in (("curve", 4), ("final", 4), ("star", 3)):
+        if name in arrays:
+            _array(f"alpha.safetensors: {name}", arrays[name].numpy(), axes, -1e-3, 1.001)
+    rows = len(arrays.get("curve", range(points)))
+    require(rows == points, f"alpha.safetensors: curve must have a row for each of the {points} points, not {rows}")
+
+
 def check_report(report: Any) -> None:
     """Raise ValueError unless this is what `Report.to_dict` makes, as far as the ledger and the figures read it."""
     where = "metrics.json: report"
@@ -79,9 +89,17 @@ def check_report(report: Any) -> None:
             require(_is_number(k) and _is_number(eps), f"{where}: sink must be keyed by position and eps")
     for eps, percent in _mapping(f"{where}: sink_star", values.get("sink_star", {})).items():
         _number(f"{where}: sink_star at {eps}", percent, 0, 100)
-    for name, (axes, least, most) in ARRAYS.items():
-        if name in values:
-            _array(f"{where}: {name}", values[name], axes, least, most)
+    for k, excess in _mapping(f"{where}: excess", values.get("excess", {})).items():
+        _number(f"{where}: excess {k}", excess, -1, 1)
+    found = [name for name in ARRAYS if name in values]
+    for name in found:
+        axes, least, most = ARRAYS[name]
+        _array(f"{where}: {name}", values[name], axes, least, most)
+    if found:
+        integer(f"{where}: T", _mapping(where, values, "T")["T"], least=1, most=LARGEST["context_length"])
+        norms = (name for name in found if name.endswith("_norms"))
+        single = [name for name in norms if np.shape(values[name])[-1] < min(2, values["T"])]
+        require(not single, f"{where}: {', '.join(single)} must have a number for each position")
     by_layer: dict[str, Any] = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
     if "alpha" in values:
         by_layer["alpha"] = values["alpha"][0]
@@ -92,8 +110,8 @@ def check_report(report: Any) -> None:
             require(len(rows) == len(layers), f"{where}: {name} must have a row for each of the {len(layers)} layers")
 
 
-def _point(where: str, point: Any) -> None:
-    for key, value in _mapping(where, point).items():
+def _point(where: str, point: Any, *needed: str) -> None:
+    for key, value in _mapping(where, point, *needed).items():
         for name, least, most in RANGES:
             if key.startswith(name) and value is not None:
                 _number(f"{where}: {key}", value, least, most)

@@ -58,6 +58,7 @@ CONFIGS = {
     "phi": lambda: tf.PhiConfig(**BASE),
     "gpt_oss": lambda: tf.GptOssConfig(
         **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=7),
+    "doge-own-mask": lambda: tf.DogeConfig(**GROUPED, sliding_window=7),
 }  # fmt: skip
 LEGACY = {
     "gpt_neo": lambda: tf.GPTNeoConfig(
@@ -72,7 +73,7 @@ LEGACY = {
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
 }  # fmt: skip
 FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
-         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss"}  # fmt: skip
+         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss", "doge-own-mask"}  # fmt: skip
 
 
 def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
@@ -405,8 +406,13 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch)
     torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(monkeypatch):
+@pytest.mark.filterwarnings("ignore:the fused kernel .*window attention")
+@pytest.mark.parametrize("tried", [False, True], ids=["everywhere", "here only"])
+def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monkeypatch):
     model, ids, mask = build("mistral-window"), tokens(), torch.ones(3, T, dtype=torch.long)
+    monkeypatch.setattr(flash, "TRUST", {})
+    if tried:
+        assert flash.trusted("fused", "window", ids.device, torch.float32, 8)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 
@@ -437,7 +443,7 @@ def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, m
     assert report.path == expected.path
 
 
-@pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo"])
+@pytest.mark.parametrize("family", [*WINDOWED, "gpt_neo", "doge-own-mask"])
 def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(family):
     model, ids = build(family), tokens()
     maps, report = eager_maps(model, ids), measure(model, ids, TARGETS)
@@ -508,6 +514,8 @@ NONE = {
         tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
     "no softmax attention": lambda: tf.MambaForCausalLM(tf.MambaConfig(**SMALL, state_size=4)),
     "its wrapper": lambda: nn.Linear(2, 2),
+    "embeds no tokens": lambda: tf.ViTModel(
+        tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)),
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class Ledger:
         """A fine-tuning whose loss and gradient norm go from one value to another over 100 steps."""
         for seed in seeds:
             rows = [[low + (high - low) * i / 99 + 0.001 * seed for i in range(100)] for low, high in (losses, norms)]
-            last = {"step": 100, "sink_1": 0.0, "losses": rows[0], "gradient_norms": rows[1]}
+            last = {"step": 100, "sink_1": 0.0, "valid_loss": losses[1], "losses": rows[0], "gradient_norms": rows[1]}
             final = {"step": 100, "sink_1": 0.0, "valid_loss": losses[1]}
             made_up(self.runs, name, seed, self.preset, curve=[last], final=final)
         return self

@@ -231,8 +231,21 @@ def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, dtype, unt
     flash.TRUST.clear()
     with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
         assert not flash.trusted("fused", kind, CPU, dtype, 16)
-    shapes = {"causal": (False, True, True), "full": (False, False, True), "mask": (True, True, True)}
-    assert asked[-1] == shapes.get(kind, (True, True, False))  # a window calls the kernel on a block and its keys
+    shapes = {"causal": (False, True, True), "full": (False, False, True)}
+    assert asked[-1] == shapes.get(kind, (True, True, False))  # under a mask the kernel gets a block of queries
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "mask"])
+def test_a_log_sum_exp_that_is_wrong_beyond_the_first_block_of_keys_is_caught(kind, untried, monkeypatch):
+    kernel = flash.fused
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel(q, k, v, **kw)
+        return out, lse + 0.25 * (k.shape[2] > 512)
+
+    monkeypatch.setattr(flash, "fused", wrong)
+    with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
+        assert not flash.trusted("fused", kind, CPU, torch.float32, 16)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

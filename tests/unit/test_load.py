@@ -161,6 +161,12 @@ def test_another_dtype_or_device_is_refused_with_those_there_are(tmp_path, asked
         load_lm(tmp_path, **asked)
 
 
+@pytest.mark.parametrize("name", [".", "smollm2"])
+def test_a_revision_is_of_a_hub_id(name: str) -> None:
+    with pytest.raises(ValueError, match="revision is of a hub id"):
+        load_lm(name, revision="step1000")
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "not on the hub"), ("RevisionNotFoundError", "revision")],

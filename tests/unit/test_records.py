@@ -14,6 +14,7 @@ import filelock
 import pytest
 import torch
 from helpers import DONE, made_up
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -256,6 +257,11 @@ def a_folder(folder):
     (folder / "metrics.json").mkdir()
 
 
+def shares(name, values):
+    return lambda folder: save_file({name: values}, folder / "alpha.safetensors")
+
+
+POINT = {"step": 60, "sink_1": 1.5, "valid_loss": 5.0}
 BAD = {
     "metrics without final": damaged("metrics", "final"),
     "metrics without curve": damaged("metrics", "curve"),
@@ -278,10 +284,20 @@ BAD = {
     "a sink of 1e9": damaged("metrics", "final", "sink_1", to=1e9),
     "a sink below 0": damaged("metrics", "final", "sink_star", to=-1),
     "an excess of 2": damaged("metrics", "final", "excess_1", to=2),
-    "an infinite loss": damaged("metrics", "curve", to=[{"step": 1, "valid_loss": float("inf")}]),
+    "an infinite loss": damaged("metrics", "curve", to=[POINT | {"valid_loss": float("inf")}]),
     "a loss of nan elsewhere": damaged("metrics", "final", "something", to=float("nan")),
     "an infinity in digits": holds("provenance.json", b'{"device": 1e999}'),
-    "gradients without losses": damaged("metrics", "curve", to=[{"gradient_norms": [1.0]}]),
+    "gradients without losses": damaged("metrics", "curve", to=[POINT | {"gradient_norms": [1.0]}]),
+    "a point without its step": damaged("metrics", "curve", to=[{"sink_1": 1.5, "valid_loss": 5.0}]),
+    "a report's excess as text": damaged("metrics", "final", "report", "excess", "1", to="much"),
+    "a report's T as text": damaged("metrics", "final", "report", "T", to="long"),
+    "a report's T below 1": damaged("metrics", "final", "report", "T", to=-5),
+    "a report without T": damaged("metrics", "final", "report", "T"),
+    "norms of one position": damaged("metrics", "final", "report", "key_norms", to=[[1.0], [1.0]]),
+    "alpha along the curve of nan": shares("curve", torch.full((1, 2, 2, 2), torch.nan)),
+    "alpha by text of 7": shares("final", torch.full((3, 2, 2, 2), 7.0)),
+    "alpha flat": shares("final", torch.zeros(3)),
+    "alpha of more points than the curve": shares("curve", torch.zeros(9, 2, 2, 2)),
     "a report that is none": damaged("metrics", "final", "report", to=[]),
     "a report without layers": damaged("metrics", "final", "report", "layers"),
     "a report's sink as text": damaged("metrics", "final", "report", "sink", "1", to="none"),
@@ -316,7 +332,7 @@ def two_runs(tmp_path_factory):
     final = {"step": 60, "sink_1": 1.5, "sink_star": 20.0, "valid_loss": 5.0, "train_loss": 5.0, "report": report}
     tokenizer = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
     for seed in (0, 1):
-        metrics = DONE | {"curve": [{"step": 60, "sink_1": 1.5, "valid_loss": 5.0}], "final": final}
+        metrics = DONE | {"curve": [POINT], "final": final}
         write_record(record_folder("smoke", "k_bias", seed, runs), dataclasses.replace(run, seed=seed), metrics,
                      {"wall_seconds": 1.0}, dict(model.state_dict()), tokenizer)  # fmt: skip
     return runs
