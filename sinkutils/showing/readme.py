@@ -180,7 +180,7 @@ def _claims(part: str) -> str:
     for row in ledger.claims(PRESET, part=part).to_dict("records"):
         effect = "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
         numbers = [names.human(row[column], PRESET) for column in ("paper", "ours", "interval")]
-        claim = names.human(row["claim"], PRESET)
+        claim = names.human(row["claim"])  # its words stand for themselves: sigmoid, relative
         rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
     counts = pd.Series([row[5] for row in rows]).value_counts().sort_index()
     return ", ".join(f"{chip}: {n}" for chip, n in counts.items()) + "\n\n" + markdown(columns, rows)
