@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from sinkutils.data import probes
-from sinkutils.measuring import open_lms
+from sinkutils.measuring import open_lms, own
 from sinkutils.paths import NOTEBOOKS
 from sinkutils.showing import figures
 
@@ -68,7 +68,9 @@ def texts(shown, start):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys):
+def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys, monkeypatch):
+    subject = own.subject  # a folder stands for the hub: it has one state, whatever the revision
+    monkeypatch.setattr(own, "subject", lambda model, device=None, revision=None: subject(model, device))
     folder = saved(tmp_path / "a model", MODELS[family], corpus)
     parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
     space = run("01", parameters | {"revisions": ("step16", "step0")})
