@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PRESET ?= laptop
 JOBS ?= 2
 BOOK_VENV := .venv-book
+# Two processes, a file each at a time: what a file's tests share is made once, a notebook's cells run in order.
+IN_PARALLEL := --numprocesses=2 --dist=loadfile
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 
 .PHONY: run models test test-fast sweep lint book browser clean
@@ -36,8 +38,8 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
+	$(BIN)/python -m pytest $(IN_PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not slow"
