@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 
 from sinkutils.paths import FIGURES, RENDERED
 from sinkutils.showing.pages import WIDTH, bold, put
@@ -48,7 +49,7 @@ def theme() -> None:
         {
             "figure.figsize": (7.0, 3.6),
             "figure.dpi": 90,
-            "savefig.dpi": 110,
+            "savefig.dpi": 144,
             "figure.constrained_layout.use": True,
             "axes.titlesize": "medium",
             "legend.frameon": False,
@@ -66,10 +67,19 @@ def save(figure: Figure | None, name: str) -> Path | None:
         return None
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.png").write_bytes(png(figure))
     with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
-        figure.savefig(folder / f"{name}.png", metadata={"Software": None})
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return folder / f"{name}.png"
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG in 256 colours of its own, a third of the bytes: all that lines and maps need."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
+    few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
@@ -82,11 +92,9 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     if figure is None:
         print("Nothing to draw: none of these runs is recorded yet.")
         return
-    png: Any = save(figure, name) if name else io.BytesIO()
-    if not name:
-        figure.savefig(png, format="png", metadata={"Software": None})
+    saved = save(figure, name) if name else None
+    picture = saved.read_bytes() if saved else png(figure)
     plt.close(figure)
-    picture = png.read_bytes() if name else png.getvalue()
     width, data = round(90 * figure.get_figwidth()), base64.b64encode(picture).decode()
     image = f'<img alt="{html.escape(alt)}" width="{width}" style="max-width:100%;background:white"'
     page = (

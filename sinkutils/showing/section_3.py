@@ -105,13 +105,13 @@ def chain(models: Models) -> Figure | None:
         share = 100 * np.array(first["normed_share"])
         _first(shares, share[:, 0])
         _others(shares, share[:, 1])
-        shares.set(ylabel=r"3 dims' share of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
+        shares.set(ylabel="three dimensions' share\n" + r"of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
         _first(keys, first["cosine_k_1_to_mean"])
         _others(keys, first["cosine_k_middle_to_mean"], f"token {middle}", STAR_COLOR)
         keys.set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
     block_axis(*axes.flat)
     for axis in axes[0]:
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", loc="lower right")
     return figure
 
 
