@@ -313,6 +313,17 @@ def reliability_part() -> str:
     return markdown(["what", "times", "outcome"], [*rows, [beside, "1", f"efficiency {gain['efficiency']:.2f}"]])
 
 
+def digits_part() -> str:
+    """Whether a machine with fewer instructions computes the same, to the last digit, and what a step takes there."""
+    rows = []
+    for row in benchmark("digits"):
+        differs = row["first_step_with_another_loss"]
+        same = f"all {row['steps']} losses the same" if differs is None else f"another loss from step {differs} on"
+        rows.append([row["precision"], row["instructions"], same, f"{row['loss']:.4f}", f"{row['time']:.1f}"])
+    columns = ["precision", "instructions", "beside all instructions", "last loss", "time of a step, times bf16 as it is"]
+    return markdown(columns, rows)
+
+
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
 WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
 PARTS: dict[str, Callable[[], str]] = {
@@ -325,6 +336,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "reading": reading_part,
     "attention": attention_part,
     "reliability": reliability_part,
+    "digits": digits_part,
 }
 
 
