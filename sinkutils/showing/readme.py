@@ -320,7 +320,7 @@ def digits_part() -> str:
         differs = row["first_step_with_another_loss"]
         same = f"all {row['steps']} losses the same" if differs is None else f"another loss from step {differs} on"
         rows.append([row["precision"], row["instructions"], same, f"{row['loss']:.4f}", f"{row['time']:.1f}"])
-    columns = ["precision", "instructions", "beside all instructions", "last loss", "time of a step, times bf16 as it is"]
+    columns = ["precision", "instructions", "beside all instructions", "last loss", "time, times bf16 as it is"]
     return markdown(columns, rows)
 
 
