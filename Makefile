@@ -42,7 +42,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
 
 test-fast: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/unit -m "not slow"
+	$(BIN)/python -m pytest tests/unit -m "not slow" $(IN_PARALLEL)
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)
