@@ -19,7 +19,8 @@ from sinkutils.study.grid import config
 from sinkutils.study.record import Record, record_folder, write_record
 
 CPU = torch.device("cpu")
-DONE = {"status": "done", "reason": None, "curve": [], "final": {}}  # the least that metrics.json may say
+END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say
+DONE = {"status": "done", "reason": None, "curve": [], "final": END}  # and metrics.json
 SHAPE = {"vocab_size": 60, "context_length": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16,
          "intermediate_size": 24}  # fmt: skip
 
@@ -142,4 +143,5 @@ def made_up(runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: A
     kept: what else `write_record` keeps, by its name: weights, tokenizer, arrays.
     """
     run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
-    return write_record(folder, run, DONE | metrics, {"wall_seconds": 1.0}, **(kept or {}))
+    said = DONE | metrics | {"final": END | metrics.get("final", {})}
+    return write_record(folder, run, said, {"wall_seconds": 1.0}, **(kept or {}))

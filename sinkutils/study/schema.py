@@ -19,6 +19,7 @@ LARGEST = {
 }
 # How a key begins, and the least and the most of its value in a point of the curve or in `final`.
 RANGES = (("sink_", 0, 100), ("excess_", -1, 1), ("valid_loss", 0, 1e6), ("train_loss", 0, 1e6), ("step", 0, 1e12))
+EACH = ("step", "sink_1", "valid_loss")  # what each point has, and the end of a run that did not fail
 # Fields of `Report.to_dict` with their number of axes, least and most. Shares are rounded to five digits.
 ARRAYS = {
     **dict.fromkeys(("alpha", "alpha_renormalised"), (3, -1e-3, 1.001)),
@@ -42,8 +43,8 @@ def check_record(config: Any, metrics: Any, provenance: Any) -> None:
     except ValueError as error:
         raise ValueError("metrics.json and provenance.json must hold finite numbers only") from error
     for index, point in enumerate(values["curve"]):
-        _point(f"metrics.json: curve[{index}]", point, "step", "sink_1", "valid_loss")
-    _point("metrics.json: final", values["final"])
+        _point(f"metrics.json: curve[{index}]", point, *EACH)
+    _point("metrics.json: final", values["final"], *(EACH if values["status"] == "done" else ()))
     if "report" in values["final"]:
         check_report(values["final"]["report"])
     _mapping("provenance.json", provenance)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from helpers import DONE
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -66,8 +67,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
-    metrics = {"status": "done", "reason": None, "curve": [], "final": {}}
-    write_record(folder, config, metrics, {}, dict(model.state_dict()), tiny_tokenizer())
+    write_record(folder, config, DONE, {}, dict(model.state_dict()), tiny_tokenizer())
     for name in ("tiny/fixed_1/0", folder):
         loaded, tokenizer = load_lm(name)
         assert loaded.config == config.model
@@ -78,7 +78,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     bad.write_bytes(bad.read_bytes()[:-1])
     with pytest.raises(ModelUnavailable, match="truncated or changed"):
         load_lm(folder)
-    write_record(folder, config, metrics, {})
+    write_record(folder, config, DONE, {})
     with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
         load_lm(folder)
     for name in ("tiny/fixed_1/7", "tiny/fixed_1"):

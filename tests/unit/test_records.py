@@ -13,7 +13,7 @@ import sys
 import filelock
 import pytest
 import torch
-from helpers import DONE, made_up
+from helpers import DONE, END, made_up
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -51,7 +51,7 @@ def store(folder):
 @pytest.fixture
 def folder(tiny, corpus, tmp_path):
     target = record_folder("test", "tiny", 0, tmp_path)
-    metrics = DONE | {"final": {"sink_1": 1.5}}
+    metrics = DONE | {"final": END | {"sink_1": 1.5}}
     write_record(target, tiny, metrics, {}, {"w": torch.ones(3)}, corpus.tokenizer, corpus.identity)
     return target
 
@@ -61,7 +61,7 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
     for place in (folder, tmp_path / "elsewhere" / "0"):
         record = read_record(place)
         assert record.config == config_dict(tiny) | {"corpus": {"name": "docstrings", "sha256": corpus.fingerprint}}
-        assert record.metrics["final"] == {"sink_1": 1.5} and record.weights == place / "model.safetensors"
+        assert record.metrics["final"] == END | {"sink_1": 1.5} and record.weights == place / "model.safetensors"
         assert {path.name for path in place.iterdir()} == set(FILES)
     values = dict(record.config)
     assert values.pop("corpus") and hashlib.sha256(as_json(values).encode()).hexdigest() == config_hash(tiny)
@@ -107,7 +107,7 @@ def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             write_record(folder, tiny, DONE, {})
-    assert read_record(folder).metrics["final"] == {"sink_1": 1.5}
+    assert read_record(folder).metrics["final"] == END | {"sink_1": 1.5}
     assert [path.name for path in folder.parent.iterdir()] == ["0"]
     replaced = write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
     assert replaced.status == "failed" and replaced.weights is None
@@ -264,6 +264,8 @@ def shares(name, values):
 POINT = {"step": 60, "sink_1": 1.5, "valid_loss": 5.0}
 BAD = {
     "metrics without final": damaged("metrics", "final"),
+    "an end without a sink": damaged("metrics", "final", "sink_1"),
+    "an empty end": damaged("metrics", "final", to={}),
     "metrics without curve": damaged("metrics", "curve"),
     "metrics without status": damaged("metrics", "status"),
     "metrics a list": holds("metrics.json", b"[]"),

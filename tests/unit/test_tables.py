@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from helpers import DONE, END
 
 from sinkutils.showing.tables import COLUMNS, paper_beside_ours, plain, records
 from sinkutils.study.grid import config
@@ -17,7 +18,7 @@ def runs(tmp_path):
 
     def record(name, seed, final, status="done", reason=None, **changes):
         run = dataclasses.replace(config(name, "smoke", seed), **changes)
-        metrics = {"status": status, "reason": reason, "curve": [], "final": {"step": 60, **final}}
+        metrics = {"status": status, "reason": reason, "curve": [], "final": END | final}
         write_record(record_folder("smoke", name, seed, tmp_path), run, metrics, {"wall_seconds": 1.5})
 
     record("fixed_1", 0, {"sink_1": 20.0, "valid_loss": 3.0, "train_loss": 2.9})
@@ -48,7 +49,7 @@ def test_every_record_is_a_row_and_says_whether_it_counts(runs):
 
 
 def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):
-    run, metrics = config("k_bias", "smoke"), {"status": "done", "reason": None, "curve": [], "final": {"step": 60}}
+    run, metrics = config("k_bias", "smoke"), DONE
     for name, letter in (("docstrings", "a"), ("path:novels", "b")):
         corpus = {"name": name, "sha256": letter * 64}
         write_record(Runs(tmp_path).place(run, corpus), run, metrics, {"wall_seconds": 1.5}, corpus=corpus)
