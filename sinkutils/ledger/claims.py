@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("id", "source", "claim", "paper", "ours", "interval", "verdict", "holds", "effect", "low", "high", "reason")
+ASKED = ("kind", "runs", "key")  # of a check, in `checks`
 # The paper's column that stands beside a quantity of ours, and its heading.
 PRINTED = {
     **dict.fromkeys(("excess_1", "learned_1"), ("sink_1", "Sink_1 %")),
@@ -68,18 +69,20 @@ def verdict(id: str, preset: str = "laptop", runs: Path | str | None = None) -> 
 def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
     """The checks under one claim's verdict, a row each: what it says, its outcome, the numbers and why.
 
-    mean, low, high: of the level or paired difference that decides it, over `seeds`. Raises ValueError for an
-    unknown id.
+    mean, low, high: of the level or paired difference that decides it, over `seeds`. kind, runs, key: of its `Check`,
+    empty where no record decides it. Raises ValueError for an unknown id.
     """
     import pandas as pd
 
     _claim(id)
-    rows = []
-    for _, outcome in _judged(results(preset, runs))[id][1]:
+    rows, ours = [], results(preset, runs)
+    for check, outcome in _judged(ours)[id][1]:
+        asked = (check.kind, tuple(map(ours.label, check.runs)), check.key) if check else ("", (), "")
         found = outcome.effect
         numbers = (found.mean, found.low, found.high, found.seeds) if found else (np.nan, np.nan, np.nan, 0)
-        rows.append((outcome.says, outcome.state, *numbers, "; ".join(filter(None, (outcome.facts, outcome.why)))))
-    return pd.DataFrame(rows, columns=["check", "outcome", "mean", "low", "high", "seeds", "why"])
+        why = "; ".join(filter(None, (outcome.facts, outcome.why)))
+        rows.append((outcome.says, outcome.state, *numbers, why, *asked))
+    return pd.DataFrame(rows, columns=["check", "outcome", *("mean", "low", "high", "seeds"), "why", *ASKED])
 
 
 def _claim(id: str) -> Claim:

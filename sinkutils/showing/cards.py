@@ -12,10 +12,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import rules
+from sinkutils.ledger.results import QUANTITIES
 from sinkutils.showing import names
 from sinkutils.showing.pages import WIDTH, put
 
@@ -27,6 +29,13 @@ COLORS = {
     rules.INCONCLUSIVE: ("#57606a", "white"),
     rules.NOT_VISIBLE: ("#d0d7de", "#24292f"),
     rules.NOT_RUN: ("white", "#24292f"),
+}
+# What was found where a check of this kind does not hold. {0}, {1}: its runs, {q}: its quantity.
+FOUND = {
+    **dict.fromkeys(("present", "absent"), "{q}: {value} in {0}, where {limit} or more counts"),
+    "more": "{q}: {0} {apart} {1}, and should be above it",
+    **dict.fromkeys(("same", "kept", "alike", "comparable"), "{q}: {0} {apart} {1}, beside a margin of {limit}"),
+    "worse": "{q}: {0} {apart} {1}, where {limit} or more counts as worse",
 }
 LACKING = re.compile(r"^(.+): (\d+) of (\d+) seeds( hold .*)?$")
 
@@ -124,12 +133,27 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return {1: "The one check holds.", 2: "Both checks hold."}.get(len(checks), f"All {len(checks)} checks hold.")
     states = checks["outcome"].value_counts()
     first = checks[checks["outcome"] == (rules.OPEN if verdict == rules.INCONCLUSIVE else rules.FAILS)].iloc[0]
-    says = names.human(first["check"], preset)
-    why = names.human(first["why"].split("; ")[-1], preset)
-    counts = f"{states.get(rules.HOLDS, 0)} of {len(checks)} checks hold, {states.get(rules.FAILS, 0)} fail"
+    counts = f"{states.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
     counts += f", {states[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in states else ""
     opening = "Cannot be told" if verdict == rules.INCONCLUSIVE else "Does not hold"
-    return f"{counts}. {opening}, for one: \u201c{says}\u201d ({why})."
+    return f"{counts}. {opening}, for one: {_found(first, preset)}."
+
+
+def _found(check: pd.Series, preset: str) -> str:
+    """What a check asks and what was found in its place, with the number that would have counted."""
+    says, why = (names.human(check[part], preset) for part in ("check", "why"))
+    if check["kind"] not in FOUND or pd.isna(check["mean"]):
+        return f"\u201c{says}\u201d ({why})"
+    quantity, difference = QUANTITIES[check["key"]], len(check["runs"]) > 1
+    numbers = check[["mean", "low", "high"]].astype(float)
+    if quantity.log and difference:  # of logarithms
+        numbers = np.exp(numbers)
+    mean, low, high = (_minus(f"{number:.{quantity.digits}f}") for number in numbers)
+    runs = [names.of(name, preset) for name in check["runs"]]
+    limit = why.split("; ")[-1].split(" ")[1]
+    apart = "has {value} times that of" if quantity.log else "differs by {value} from"
+    words = FOUND[check["kind"]].replace("{apart}", apart)
+    return words.format(*runs, q=names.human(quantity.heading), value=f"{mean} ({low} to {high})", limit=limit)
 
 
 def _lacking(row: dict[str, Any], preset: str) -> str:

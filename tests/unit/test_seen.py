@@ -5,6 +5,7 @@ import re
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import made_up
 
@@ -120,6 +121,26 @@ def test_our_setting_stands_before_the_papers():
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------
+
+
+FOUND = [
+    (("present", ("fixed_1",), "hidden"), (1.014, 0.65, 1.567), "threshold 2.00",
+     "norm ratio of h₁, times the untrained: 1.01 (0.65 to 1.57) in the base, where 2.00 or more counts."),
+    (("kept", ("heads_1", "fixed_1"), "excess_1"), (-0.2, -0.25, -0.15), "margin 0.091",
+     "excess of α₁: 1 head differs by −0.200 (−0.250 to −0.150) from the base, beside a margin of 0.091."),
+    (("more", ("fixed_1", "default"), "hidden"), (0.0, np.log(0.5), np.log(2)), "p = 1 after Holm",
+     "norm ratio of h₁, times the untrained: the base has 1.00 (0.50 to 2.00) times that of any first token "
+     "(the paper's default), and should be above it."),
+    (("", (), ""), (np.nan,) * 3, "something 1.2; exact", "\u201casked\u201d (something 1.2; exact)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "numbers", "why", "words"), FOUND)
+def test_a_reason_says_what_was_found_in_the_place_of_what_was_asked(asked, numbers, why, words):
+    columns = ["check", "outcome", "mean", "low", "high", "seeds", "why", *ledger.ASKED]
+    checks = pd.DataFrame([("asked", "fails", *numbers, 3, why, *asked)], columns=columns)
+    said = cards.reason({"verdict": "not reproduced"}, checks, "laptop")
+    assert said == f"0 of 1 checks hold. Does not hold, for one: {words}"
 
 
 def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
