@@ -193,10 +193,11 @@ def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[
         for name in names:
             values = ours.values(name, key)
             if len(values) > interval:
-                known = level(values, quantity.log) if interval else None
-                text = f"{known.low:.{quantity.digits}f} to {known.high:.{quantity.digits}f}" if known else (
-                    f"{values.mean():.{quantity.digits}f}"
-                )  # fmt: skip
+                found = level(values, quantity.log) if len(values) > 1 else None
+                if interval and found:
+                    text = f"{found.low:.{quantity.digits}f} to {found.high:.{quantity.digits}f}"
+                else:
+                    text = f"{found.mean if found else values.mean():.{quantity.digits}f}"
                 cells.append(f"{ours.label(name)} {text}")
         lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
     position: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
