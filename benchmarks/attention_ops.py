@@ -163,8 +163,11 @@ def main() -> None:
             "memory_times_softmax": round(memory[step] / memory[softmax], 2),
         }
         rows.append(row)
-        print(f"{name:<16} {row['milliseconds']:>9} {row['times_softmax']:>14} {row['megabytes']:>8} "
-              f"{row['memory_times_softmax']:>14}", flush=True)  # fmt: skip
+        print(
+            f"{name:<16} {row['milliseconds']:>9} {row['times_softmax']:>14} {row['megabytes']:>8} "
+            f"{row['memory_times_softmax']:>14}",
+            flush=True,
+        )
     if options.json:
         table = {"shape": shape, "dtype": dtype, "device": options.device, "rows": rows}
         options.json.write_text(json.dumps(table, indent=1) + "\n")

@@ -64,14 +64,16 @@ def machines(steps: int) -> list[dict[str, object]]:
     for (precision, name), mine in runs.items():
         pairs = zip(mine["losses"], runs[precision, "as it is"]["losses"], strict=True)
         differs = next((step for step, (a, b) in enumerate(pairs, start=1) if a != b), None)
-        rows.append({
-            "precision": precision,
-            "instructions": name,
-            "steps": steps,
-            "first_step_with_another_loss": differs,
-            "loss": mine["losses"][-1],
-            "time": round(mine["seconds"] / default, 2),
-        })  # fmt: skip
+        rows.append(
+            {
+                "precision": precision,
+                "instructions": name,
+                "steps": steps,
+                "first_step_with_another_loss": differs,
+                "loss": mine["losses"][-1],
+                "time": round(mine["seconds"] / default, 2),
+            }
+        )
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     return rows
 
@@ -87,8 +89,11 @@ def same_as_record(name: str) -> bool:
     preset, experiment, seed = name.split("/")
     with tempfile.TemporaryDirectory() as folder:
         again = train(su.config(experiment, preset, int(seed)), folder)
-        same = {"text": again.config["corpus"] == record.config["corpus"], "metrics": again.metrics == record.metrics,
-                "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays)}  # fmt: skip
+        same = {
+            "text": again.config["corpus"] == record.config["corpus"],
+            "metrics": again.metrics == record.metrics,
+            "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays),
+        }
     machines = [r.provenance["instruction_set"] for r in (record, again)]
     print(f"{name}: {same}; made on {machines[0]}, again on {machines[1]}")
     return all(same.values())

@@ -28,8 +28,10 @@ def main(preset: str = "laptop") -> None:
             other += sum(now != INCONCLUSIVE for now in changes.values())
             for id, now in changes.items():
                 print(f"without {name}/{seed}: {id} {whole[id]} -> {now}")
-    print(f"{preset}: {dropped} seeds left out one at a time, {len(whole)} claims: {other} verdicts change, "
-          f"{weaker} more become inconclusive")  # fmt: skip
+    print(
+        f"{preset}: {dropped} seeds left out one at a time, {len(whole)} claims: {other} verdicts change, "
+        f"{weaker} more become inconclusive"
+    )
 
 
 if __name__ == "__main__":

@@ -94,8 +94,11 @@ def main() -> None:
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else torch.float32
         peak = matmul_peak(dtype, device)
-        print(f"{device_name(device)}, {options.preset}/{options.experiment}, {settings.train.precision}: "
-              f"matmul peak {peak / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
+        print(
+            f"{device_name(device)}, {options.preset}/{options.experiment}, {settings.train.precision}: "
+            f"matmul peak {peak / 1e12:.3g} TFLOP/s",
+            flush=True,
+        )
         rows = []
         for compile in {"both": (False, True), "on": (True,), "off": (False,)}[options.compile]:
             rows.append(measured(Run(settings, corpus, device), compile, options.steps, options.rounds, peak))

@@ -41,9 +41,15 @@ def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
     torch.manual_seed(0)
     if way == "window":
         config = transformers.MistralConfig(
-            vocab_size=50257, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-            num_key_value_heads=4, sliding_window=512, max_position_embeddings=ids.shape[1],
-        )  # fmt: skip
+            vocab_size=50257,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            sliding_window=512,
+            max_position_embeddings=ids.shape[1],
+        )
     else:
         config = transformers.GPT2Config(n_positions=max(1024, ids.shape[1]) + 1)
     config.bos_token_id = config.eos_token_id = None
@@ -64,8 +70,14 @@ def published(model: torch.nn.Module, ids: torch.Tensor) -> float:
     """Sink_1 in percent the way of the published evaluation."""
     maps = []
     for prompt in ids:
-        output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=1,
-                                do_sample=False, output_attentions=True, return_dict_in_generate=True)  # fmt: skip
+        output = model.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            max_new_tokens=1,
+            do_sample=False,
+            output_attentions=True,
+            return_dict_in_generate=True,
+        )
         maps.append(output.attentions[0])
     alpha = torch.stack([torch.stack([layer[0, :, :, 0].mean(dim=-1) for layer in layers]) for layers in maps])
     return 100 * float((alpha > 0.3).double().mean())
@@ -84,8 +96,18 @@ def child(way: str, samples: int, length: int, repeats: int, threads: int | None
             work()
             seconds.append(time.perf_counter() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    print(json.dumps({"way": way, "samples": samples, "length": length, "seconds": statistics.median(seconds),
-                      "peak_gib": peak, "threads": torch.get_num_threads()}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "way": way,
+                "samples": samples,
+                "length": length,
+                "seconds": statistics.median(seconds),
+                "peak_gib": peak,
+                "threads": torch.get_num_threads(),
+            }
+        )
+    )
 
 
 def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> list[dict]:
@@ -145,9 +167,11 @@ def row(cell: dict, cells: list[dict]) -> str:
     base = next(
         c for c in cells if (c["way"], c["samples"], c["length"]) == ("blocks", cell["samples"], cell["length"])
     )
-    return (f"{cell['samples']:4d} x {cell['length']:<6d} {cell['way']:10s} {cell['seconds']:8.2f} s "
-            f"{cell['seconds'] / base['seconds']:6.2f} x   {cell['peak_gib']:6.2f} GiB "
-            f"{cell['peak_gib'] / base['peak_gib']:6.2f} x")  # fmt: skip
+    return (
+        f"{cell['samples']:4d} x {cell['length']:<6d} {cell['way']:10s} {cell['seconds']:8.2f} s "
+        f"{cell['seconds'] / base['seconds']:6.2f} x   {cell['peak_gib']:6.2f} GiB "
+        f"{cell['peak_gib'] / base['peak_gib']:6.2f} x"
+    )
 
 
 def main() -> None:

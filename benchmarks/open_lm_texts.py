@@ -57,8 +57,10 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
             continue
         raw = (folder / entry["file"]).read_bytes()
         ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
-        one = {"sha256": hashlib.sha256(raw).hexdigest(),
-               "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]}  # fmt: skip
+        one = {
+            "sha256": hashlib.sha256(raw).hexdigest(),
+            "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]],
+        }
         if first == BOS:
             ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
         report = measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS)

@@ -49,8 +49,9 @@ def copies(home: Path) -> int:
     for name, seed in plan:
         run = dataclasses.replace(config(name, "laptop"), seed=seed)
         target = record_folder("laptop", name, seed, home / "runs")
-        write_record(target, run, template.metrics, template.provenance, corpus=template.config["corpus"],
-                     arrays=template.arrays)  # fmt: skip
+        write_record(
+            target, run, template.metrics, template.provenance, corpus=template.config["corpus"], arrays=template.arrays
+        )
     return len(plan)
 
 

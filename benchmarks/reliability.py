@@ -46,9 +46,26 @@ class Sweeps:
 
     def start(self, name: str) -> subprocess.Popen:
         """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
-        command = [sys.executable, "-m", "sinkutils", "sweep", "--preset", self.preset, "--jobs", str(self.jobs),
-                   "--seeds", "0", "--only", *self.only, "--runs", str(self.runs(name)), "--engine", self.engine,
-                   "--checkpoint-seconds", "0"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "sinkutils",
+            "sweep",
+            "--preset",
+            self.preset,
+            "--jobs",
+            str(self.jobs),
+            "--seeds",
+            "0",
+            "--only",
+            *self.only,
+            "--runs",
+            str(self.runs(name)),
+            "--engine",
+            self.engine,
+            "--checkpoint-seconds",
+            "0",
+        ]
         environment = dict(os.environ)
         if self.own_text:
             command += ["--corpus", f"path:{self.texts()}"]
@@ -168,9 +185,12 @@ def tree(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 def what_was_hit(folder: Path, began: float) -> str:
     """What a kill interrupted, by the files that the killed sweep had touched since it began."""
-    for pattern, what in (("*/.0-*.tmp", "writing a record"), ("*/0.partial/*.tmp", "writing a checkpoint"),
-                          ("*/0.partial/*.safetensors", "training, after a checkpoint"),
-                          ("*/0.partial/lock", "training, before a checkpoint")):  # fmt: skip
+    for pattern, what in (
+        ("*/.0-*.tmp", "writing a record"),
+        ("*/0.partial/*.tmp", "writing a checkpoint"),
+        ("*/0.partial/*.safetensors", "training, after a checkpoint"),
+        ("*/0.partial/lock", "training, before a checkpoint"),
+    ):
         if any(path.stat().st_mtime >= began for path in folder.glob(pattern)):
             return what
     return "starting or ending"
@@ -226,8 +246,13 @@ def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
     """
     sweeps = (Sweeps(folder, only, jobs, preset, own_text=False) for jobs in (1, 2))
     one, two = (each.finish(f"jobs-{each.jobs}") for each in sweeps)
-    return {"preset": preset, "runs": len(only), "one_worker_seconds": round(one, 1),
-            "two_workers_seconds": round(two, 1), "efficiency": round(one / (2 * two), 3)}  # fmt: skip
+    return {
+        "preset": preset,
+        "runs": len(only),
+        "one_worker_seconds": round(one, 1),
+        "two_workers_seconds": round(two, 1),
+        "efficiency": round(one / (2 * two), 3),
+    }
 
 
 def main() -> None:

@@ -126,8 +126,11 @@ def main() -> None:
         layers, context, batch = SHAPES[size]
         shape = (size, layers, context, batch)
         torch.compiler.reset()  # or the second size would be compiled for shapes that vary, which no training is
-        peers = {"llama fp32": llama_step(*shape), "ours fp32": our_step(*shape, "fp32"),
-                 "ours bf16": our_step(*shape, "bf16")}  # fmt: skip
+        peers = {
+            "llama fp32": llama_step(*shape),
+            "ours fp32": our_step(*shape, "fp32"),
+            "ours bf16": our_step(*shape, "bf16"),
+        }
         if options.compile or options.before:
             peers["ours compiled bf16"] = our_step(*shape, "bf16", compiled=True)
         best = dict.fromkeys(peers, float("inf"))

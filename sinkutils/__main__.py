@@ -108,8 +108,16 @@ def train_command(options: argparse.Namespace) -> int:
     compile = options.compile
     keep = options.keep_weights or keeps_weights(run)
     with joined(options.parallel or scale.parallel, device) as group:
-        record = train(run, options.runs, device=device, corpus=options.corpus, keep_weights=keep, compile=compile,
-                       checkpoint_seconds=options.checkpoint_seconds, group=group)  # fmt: skip
+        record = train(
+            run,
+            options.runs,
+            device=device,
+            corpus=options.corpus,
+            keep_weights=keep,
+            compile=compile,
+            checkpoint_seconds=options.checkpoint_seconds,
+            group=group,
+        )
     if not group.first:
         return 0
     name = "/".join(record.folder.parts[-3:])
@@ -142,12 +150,23 @@ def sweep_command(options: argparse.Namespace) -> int:
             print(f"{run.experiment:<28} seed {run.seed}  about {duration(seconds)}")
         total = sum(seconds for _, seconds in plan)
         with_jobs = duration(total / options.jobs)
-        print(f"{len(plan)} runs, about {duration(total)} for one worker, {with_jobs} with --jobs {options.jobs}"
-              if plan else "0 runs: every record is there")  # fmt: skip
+        print(
+            f"{len(plan)} runs, about {duration(total)} for one worker, {with_jobs} with --jobs {options.jobs}"
+            if plan
+            else "0 runs: every record is there"
+        )
         return 0
-    outcomes = sweep(options.preset, jobs=options.jobs, seeds=seeds, only=only, runs=options.runs,
-                     engine_name=options.engine, corpus=options.corpus, device=options.device,
-                     checkpoint_seconds=options.checkpoint_seconds)  # fmt: skip
+    outcomes = sweep(
+        options.preset,
+        jobs=options.jobs,
+        seeds=seeds,
+        only=only,
+        runs=options.runs,
+        engine_name=options.engine,
+        corpus=options.corpus,
+        device=options.device,
+        checkpoint_seconds=options.checkpoint_seconds,
+    )
     for outcome in outcomes:
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
     return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
@@ -176,8 +195,14 @@ def measure_command(options: argparse.Namespace) -> int:
         path = record(options.model)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
         return 0
-    measured = subject(options.model, options.device, dtype=options.dtype, revision=options.revision, runs=options.runs,
-                       trust_remote_code=options.trust_remote_code)  # fmt: skip
+    measured = subject(
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        revision=options.revision,
+        runs=options.runs,
+        trust_remote_code=options.trust_remote_code,
+    )
     measured = replace(measured, corpus=options.corpus)
     if options.save and isinstance(measured.model, TransformerLM):
         raise ValueError("--save is for open language models: a recorded run holds its own measurements")
@@ -255,11 +280,23 @@ def print_claims(ledger: pd.DataFrame, title: str, long: bool) -> None:
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     margin = " " * (verdicts + names)
     for row in rows:
-        print(textwrap.fill(f"{row['claim']} ({row['source']})", width, subsequent_indent=margin,
-                            initial_indent=f"{row['verdict']:<{verdicts}}{row['id']:<{names}}"))  # fmt: skip
+        print(
+            textwrap.fill(
+                f"{row['claim']} ({row['source']})",
+                width,
+                subsequent_indent=margin,
+                initial_indent=f"{row['verdict']:<{verdicts}}{row['id']:<{names}}",
+            )
+        )
         for name in [name for name in ("paper", "ours", "interval", *LONG) if long and row.get(name)]:
-            print(textwrap.fill(f"{name}: {row[name]}", width, initial_indent=" " * verdicts + "- ",
-                                subsequent_indent=" " * verdicts + "  "))  # fmt: skip
+            print(
+                textwrap.fill(
+                    f"{name}: {row[name]}",
+                    width,
+                    initial_indent=" " * verdicts + "- ",
+                    subsequent_indent=" " * verdicts + "  ",
+                )
+            )
     counts = ledger["verdict"].value_counts().sort_index()
     print(f"{len(rows)} {title}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 

@@ -162,8 +162,15 @@ def parser() -> argparse.ArgumentParser:
     notebooks.add_argument("--preset", default="laptop", choices=whole, help="records that the notebooks read")
     notebooks.add_argument("--seed", type=int, default=0)
     notebooks.add_argument("--recompute", default="never", choices=["never", "missing"], help="train missing records?")
-    notebooks.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
-                           help="set another parameter of the notebooks, in JSON or as text")  # fmt: skip
+    notebooks.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="set another parameter of the notebooks, in JSON or as text",
+    )
     notebooks.add_argument("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
     notebooks.add_argument("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
     notebooks.add_argument("--in-place", action="store_true", help="rewrite the committed outputs and figures/ instead")

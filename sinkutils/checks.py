@@ -86,6 +86,9 @@ def device(name: str | torch.device | None) -> torch.device:
     if target.type != "cpu":
         module = torch.get_device_module(target)
         count = module.device_count() if module.is_available() else 0
-        require((target.index or 0) < count, f"device {str(name)!r} was asked for, but PyTorch sees "
-                f"{count or 'none'} of that kind here: give another, or cpu")  # fmt: skip
+        require(
+            (target.index or 0) < count,
+            f"device {str(name)!r} was asked for, but PyTorch sees "
+            f"{count or 'none'} of that kind here: give another, or cpu",
+        )
     return target

@@ -21,8 +21,14 @@ from sinkutils.study.record import Record, record_folder, write_record
 CPU = torch.device("cpu")
 END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say
 DONE = {"status": "done", "reason": None, "curve": [], "final": END}  # and metrics.json
-SHAPE = {"vocab_size": 60, "context_length": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16,
-         "intermediate_size": 24}  # fmt: skip
+SHAPE = {
+    "vocab_size": 60,
+    "context_length": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+}
 
 
 def name_of(spec: AttentionSpec) -> str:

@@ -70,16 +70,18 @@ def _measured(files: tuple[tuple[Path, int], ...]) -> tuple[Measured, ...]:
         sections = json.loads(path.read_text(encoding="utf-8"))
         about = sections.get("about", {})
         usual = "BOS" if about.get("trained_with_bos") else "text"
-        found.append(Measured(about.get("title", path.stem), about.get("parameters", float("inf")), usual=usual,
-                              probes=sections.get("probes", {}), more=sections))  # fmt: skip
+        title, parameters = about.get("title", path.stem), about.get("parameters", float("inf"))
+        found.append(Measured(title, parameters, usual=usual, probes=sections.get("probes", {}), more=sections))
     by_kind = {kind: measurements(kind) for kind in KINDS}
     for name in dict.fromkeys(name for reports in by_kind.values() for name in reports):
         known = find(name)
         probes = {kind: {"text": reports[name]} for kind, reports in by_kind.items() if name in reports}
         more = {"hellaswag": scores[name]} if name in scores else {}
         one = Measured(name, float("inf"), probes=probes, more=more)
-        found.append(one if known is None else replace(one, parameters=known.parameters, family=known.family,
-                                                       in_paper=known.in_paper, chat=known.chat))  # fmt: skip
+        if known is not None:
+            facts = {key: getattr(known, key) for key in ("parameters", "family", "in_paper", "chat")}
+            one = replace(one, **facts)
+        found.append(one)
     return tuple(found)
 
 
@@ -92,12 +94,26 @@ def measure_command(model: str, domain: str = "") -> str:
 # --- the claims ------------------------------------------------------------------------------------------------------
 
 
+Judge = Callable[[], Iterable[Outcome]]
+JUDGES: dict[str, Callable[[], list[Outcome]]] = {}
+
+
 def _check(says: str, holds: bool, facts: str = "") -> Outcome:
     return Outcome(says, HOLDS if holds else FAILS, facts=facts, why="" if holds else "by the measurement")
 
 
-def _or_missing(outcomes: list[Outcome], model: str) -> list[Outcome]:
-    return outcomes or [Outcome("", MISSING, why=f"not measured: {measure_command(model)}")]
+def judge(example: str) -> Callable[[Judge], Judge]:
+    """Put a function, which yields the outcomes of a claim's checks, into JUDGES under its name.
+
+    example: a model to measure where there is no outcome.
+    """
+
+    def register(outcomes: Judge) -> Judge:
+        missing = Outcome("", MISSING, why=f"not measured: {measure_command(example)}")
+        JUDGES[outcomes.__name__] = lambda: list(outcomes()) or [missing]
+        return outcomes
+
+    return register
 
 
 def _sink(one: Measured, report: dict[str, Any], says: str) -> Outcome:
@@ -119,33 +135,35 @@ def _positions(one: Measured) -> bool:
     return one.family in ("GPT2", "OPT")
 
 
-def universal() -> list[Outcome]:
+@judge("gpt2")
+def universal() -> Iterable[Outcome]:
     """Section 3: every model has a sink on natural text."""
-    return _or_missing(_sinks("natural", None), "gpt2")
+    return _sinks("natural", None)
 
 
-def small() -> list[Outcome]:
+@judge("EleutherAI/pythia-14m")
+def small() -> Iterable[Outcome]:
     """Fig. 4 left: so have the small ones."""
-    return _or_missing(_sinks("natural", None, lambda one: one.parameters <= SMALL_PARAMETERS), "EleutherAI/pythia-14m")
+    return _sinks("natural", None, lambda one: one.parameters <= SMALL_PARAMETERS)
 
 
-def random() -> list[Outcome]:
+@judge("gpt2")
+def random() -> Iterable[Outcome]:
     """Table 1 left: and on random tokens, without BOS."""
-    return _or_missing(_sinks("random", "text"), "gpt2")
+    return _sinks("random", "text")
 
 
-def repeat() -> list[Outcome]:
+@judge("gpt2")
+def repeat() -> Iterable[Outcome]:
     """Table 1 left: none on one token repeated, without BOS and without absolute positions."""
     mirror = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN}
-    found = _sinks("repeat", "text", lambda one: not _positions(one))
-    return _or_missing(
-        [Outcome(o.says.replace("a sink", "no sink"), mirror[o.state], facts=o.facts, why=o.why) for o in found], "gpt2"
-    )
+    for o in _sinks("repeat", "text", lambda one: not _positions(one)):
+        yield replace(o, says=o.says.replace("a sink", "no sink"), state=mirror[o.state])
 
 
-def repeat_norms() -> list[Outcome]:
+@judge("gpt2")
+def repeat_norms() -> Iterable[Outcome]:
     """Section 3.3: all repeated tokens have the norm that natural text gives its first token alone."""
-    outcomes = []
     for one in measured():
         natural, repeated = one.report(), one.report("repeat", "text")
         if natural and repeated and "hidden_norms" in repeated and not _positions(one):
@@ -154,31 +172,32 @@ def repeat_norms() -> list[Outcome]:
             ratio = max(low / mean for low, mean in zip(least, usual, strict=True))
             facts = f"least norm of a repeated token of {one.name}, times the usual: {ratio:.1f}"
             says = f"{one.name}: every repeated token over {MASSIVE:g} times the usual norm"
-            outcomes.append(_check(says, ratio > MASSIVE, facts))
-    return _or_missing(outcomes, "gpt2")
+            yield _check(says, ratio > MASSIVE, facts)
 
 
-def norms() -> list[Outcome]:
+@judge("gpt2")
+def norms() -> Iterable[Outcome]:
     """Figs. 2 top and 11-14: a massive ||h_1||, and where the sink is strongest a smaller ||k_1|| and ||v_1||."""
-    outcomes = []
     for one in measured():
         report = one.report()
-        if report and "hidden_norms" in report:
-            layer = int(np.argmax([sum(heads) for heads in report["alpha"][0]]))
-            for symbol, rows, massive in (("h_1", report["hidden_norms"][:-1], True),
-                                          ("k_1", report["key_norms"][layer : layer + 1], False),
-                                          ("v_1", report["value_norms"][layer : layer + 1], False)):  # fmt: skip
-                ratio = max(norm_ratio(rows))
-                says = f"over {MASSIVE:g} times" if massive else "below"
-                outcomes.append(_check(f"{one.name}: ||{symbol}|| {says} the others'",
-                                       ratio > MASSIVE if massive else ratio < 1,
-                                       f"norm ratio of {symbol} of {one.name} {ratio:.2f}"))  # fmt: skip
-    return _or_missing(outcomes, "gpt2")
+        if not report or "hidden_norms" not in report:
+            continue
+        layer = int(np.argmax([sum(heads) for heads in report["alpha"][0]]))
+        ratios = {"h_1": max(norm_ratio(report["hidden_norms"][:-1]))}
+        ratios |= {
+            f"{x}_1": norm_ratio([report[f"{key}_norms"][layer]])[0] for x, key in (("k", "key"), ("v", "value"))
+        }
+        for symbol, ratio in ratios.items():
+            massive = symbol == "h_1"
+            says = f"{one.name}: ||{symbol}|| {f'over {MASSIVE:g} times' if massive else 'below'} the others'"
+            facts = f"norm ratio of {symbol} of {one.name} {ratio:.2f}"
+            yield _check(says, ratio > MASSIVE if massive else ratio < 1, facts)
 
 
-def angles() -> list[Outcome]:
+@judge("gpt2")
+def angles() -> Iterable[Outcome]:
     """Fig. 2 bottom: in the heads with a sink cos(q, k_1) is above the others', and ||q|| ||k_1|| below."""
-    outcomes = []
+    orders = {"cosine": "cos(q, k_1) above cos(q, k_j)", "norm_product": "||q|| ||k_1|| below ||q|| ||k_j||"}
     for one in measured():
         report, known = one.report(), one.more.get("angles")
         if not report or not known:
@@ -186,26 +205,24 @@ def angles() -> list[Outcome]:
         strong = [
             (layer, head) for layer, row in enumerate(report["alpha"][0]) for head, a in enumerate(row) if a > EPSILON
         ]
-        for key, says, above in (("cosine", "cos(q, k_1) above cos(q, k_j)", True),
-                                 ("norm_product", "||q|| ||k_1|| below ||q|| ||k_j||", False)):  # fmt: skip
+        for key, order in orders.items():
             first, others = (
                 sum(known[key][which][layer][head] for layer, head in strong) / max(1, len(strong))
                 for which in ("first", "others")
             )
-            outcomes.append(_check(f"{one.name}: {says} in its {len(strong)} heads with a sink",
-                                   bool(strong) and (first > others) == above,
-                                   f"{key} of {one.name}: x_1 {first:.2f}, others {others:.2f}"))  # fmt: skip
-    return _or_missing(outcomes, "gpt2")
+            says = f"{one.name}: {order} in its {len(strong)} heads with a sink"
+            facts = f"{key} of {one.name}: x_1 {first:.2f}, others {others:.2f}"
+            yield _check(says, bool(strong) and (first > others) == (key == "cosine"), facts)
 
 
-def length() -> list[Outcome]:
+@judge("gpt2")
+def length() -> Iterable[Outcome]:
     """Fig. 3: Sink_1 falls with T, by rank over all lengths; more of it is lost at eps = 0.4 than at 0.2.
 
     From T = 32 on: at 16 uniform attention alone exceeds 0.2.
     """
     from scipy.stats import spearmanr
 
-    outcomes = []
     for one in measured():
         by_length = {
             int(t): report for t, report in one.more.get("lengths", {}).get(one.usual, {}).items() if int(t) >= 32
@@ -216,33 +233,25 @@ def length() -> list[Outcome]:
         sinks = {eps: [by_length[t]["sink"]["1"][eps] for t in lengths] for eps in ("0.2", "0.3", "0.4")}
         rank, p = spearmanr(lengths, sinks["0.3"])
         kept = {eps: values[-1] / values[0] if values[0] else 1.0 for eps, values in sinks.items()}
-        says = f"{one.name}: Sink_1 falls with T"
         facts = f"{one.name} from T = {lengths[0]} to {lengths[-1]}: {sinks['0.3'][0]:.1f} to {sinks['0.3'][-1]:.1f}"
         state = OPEN if p > 0.05 else HOLDS if rank < 0 else FAILS
-        outcomes += [
-            Outcome(says, state, facts=facts, why=f"rank correlation {rank:.2f}, p = {p:.2g}"),
-            _check(f"{one.name}: more is lost at eps 0.4 than at 0.2", kept["0.4"] < kept["0.2"]),
-        ]
-    return _or_missing(outcomes, "gpt2")
+        why = f"rank correlation {rank:.2f}, p = {p:.2g}"
+        yield Outcome(f"{one.name}: Sink_1 falls with T", state, facts=facts, why=why)
+        yield _check(f"{one.name}: more is lost at eps 0.4 than at 0.2", kept["0.4"] < kept["0.2"])
 
 
-def domains() -> list[Outcome]:
+@judge("gpt2")
+def domains() -> Iterable[Outcome]:
     """Fig. 9: no domain's Sink_1 differs from the mean over domains by more than what the paper calls insignificant."""
-    by_model: dict[str, dict[str, float]] = {}
     for one in measured():
         known = one.more.get("domains", {}).get("by", {})
-        by_model[one.name] = {name: measured_sink(r[one.usual]) for name, r in known.items() if one.usual in r}
-    for one in measured():
-        for domain, report in measured_domains(one.name).items():
-            by_model[one.name][domain] = measured_sink(report)
-    outcomes = []
-    for model, sinks in by_model.items():
+        reports = {name: r[one.usual] for name, r in known.items() if one.usual in r} | measured_domains(one.name)
+        sinks = {name: measured_sink(report) for name, report in reports.items()}
         if len(sinks) > 1:
             mean = sum(sinks.values()) / len(sinks)
             away = max(abs(value - mean) for value in sinks.values())
-            facts = f"Sink_1 of {model}: " + ", ".join(f"{name} {value:.1f}" for name, value in sinks.items())
-            outcomes.append(_check(f"{model}: domains within {INSIGNIFICANT:.1f} points", away <= INSIGNIFICANT, facts))
-    return _or_missing(outcomes, "gpt2")
+            facts = f"Sink_1 of {one.name}: " + ", ".join(f"{name} {value:.1f}" for name, value in sinks.items())
+            yield _check(f"{one.name}: domains within {INSIGNIFICANT:.1f} points", away <= INSIGNIFICANT, facts)
 
 
 def _paired(keep: Callable[[Measured, Measured], bool]) -> Iterable[tuple[Measured, Measured]]:
@@ -254,28 +263,33 @@ def _value(one: Measured) -> float:
     return measured_sink(one.report() or {})
 
 
-def chat() -> list[Outcome]:
+def _both(one: Measured, other: Measured) -> str:
+    return f"Sink_1: {one.name} {_value(one):.1f}, {other.name} {_value(other):.1f}"
+
+
+@judge("mistralai/Mistral-7B-v0.1")
+def chat() -> Iterable[Outcome]:
     """Table 1 right: a chat model's Sink_1 is near its base's."""
-    pairs = _paired(lambda base, chat: not base.chat and chat.chat and base.name.split()[0] == chat.name.split()[0]
-                    and (base.family, base.parameters) == (chat.family, chat.parameters))  # fmt: skip
-    return _or_missing([
-        _check(f"{chat.name}: within {INSIGNIFICANT:.1f} points of {base.name}",
-               abs(_value(base) - _value(chat)) <= INSIGNIFICANT,
-               f"Sink_1: {base.name} {_value(base):.1f}, {chat.name} {_value(chat):.1f}") for base, chat in pairs
-    ], "mistralai/Mistral-7B-v0.1")  # fmt: skip
+
+    def whose(one: Measured) -> tuple[Any, ...]:
+        return one.name.split()[0], one.family, one.parameters
+
+    for base, tuned in _paired(lambda base, tuned: tuned.chat and not base.chat and whose(base) == whose(tuned)):
+        says = f"{tuned.name}: within {INSIGNIFICANT:.1f} points of {base.name}"
+        yield _check(says, abs(_value(base) - _value(tuned)) <= INSIGNIFICANT, _both(base, tuned))
 
 
-def pythia() -> list[Outcome]:
-    """Fig. 4 left: within Pythia each measured model has more of a sink than the next smaller one."""
+@judge("EleutherAI/pythia-14m")
+def pythia() -> Iterable[Outcome]:
+    """Fig. 4 left: within Pythia each measured model, three or more, has more of a sink than the next smaller one."""
     found = [one for one in measured() if one.family == "Pythia" and one.report()]
     pairs = list(pairwise(sorted(found, key=lambda one: one.parameters)))
-    return _or_missing([
-        _check(f"{large.name} above {small.name}", _value(large) > _value(small),
-               f"Sink_1: {small.name} {_value(small):.1f}, {large.name} {_value(large):.1f}") for small, large in pairs
-    ] if len(pairs) > 1 else [], "EleutherAI/pythia-14m")  # fmt: skip
+    for small, large in pairs if len(pairs) > 1 else ():
+        yield _check(f"{large.name} above {small.name}", _value(large) > _value(small), _both(small, large))
 
 
-def hellaswag() -> list[Outcome]:
+@judge("EleutherAI/pythia-14m")
+def hellaswag() -> Iterable[Outcome]:
     """Fig. 10: within a family Sink_1 and acc_norm rise with size; more of a sink alone, OPT beside Pythia, makes no
     better model.
     """
@@ -286,54 +300,46 @@ def hellaswag() -> list[Outcome]:
     def scored(one: Measured, other: Measured) -> bool:
         return all(m.in_paper and not m.chat and "acc_norm" in m.more.get("hellaswag", {}) for m in (one, other))
 
-    outcomes = []
+    def facts(one: Measured, other: Measured) -> str:
+        return f"acc_norm: {score(one):.1f} and {score(other):.1f}"
+
     for small, large in _paired(lambda a, b: scored(a, b) and a.family == b.family and a.parameters < b.parameters):
-        outcomes.append(_check(f"{large.name} above {small.name} in Sink_1 and acc_norm",
-                               _value(large) > _value(small) and score(large) > score(small),
-                               f"acc_norm: {score(small):.1f} and {score(large):.1f}"))  # fmt: skip
+        rises = _value(large) > _value(small) and score(large) > score(small)
+        yield _check(f"{large.name} above {small.name} in Sink_1 and acc_norm", rises, facts(small, large))
     for one, other in _paired(lambda a, b: scored(a, b) and (a.family, b.family) == ("OPT", "Pythia")):
         if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
-            outcomes.append(_check(f"{one.name} above {other.name} in Sink_1, acc_norm within {COMPARABLE_SCORE:g}",
-                                   _value(one) > _value(other) and abs(score(one) - score(other)) <= COMPARABLE_SCORE,
-                                   f"acc_norm: {score(one):.1f} and {score(other):.1f}"))  # fmt: skip
-    return _or_missing(outcomes, "EleutherAI/pythia-14m")
+            alone = _value(one) > _value(other) and abs(score(one) - score(other)) <= COMPARABLE_SCORE
+            says = f"{one.name} above {other.name} in Sink_1, acc_norm within {COMPARABLE_SCORE:g}"
+            yield _check(says, alone, facts(one, other))
 
 
-def depths() -> list[Outcome]:
+@judge("gpt2")
+def depths() -> Iterable[Outcome]:
     """Figs. 19-24: the first quarter of the layers has a smaller mean alpha_1 than the others."""
-    outcomes = []
     for one in measured():
         report = one.report()
         if report and len(report["alpha"][0]) > 3:
             means = [sum(heads) / len(heads) for heads in report["alpha"][0]]
             early = len(means) // 4
             low, high = sum(means[:early]) / early, sum(means[early:]) / (len(means) - early)
-            outcomes.append(_check(f"{one.name}: alpha_1 of the first quarter of the layers below the others'",
-                                   low < high, f"mean alpha_1 of {one.name}: {low:.2f}, then {high:.2f}"))  # fmt: skip
-    return _or_missing(outcomes, "gpt2")
+            says = f"{one.name}: alpha_1 of the first quarter of the layers below the others'"
+            yield _check(says, low < high, f"mean alpha_1 of {one.name}: {low:.2f}, then {high:.2f}")
 
 
-def jamba() -> list[Outcome]:
+@judge("ai21labs/Jamba-v0.1")
+def jamba() -> Iterable[Outcome]:
     """Appendix B.3: Jamba has a strong sink, in most heads."""
-    found = [one for one in measured() if one.family == "Jamba" and one.report()]
-    return _or_missing([_check(f"{one.name}: Sink_1 above 50", _value(one) > 50, f"Sink_1: {_value(one):.1f}")
-                        for one in found], "ai21labs/Jamba-v0.1")  # fmt: skip
+    for one in measured():
+        if one.family == "Jamba" and one.report():
+            yield _check(f"{one.name}: Sink_1 above 50", _value(one) > 50, f"Sink_1: {_value(one):.1f}")
 
 
-def jamba_third() -> list[Outcome]:
+@judge("ai21labs/Jamba-v0.1")
+def jamba_third() -> Iterable[Outcome]:
     """Fig. 27: heads without a sink are found in the third attention layer."""
-    outcomes = []
     for one in measured():
         report = one.report()
         if one.family == "Jamba" and report:
             least = [min(heads) for heads in report["alpha"][0]]
-            outcomes.append(_check(f"{one.name}: the head with the least alpha_1 is in the third attention layer",
-                                   least.index(min(least)) == 2))  # fmt: skip
-    return _or_missing(outcomes, "ai21labs/Jamba-v0.1")
-
-
-JUDGES: dict[str, Callable[[], list[Outcome]]] = {
-    judge.__name__: judge
-    for judge in (universal, small, random, repeat, repeat_norms, norms, angles, length, domains, chat, pythia,
-                  hellaswag, depths, jamba, jamba_third)
-}  # fmt: skip
+            says = f"{one.name}: the head with the least alpha_1 is in the third attention layer"
+            yield _check(says, least.index(min(least)) == 2)

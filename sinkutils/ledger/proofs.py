@@ -80,9 +80,15 @@ def relative_has_no_sink() -> list[Outcome]:
     return [
         _outcome("the closed form of Eq. 20", all(_follows("relative", length) for length in lengths)),
         _outcome("g never grows with the distance", _never_grows("relative", 160)),
-        *(_outcome(f"alpha_1 at most {EPSILON} at T = {length}", _alpha_1("relative", length) <= EPSILON,
-                   _said("relative", length)) for length in lengths),
-    ]  # fmt: skip
+        *(
+            _outcome(
+                f"alpha_1 at most {EPSILON} at T = {length}",
+                _alpha_1("relative", length) <= EPSILON,
+                _said("relative", length),
+            )
+            for length in lengths
+        ),
+    ]
 
 
 def alibi_has_no_sink() -> list[Outcome]:
@@ -99,10 +105,13 @@ def rotary_is_bounded() -> list[Outcome]:
     slack = min(float((seen.bound()[..., None] - seen.weights).min()) for seen in both)
     return [
         _outcome("A_ti within the bound of Eq. 28", slack >= -EXACT),
-        _outcome("alpha_1 falls with T", _alpha_1("rotary", 160) < _alpha_1("rotary", 16),
-                 f"{_said('rotary', 16)}; {_said('rotary', 160)}"),
+        _outcome(
+            "alpha_1 falls with T",
+            _alpha_1("rotary", 160) < _alpha_1("rotary", 16),
+            f"{_said('rotary', 16)}; {_said('rotary', 160)}",
+        ),
         _outcome(f"alpha_1 at most {EPSILON} at T = 160", _alpha_1("rotary", 160) <= EPSILON),
-    ]  # fmt: skip
+    ]
 
 
 # The powers of alpha by which a run without it changes its settings to follow one with it (after Eqs. 35 and 42).
@@ -149,11 +158,30 @@ class _Stepped:
 
     def step(self, optimizer: str, gradient: Tensor) -> None:
         if optimizer == "sgd":
-            sgd([self.weight], [gradient], [None], momentum=0.0, dampening=0.0, nesterov=False, maximize=False,
-                **self.settings)  # fmt: skip
+            sgd(
+                [self.weight],
+                [gradient],
+                [None],
+                momentum=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                **self.settings,
+            )
         else:
-            adamw([self.weight], [gradient], [self.first], [self.second], [], [self.count], amsgrad=False, beta1=0.9,
-                  beta2=0.95, maximize=False, **self.settings)  # fmt: skip
+            adamw(
+                [self.weight],
+                [gradient],
+                [self.first],
+                [self.second],
+                [],
+                [self.count],
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.95,
+                maximize=False,
+                **self.settings,
+            )
 
 
 @lru_cache
@@ -165,10 +193,13 @@ def scaling_difference(optimizer: str) -> float:
 def scaling_is_rescaling() -> list[Outcome]:
     """Eqs. 32-42."""
     return [
-        _outcome(f"{name}: both runs have the same weights at every step", scaling_difference(name) < EXACT,
-                 f"largest difference in 20 steps: {name} {_tiny(scaling_difference(name))}")
+        _outcome(
+            f"{name}: both runs have the same weights at every step",
+            scaling_difference(name) < EXACT,
+            f"largest difference in 20 steps: {name} {_tiny(scaling_difference(name))}",
+        )
         for name in ("sgd", "adamw")
-    ]  # fmt: skip
+    ]
 
 
 PROOFS: dict[str, Callable[[], list[Outcome]]] = {

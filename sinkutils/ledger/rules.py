@@ -134,9 +134,11 @@ def _margin(check: Check, ours: Results, share: float) -> float:
 def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The 95 % interval of the run's level lies above the threshold; wholly at or below, it fails."""
     quantity = QUANTITIES[check.key]
-    threshold = float(quantity.level) if not check.by_base else (
-        BASE if check.runs == ("base",) else _margin(check, ours, SINK)
-    )  # fmt: skip
+    threshold = (
+        float(quantity.level)
+        if not check.by_base
+        else (BASE if check.runs == ("base",) else _margin(check, ours, SINK))
+    )
     found = level(ours.values(check.runs[0], check.key), quantity.log)
     state = HOLDS if found.low > threshold else FAILS if found.high <= threshold else OPEN
     return Outcome("", state, found, why=f"threshold {threshold:.{quantity.digits}f}")

@@ -40,8 +40,20 @@ NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
 CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
-KNOWN = {"dropout", "scaling", "is_causal", "s_aux", "sliding_window", "position_ids", "cache_position", "use_cache",
-         "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings"}  # fmt: skip
+KNOWN = {
+    "dropout",
+    "scaling",
+    "is_causal",
+    "s_aux",
+    "sliding_window",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+}
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 

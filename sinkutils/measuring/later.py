@@ -63,8 +63,12 @@ def secondary_sinks(report: Report, ids: Tensor, epsilon: float = 0.3, queries: 
     last = report.mass.shape[-1] - queries + 1
     text, layer, head, key = (report.mass[..., 1:last] > epsilon).nonzero(as_tuple=True)
     columns: dict[str, Any] = {
-        "layer": torch.tensor(report.layers)[layer], "head": head, "text": text, "position": key + 2,
-        "token": ids.cpu()[text, key + 1], "alpha": report.mass[text, layer, head, key + 1],
-    }  # fmt: skip
+        "layer": torch.tensor(report.layers)[layer],
+        "head": head,
+        "text": text,
+        "position": key + 2,
+        "token": ids.cpu()[text, key + 1],
+        "alpha": report.mass[text, layer, head, key + 1],
+    }
     table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
     return table.sort_values("alpha", ascending=False, ignore_index=True)

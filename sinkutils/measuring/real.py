@@ -194,15 +194,17 @@ def listing() -> list[dict[str, Any]]:
     for name, model in REAL_MODELS.items():
         folder = folder_of(name)
         here = (folder / SOURCE).exists()
-        rows.append({
-            "name": name,
-            "title": model.title,
-            "installed": f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB" if here else "no",
-            "package": model.packages[0][0],
-            "download": f"{model.megabytes} MB",
-            "precision": model.precision,
-            "sha256": model.sha256,
-            "licence": model.licence,
-            "full precision": model.hub_id,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "title": model.title,
+                "installed": f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB" if here else "no",
+                "package": model.packages[0][0],
+                "download": f"{model.megabytes} MB",
+                "precision": model.precision,
+                "sha256": model.sha256,
+                "licence": model.licence,
+                "full precision": model.hub_id,
+            }
+        )
     return rows

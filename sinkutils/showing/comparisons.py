@@ -17,9 +17,14 @@ from sinkutils.showing.names import Row
 
 SINKS = {"1": (r"$\alpha_1$", "sink_1", FIRST_COLOR, "o"), "star": (r"$\alpha_*$", "sink_star", STAR_COLOR, "^")}
 # Where attention goes, in words, and its colour: the sinks' own colours, then greys for the text.
-DESTINATIONS = {"star": ("k*, x*", STAR_COLOR), "first": ("x₁", FIRST_COLOR), "self": ("the query itself", "#4d4d4d"),
-                "previous": ("the token before", "#8c8c8c"), "line_break": ("line breaks", "#bdbdbd"),
-                "rest": ("the rest", "#e6e6e6")}  # fmt: skip
+DESTINATIONS = {
+    "star": ("k*, x*", STAR_COLOR),
+    "first": ("x₁", FIRST_COLOR),
+    "self": ("the query itself", "#4d4d4d"),
+    "previous": ("the token before", "#8c8c8c"),
+    "line_break": ("line breaks", "#bdbdbd"),
+    "rest": ("the rest", "#e6e6e6"),
+}
 
 
 def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: str = "") -> Figure | None:

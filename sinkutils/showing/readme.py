@@ -278,8 +278,10 @@ def measure_part() -> str:
 
 def reading_part() -> str:
     """What reading costs, beside the last commit of recipe 1."""
-    rows = [[row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"]
-            for row in benchmark("reading")]  # fmt: skip
+    rows = [
+        [row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"]
+        for row in benchmark("reading")
+    ]
     return markdown(["what", "records", "now", "with recipe 1's code"], rows)
 
 

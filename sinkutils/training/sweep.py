@@ -145,8 +145,13 @@ def sweep(
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     queue, waiting = list(plan), dict[Any, tuple[RunConfig, str]]()
     outcomes: list[Outcome] = []
-    bar = tqdm(total=sum(run.train.steps for run in plan), unit="step", unit_scale=True, disable=not progress,
-               desc=f"{preset_name}: 0/{len(plan)} runs")  # fmt: skip
+    bar = tqdm(
+        total=sum(run.train.steps for run in plan),
+        unit="step",
+        unit_scale=True,
+        disable=not progress,
+        desc=f"{preset_name}: 0/{len(plan)} runs",
+    )
     with bar:
         while queue or waiting:
             while free and (run := _next(queue, [run for run, _ in waiting.values()])):

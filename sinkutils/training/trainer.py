@@ -140,8 +140,14 @@ def _loop(
         point, report = run.evaluate()
         if report is not None:
             run.keep({**point, **run.steps([])}, report)
-    bar = tqdm(total=config.train.steps, initial=first, disable=not progress, unit="step", leave=False,
-               desc=f"{config.experiment} seed {config.seed}")  # fmt: skip
+    bar = tqdm(
+        total=config.train.steps,
+        initial=first,
+        disable=not progress,
+        unit="step",
+        leave=False,
+        desc=f"{config.experiment} seed {config.seed}",
+    )
     with bar:
         while run.step < config.train.steps:
             run.advance(forward)

@@ -16,8 +16,14 @@ from sinkutils.paths import NOTEBOOKS
 from sinkutils.showing import figures
 
 matplotlib.use("agg")
-BASE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "max_position_embeddings": 96}  # fmt: skip
+BASE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+}
 GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
 MODELS = {
     "learned positions": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),

@@ -252,8 +252,19 @@ runpy.run_module("sinkutils", run_name="__main__")
 
 def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpus, tmp_path):
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
-    command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), "train", "fixed_1", "--preset", "smoke",
-               "--corpus", f"packed:{packed}", "--runs", str(runs)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        BARE.format(blocked=BLOCKED),
+        "train",
+        "fixed_1",
+        "--preset",
+        "smoke",
+        "--corpus",
+        f"packed:{packed}",
+        "--runs",
+        str(runs),
+    ]
     done = subprocess.run(
         command, env=environment(SINKUTILS_CACHE=cache), cwd=ROOT, capture_output=True, text=True, timeout=300
     )

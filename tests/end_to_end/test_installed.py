@@ -26,8 +26,9 @@ def installed(tmp_path_factory):
 
     def call(*arguments, **environment):
         environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
-        return subprocess.run([sys.executable, *arguments], cwd=elsewhere, env=environment, text=True,
-                              capture_output=True)  # fmt: skip
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=elsewhere, env=environment, text=True, capture_output=True
+        )
 
     return call, site, elsewhere
 

@@ -127,11 +127,19 @@ def test_pages_speak_of_experiments_by_their_names_in_short_lines(path):
         for output in cell.get("outputs", ()):
             text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
             assert max(map(len, text.split("\n"))) <= 100, (cell.id, text)
-            texts += [text, re.sub(r'src="data:[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
-                      if (page := output.get("data", {}).get("text/html", "")) else ""]  # fmt: skip
+            texts += [
+                text,
+                re.sub(r'src="data:[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
+                if (page := output.get("data", {}).get("text/html", ""))
+                else "",
+            ]
         for text in texts:
-            spoken = re.sub(r"```.*?```|`[^`]*`|<code>.*?</code>|^ {4}(python|torchrun).*$", "", text,
-                            flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+            spoken = re.sub(
+                r"```.*?```|`[^`]*`|<code>.*?</code>|^ {4}(python|torchrun).*$",
+                "",
+                text,
+                flags=re.DOTALL | re.MULTILINE,
+            )
             found = IDENTIFIERS.search(spoken)
             assert not found, (cell.id, found[0])
 
@@ -192,8 +200,9 @@ def test_a_lesson_leaves_figures_alone_and_the_same_picture_is_the_same_file(tmp
     drawn = []
     for name, environment in (("lesson", {}), ("again", {}), ("committing", {figures.COMMITTED: "1"})):
         subprocess.run([sys.executable, "-c", DRAW, str(tmp_path / name)], check=True, env=os.environ | environment)
-        drawn.append({str(path.relative_to(tmp_path / name)): path.read_bytes()
-                      for path in (tmp_path / name).rglob("*.*g")})  # fmt: skip
+        drawn.append(
+            {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in (tmp_path / name).rglob("*.*g")}
+        )
     assert set(drawn[0]) == {f"rendered/figures/{name}" for name in ("curve.png", "curve.svg", "map.png", "map.svg")}
     assert drawn[0] == drawn[1]
     assert drawn[2] == {name.removeprefix("rendered/"): data for name, data in drawn[0].items()}

@@ -38,14 +38,39 @@ from sinkutils.study.record import config_hash
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}
-NOTHING = st.sampled_from([None, True, -1, 0, 3, 1.5, math.nan, math.inf, -math.inf, "x", "", b"x", (), (0,), [1], {},
-                           np.int64(2), np.float32(0.5)])  # fmt: skip
+NOTHING = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        0,
+        3,
+        1.5,
+        math.nan,
+        math.inf,
+        -math.inf,
+        "x",
+        "",
+        b"x",
+        (),
+        (0,),
+        [1],
+        {},
+        np.int64(2),
+        np.float32(0.5),
+    ]
+)
 
 
 def cases(share: float):
     """So many of the cases, always the same ones, however long they take."""
-    return settings(max_examples=max(10, round(share * CASES)), deadline=None, derandomize=True, database=None,
-                    suppress_health_check=list(HealthCheck))  # fmt: skip
+    return settings(
+        max_examples=max(10, round(share * CASES)),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +127,14 @@ MODEL = {
     **{name: st.sampled_from(VARIANTS[name]) for name in ("position", "norm", "ffn", "head_merge")},
     "sink_token": st.booleans(),
 }
-SMALL = {"vocab_size": 30, "context_length": 12, "num_layers": 2, "num_heads": 2, "hidden_size": 8,
-         "intermediate_size": 8}  # fmt: skip
+SMALL = {
+    "vocab_size": 30,
+    "context_length": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+}
 DATA = {
     "corpus": st.just("sources"),
     "share": st.floats(0.01, 1),
@@ -172,8 +203,9 @@ TOKENIZERS = {
     "of transformers": tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer(20), bos_token="<bos>", eos_token="<eos>",
                                                   pad_token="<fix>"),
 }  # fmt: skip
-TEXTS = st.lists(st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)), min_size=2,
-                 max_size=8)  # fmt: skip
+TEXTS = st.lists(
+    st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)), min_size=2, max_size=8
+)
 PROBE = {
     "n": mostly(st.integers(1, 4), st.integers(-1, 9)),
     "length": mostly(st.integers(1, 8), st.integers(-1, 12)),
@@ -235,8 +267,9 @@ MODELS = {
 }  # fmt: skip
 
 
-SHAPES = mostly(st.tuples(st.integers(1, 3), st.integers(1, 12)),
-                st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)]))  # fmt: skip
+SHAPES = mostly(
+    st.tuples(st.integers(1, 3), st.integers(1, 12)), st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
+)
 MASKS = (*["none", "ones", "left", "right"] * 4, "hole", "empty row", "wrong shape", "list")
 ASKED = {
     "targets": mostly(
@@ -352,9 +385,13 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
 
 
 @cases(0.1)
-@given(changes({k: SPEC[k] for k in ("similarity", "kernel", "normalizer", "p", "scale", "window", "prefix")}, 4),
-       st.integers(1, 40), st.sampled_from(["none", "kv"]), st.sampled_from(["none", "shared", "heads"]),
-       st.integers(1, 12))  # fmt: skip
+@given(
+    changes({k: SPEC[k] for k in ("similarity", "kernel", "normalizer", "p", "scale", "window", "prefix")}, 4),
+    st.integers(1, 40),
+    st.sampled_from(["none", "kv"]),
+    st.sampled_from(["none", "shared", "heads"]),
+    st.integers(1, 12),
+)
 def test_the_forms_of_long_sequences_equal_the_reference_at_any_block_size(fields, length, bias, position, block):
     try:
         spec = AttentionSpec(**{**fields, "bias": bias})

@@ -21,8 +21,9 @@ def no_figure_left_open():
 
 
 def tiny(**options):
-    shape = LMConfig(vocab_size=50, context_length=12, num_layers=3, num_heads=2, hidden_size=16, intermediate_size=24,
-                     **options)  # fmt: skip
+    shape = LMConfig(
+        vocab_size=50, context_length=12, num_layers=3, num_heads=2, hidden_size=16, intermediate_size=24, **options
+    )
     return TransformerLM(shape, 0).double().eval()
 
 
@@ -32,8 +33,11 @@ def test_the_diagram_taken_step_by_step_computes_what_the_block_computes(norm):
     block = tiny(norm=norm, position="nope").blocks[0]
     for gain, start in ((block.norm_1.weight, 0.5), (block.norm_2.weight, 2.0)):  # so that no LN can stand for another
         gain.copy_(torch.linspace(start, start + 1, 16))
-    modules = {"LN": iter((block.norm_1, block.norm_2)), "MHSA": iter((lambda x: block.attention(x, {}),)),
-               "FFN": iter((block.ffn,))}  # fmt: skip
+    modules = {
+        "LN": iter((block.norm_1, block.norm_2)),
+        "MHSA": iter((lambda x: block.attention(x, {}),)),
+        "FFN": iter((block.ffn,)),
+    }
     h = start = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     residual = start
     for index, step in enumerate(diagrams.BLOCKS[norm]):
@@ -114,8 +118,10 @@ def test_what_is_missing_is_named_once_by_its_name_with_the_command(runs, capsys
 
 def test_a_curve_without_the_quantity_has_no_line_in_its_panel():
     steps = range(3)
-    runs = {"with": [[{"step": s, "sink_star": 5.0, "sink_1": 0.0} for s in steps]],
-            "without": [[{"step": s, "sink_1": 20.0} for s in steps]]}  # fmt: skip
+    runs = {
+        "with": [[{"step": s, "sink_star": 5.0, "sink_1": 0.0} for s in steps]],
+        "without": [[{"step": s, "sink_1": 20.0} for s in steps]],
+    }
     star, first = figures.along_training(runs, {"sink_star": "Sink_*", "sink_1": "Sink_1"}).axes
     drawn = [[line.get_ydata().tolist() for line in axis.lines] for axis in (star, first)]
     assert drawn == [[[5.0] * 3], [[0.0] * 3, [20.0] * 3]]

@@ -23,9 +23,17 @@ from sinkutils.model import flash
 
 T, VOCAB = 24, 96
 TARGETS = (1, 2, 5)
-BASE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED = {**BASE, "num_key_value_heads": 2}
 close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
 
@@ -72,8 +80,23 @@ LEGACY = {
     "mpt": lambda: tf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
 }  # fmt: skip
-FUSED = {"gpt2", "gpt2-inverse-layer", "gpt_neox", "opt", "llama", "mistral-window", "jamba", "qwen3", "qwen3_next",
-         "gemma3", "llama4-chunks", "olmo2", "phi", "gpt_oss", "doge-own-mask"}  # fmt: skip
+FUSED = {
+    "gpt2",
+    "gpt2-inverse-layer",
+    "gpt_neox",
+    "opt",
+    "llama",
+    "mistral-window",
+    "jamba",
+    "qwen3",
+    "qwen3_next",
+    "gemma3",
+    "llama4-chunks",
+    "olmo2",
+    "phi",
+    "gpt_oss",
+    "doge-own-mask",
+}
 
 
 def build(family: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
@@ -268,8 +291,11 @@ def test_the_model_is_left_as_it_was_also_after_an_exception(family):
 
 
 def test_the_hooks_that_a_family_leaves_on_itself_are_taken_off_and_its_own_outputs_still_come():
-    model = tf.XGLMForCausalLM(tf.XGLMConfig(vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
-                                             max_position_embeddings=64))  # fmt: skip
+    model = tf.XGLMForCausalLM(
+        tf.XGLMConfig(
+            vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, max_position_embeddings=64
+        )
+    )
 
     def state() -> list:
         return [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
@@ -489,8 +515,11 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family, away, 
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
     blocks = next(name for name, module in model.named_modules() if module is families.attention_layers(model)[0])
-    device_map = {name: "cpu" for name, module in model.named_modules() if not list(module.children())
-                  and next(module.parameters(), None) is not None and not name.startswith(blocks)}  # fmt: skip
+    device_map = {
+        name: "cpu"
+        for name, module in model.named_modules()
+        if not list(module.children()) and next(module.parameters(), None) is not None and not name.startswith(blocks)
+    }
     device_map |= {f"{blocks}.{layer}": "disk" if layer % 2 else "cpu" for layer in range(2)}
     if "embedding" in away:
         device_map |= {name: "disk" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}

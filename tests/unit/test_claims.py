@@ -47,24 +47,52 @@ from sinkutils.study.record import ledger_sha256
 
 HEAD = 0.5  # mean excess of a head with a sink, in the records made of the paper's Sink_1
 # Massive activations where the paper's figures and text say that there are some (Figs. 7, 8 and 29).
-MASSIVE = {"default": 8.0, "v_bias": 6.0, "k_bias_first_20": 5.0, "k_bias_uniform_20": 4.0, "sigmoid_normalised": 6.0,
-           "elu_kernel_normalised": 6.0, "sigmoid_p2": 5.0, "sigmoid_p3": 5.0, "sigmoid_p4": 5.0, "softmax_p1_2": 4.0,
-           "softmax_p1_3": 3.5, "softmax_p1_4": 3.2}  # fmt: skip
+MASSIVE = {
+    "default": 8.0,
+    "v_bias": 6.0,
+    "k_bias_first_20": 5.0,
+    "k_bias_uniform_20": 4.0,
+    "sigmoid_normalised": 6.0,
+    "elu_kernel_normalised": 6.0,
+    "sigmoid_p2": 5.0,
+    "sigmoid_p3": 5.0,
+    "sigmoid_p4": 5.0,
+    "softmax_p1_2": 4.0,
+    "softmax_p1_3": 3.5,
+    "softmax_p1_4": 3.2,
+}
 # What the paper says without a number, or in a cell that its text lost.
-SAID = {"data_share_0.02": {"sink_1": 0.9}, "data_share_0.01": {"sink_1": 0.5}, "data_share_0.1": {"sink_1": 6.0},
-        "lr_x0.025": {"valid_loss": 6.0, "sink_1": 0.0}, "random_1_to_5": {"sink_1": 0.5},
-        "random_1_to_10": {"sink_1": 0.3}, "prefix_5": {"sink_1": 4.0, "sink_2": 5.0},
-        "weight_decay_10": {"sink_1": 0.0},
-        **{f"{name}{p}": {"sink_1": 10.0} for p in (2, 3, 4) for name in ("softmax_p1_", "sigmoid_p")},
-        "k_bias": {"sink_star": 73.0}, "k_bias_first_1": {"sink_star": 70.0},
-        "k_bias_first_20": {"sink_star": 0.0},
-        "k_bias_uniform_5": {"sink_1": 6.0}, "window_none": {"sink_1": 18.18}, "window_1_2": {"sink_1": 18.0},
-        "window_1_4": {"sink_1": 14.0}, **{f"window_1_{w}": {"sink_1": 0.0} for w in (8, 16, 32, 64)},
-        **{f"k_bias_dims_{d}": {"sink_star": s, "sink_1": f} for d, s, f in
-           ((1, 30.0, 4.74), (2, 33.0, 4.96), (4, 36.0, 4.39), (8, 40.0, 3.5), (16, 45.0, 2.5))}}  # fmt: skip
+SAID = {
+    "data_share_0.02": {"sink_1": 0.9},
+    "data_share_0.01": {"sink_1": 0.5},
+    "data_share_0.1": {"sink_1": 6.0},
+    "lr_x0.025": {"valid_loss": 6.0, "sink_1": 0.0},
+    "random_1_to_5": {"sink_1": 0.5},
+    "random_1_to_10": {"sink_1": 0.3},
+    "prefix_5": {"sink_1": 4.0, "sink_2": 5.0},
+    "weight_decay_10": {"sink_1": 0.0},
+    **{f"{name}{p}": {"sink_1": 10.0} for p in (2, 3, 4) for name in ("softmax_p1_", "sigmoid_p")},
+    "k_bias": {"sink_star": 73.0},
+    "k_bias_first_1": {"sink_star": 70.0},
+    "k_bias_first_20": {"sink_star": 0.0},
+    "k_bias_uniform_5": {"sink_1": 6.0},
+    "window_none": {"sink_1": 18.18},
+    "window_1_2": {"sink_1": 18.0},
+    "window_1_4": {"sink_1": 14.0},
+    **{f"window_1_{w}": {"sink_1": 0.0} for w in (8, 16, 32, 64)},
+    **{
+        f"k_bias_dims_{d}": {"sink_star": s, "sink_1": f}
+        for d, s, f in ((1, 30.0, 4.74), (2, 33.0, 4.96), (4, 36.0, 4.39), (8, 40.0, 3.5), (16, 45.0, 2.5))
+    },
+}
 FAIL = {"elu_normalised", "elu_kernel", "linear_normalised", "softmax_p2", "softmax_p3", "softmax_p4"}
-GAPS = {"data_share_0.5": 0.2, "data_share_0.1": 0.5, "data_share_0.04": 1.0, "data_share_0.02": 2.0,
-        "data_share_0.01": 3.0}  # fmt: skip
+GAPS = {
+    "data_share_0.5": 0.2,
+    "data_share_0.1": 0.5,
+    "data_share_0.04": 1.0,
+    "data_share_0.02": 2.0,
+    "data_share_0.01": 3.0,
+}
 
 
 def share(excess):
@@ -78,9 +106,31 @@ class Ledger:
     def __init__(self, runs, preset="laptop", noise=0.002):
         self.runs, self.preset, self.noise = runs, preset, noise
 
-    def add(self, name, excess=0.3, star=None, *, seeds=(0, 1, 2), second=0.0, ratio=1.0, before=None, small=0.3,
-            third=0.0, inside=1.0, onset=0.3, turn=1.0, loss=2.8, gap=0.03, untrained=0.0, failed=False, stuck=False,
-            sinks=None, kept=None, peak=None, gathered=8.0):  # fmt: skip
+    def add(
+        self,
+        name,
+        excess=0.3,
+        star=None,
+        *,
+        seeds=(0, 1, 2),
+        second=0.0,
+        ratio=1.0,
+        before=None,
+        small=0.3,
+        third=0.0,
+        inside=1.0,
+        onset=0.3,
+        turn=1.0,
+        loss=2.8,
+        gap=0.03,
+        untrained=0.0,
+        failed=False,
+        stuck=False,
+        sinks=None,
+        kept=None,
+        peak=None,
+        gathered=8.0,
+    ):
         """excess, star, second: final excess of alpha_1, alpha_* and alpha_2; ratio and small: norm ratios of h_1, and
         of k_1 and v_1; onset, turn: shares of the steps; untrained: excess before the first step; peak: the largest
         element of h_1 over the median (None: not kept), gathered: the gradient at x_1 over the others'.
@@ -98,10 +148,19 @@ class Ledger:
             alpha = (floor + end * (1 - floor)) * seen / length
             lesser = [[small * factor, *[1.0] * 7]] * 3
             by_eps = {f"{k}": dict.fromkeys(map(str, EPSILONS), share(of[k])) for k in range(1, 11)}
-            report = {"T": length, "excess": {f"{k}": x for k, x in of.items()}, "sink": by_eps, "layers": [0, 1, 2],
-                      "alpha": [[[alpha, alpha]] * 3], "key_norms": lesser, "floor": uniform_alpha(length),
-                      "hidden_norms": [[1.0] * 8, [ratio * factor, inside, *[1.0] * 6], [1.0] * 8],
-                      "value_norms": lesser, "targets": list(range(1, 11)), "epsilons": [0.3]}  # fmt: skip
+            report = {
+                "T": length,
+                "excess": {f"{k}": x for k, x in of.items()},
+                "sink": by_eps,
+                "layers": [0, 1, 2],
+                "alpha": [[[alpha, alpha]] * 3],
+                "key_norms": lesser,
+                "floor": uniform_alpha(length),
+                "hidden_norms": [[1.0] * 8, [ratio * factor, inside, *[1.0] * 6], [1.0] * 8],
+                "value_norms": lesser,
+                "targets": list(range(1, 11)),
+                "epsilons": [0.3],
+            }
             report["sink"]["1"] |= sinks or {}
             if before is not None:
                 report["before_norm_norms"] = [[before, *[1.0] * 7]] * 3
@@ -110,9 +169,15 @@ class Ledger:
             for step in range(0, 101, 5):
                 done = step / 100
                 grown = 0.0 if done < start else min(1.0, (done - start + 0.05) / (1 - start))
-                curve.append({"step": step, "sink_1": share(end) * grown, "train_loss": final_loss,
-                              "excess_1": untrained + (end - untrained) * grown,
-                              "valid_loss": final_loss + abs(done - turn)})  # fmt: skip
+                curve.append(
+                    {
+                        "step": step,
+                        "sink_1": share(end) * grown,
+                        "train_loss": final_loss,
+                        "excess_1": untrained + (end - untrained) * grown,
+                        "valid_loss": final_loss + abs(done - turn),
+                    }
+                )
                 curve[-1] |= {"excess_star": of["star"] * done} if star is not None else {}
             final = {**curve[-1], "valid_loss": final_loss, "train_loss": final_loss - gap + wobble, "report": report}
             if peak is not None:
@@ -380,8 +445,14 @@ def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
 
 def test_massive_is_measured_by_the_same_model_before_its_first_step(monkeypatch):
     monkeypatch.undo()
-    shape = {"vocab_size": 512, "context_length": 64, "num_layers": 4, "num_heads": 4, "hidden_size": 64,
-             "intermediate_size": 128}  # fmt: skip
+    shape = {
+        "vocab_size": 512,
+        "context_length": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    }
     untrained = trials.untrained_ratio(json.dumps(shape), 64, "hidden_norms", (1,))
     assert 2.5 < untrained < 4.0  # x_1 sees only itself: no training is needed for that
     run = fake(final={"report": {"T": 64, "hidden_norms": [[1.5 * untrained, 1.0, 1.0], [1.0, 1.0, 1.0]]}})
@@ -463,8 +534,10 @@ def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse
     worse = {"excess": 0.3, "peak": 5.0, "gathered": 20.0, "small": 0.25, "star": 0.0, "loss": 3.2}
     table = claims("laptop", trained(tmp_path, **worse).runs, "later").set_index("id")
     assert dict(table["verdict"].drop(["two_blocks", "activations_make_sinks"])) == {
-        id: PARTLY if id in BASE_HOLDS else NOT_REPRODUCED for id in table.index
-        if id not in ("two_blocks", "activations_make_sinks")}  # fmt: skip
+        id: PARTLY if id in BASE_HOLDS else NOT_REPRODUCED
+        for id in table.index
+        if id not in ("two_blocks", "activations_make_sinks")
+    }
     assert table.loc["activations_make_sinks", "verdict"] == REPRODUCED
 
 
@@ -567,20 +640,36 @@ def papers(tmp_path_factory):
         of = {k: HEAD * values.get(f"sink_{k}", 0.0) / 100 for k in (1, 2, 3)}
         star = HEAD * values["sink_star"] / 100 if "sink_star" in values else 0.2 if "bias" in one.name else None
         small = one.name in ("data_share_0.02", "data_share_0.01")
-        ledger.add(one.name, of[1], star, second=of[2], third=of[3], ratio=MASSIVE.get(one.name, 1.1),
-                   before=5.0 if one.name == "post_norm" else None, failed=one.name in FAIL,
-                   inside=4.0 if one.name == "prefix_5" else 1.0,
-                   loss=values.get("valid_loss", 3.73), gap=GAPS.get(one.name, 0.03), turn=0.1 if small else 1.0,
-                   onset={"lr_x2": 0.2, "lr_half": 0.5, "lr_quarter": 0.7}.get(one.name, 0.3),
-                   seeds=range(6) if one.name == "default" else (0, 1, 2))  # fmt: skip
+        ledger.add(
+            one.name,
+            of[1],
+            star,
+            second=of[2],
+            third=of[3],
+            ratio=MASSIVE.get(one.name, 1.1),
+            before=5.0 if one.name == "post_norm" else None,
+            failed=one.name in FAIL,
+            inside=4.0 if one.name == "prefix_5" else 1.0,
+            loss=values.get("valid_loss", 3.73),
+            gap=GAPS.get(one.name, 0.03),
+            turn=0.1 if small else 1.0,
+            onset={"lr_x2": 0.2, "lr_half": 0.5, "lr_quarter": 0.7}.get(one.name, 0.3),
+            seeds=range(6) if one.name == "default" else (0, 1, 2),
+        )
     return ledger.finetuned("sft_softmax", (1.5, 1.3)).finetuned("sft_sigmoid", (1.52, 1.31), (1.2, 0.9))
 
 
 @pytest.mark.slow
 def test_the_papers_own_numbers_satisfy_its_claims(papers):
     table = claims("gpu", papers.runs).set_index("id")
-    needs_weights = {"repeated_input_learned", "replaced_position", "swapped_position", "window_relative",
-                     "biases_removed", "sink_token_activations"}  # fmt: skip
+    needs_weights = {
+        "repeated_input_learned",
+        "replaced_position",
+        "swapped_position",
+        "window_relative",
+        "biases_removed",
+        "sink_token_activations",
+    }
     judged = [claim.id for claim in CLAIMS if claim.checks and claim.id not in needs_weights | {"one_billion"}]
     other = table.loc[judged].query("verdict != 'reproduced'")[["verdict", "holds", "reason"]]
     # The takeaway, taken at its word, is contradicted by the paper's own Figure 29; and six of these runs diverged.
@@ -642,8 +731,10 @@ def test_the_sink_token_itself_is_looked_at_for_massive_activations(ledger, toke
 
     kept("sink_token_default", ledger.base(), tokenizer, excess=0.0, star=0.4)
     assert ledger.says("sink_token_activations") == NOT_REPRODUCED
-    assert kept("sink_token_default", ledger, tokenizer, grow, excess=0.0, star=0.4).says(
-        "sink_token_activations") == REPRODUCED  # fmt: skip
+    assert (
+        kept("sink_token_default", ledger, tokenizer, grow, excess=0.0, star=0.4).says("sink_token_activations")
+        == REPRODUCED
+    )
     with pytest.raises(ValueError, match="with a sink token"):
         trials.sink_token_ratios(TransformerLM(LMConfig()), torch.zeros(1, 4, dtype=torch.long))
 
@@ -707,11 +798,17 @@ def test_the_propositions_hold_but_for_the_second_up_to_its_distance(ledger):
 
 
 def report(sink, early=0.1, late=0.6, norms=True, spread=1.0, high=None):
-    result = {"T": 64, "sink": {"1": {f"{eps}": high if high and eps == 0.4 else sink for eps in EPSILONS}},
-              "interval": {"1": {"0.3": [sink - spread, sink + spread]}},
-              "alpha": [[[early] * 2, *[[late] * 2] * 3]]}  # fmt: skip
-    rows = {"hidden_norms": [[9.0, 1, 1], [9.0, 1, 1], [1.0, 1, 1]], "key_norms": [[0.5, 1, 1]] * 4,
-            "value_norms": [[0.5, 1, 1]] * 4}  # fmt: skip
+    result = {
+        "T": 64,
+        "sink": {"1": {f"{eps}": high if high and eps == 0.4 else sink for eps in EPSILONS}},
+        "interval": {"1": {"0.3": [sink - spread, sink + spread]}},
+        "alpha": [[[early] * 2, *[[late] * 2] * 3]],
+    }
+    rows = {
+        "hidden_norms": [[9.0, 1, 1], [9.0, 1, 1], [1.0, 1, 1]],
+        "key_norms": [[0.5, 1, 1]] * 4,
+        "value_norms": [[0.5, 1, 1]] * 4,
+    }
     return result | rows if norms else result
 
 
@@ -725,11 +822,18 @@ def real(tmp_path, name, bos=False, random=80.0, repeat=0.0, parameters=135e6, s
         "repeat": {"text": report(repeat) | {"hidden_norms": [[9.0, 9, 9]] * 3}},
     }
     lengths = {first: {f"{32 * 2**i}": report(s, norms=False, high=s - 9 * i) for i, s in enumerate(sinks)}}
-    angles = {"cosine": {"first": [[0.5] * 2] * 4, "others": [[0.1] * 2] * 4},
-              "norm_product": {"first": [[1.0] * 2] * 4, "others": [[2.0] * 2] * 4}}  # fmt: skip
+    angles = {
+        "cosine": {"first": [[0.5] * 2] * 4, "others": [[0.1] * 2] * 4},
+        "norm_product": {"first": [[1.0] * 2] * 4, "others": [[2.0] * 2] * 4},
+    }
     domains = {"by": {"Github": {first: report(78.0)}, "ArXiv": {first: report(69.0)}}}
-    sections = {"about": {"title": name, "parameters": parameters, "trained_with_bos": bos}, "probes": probes,
-                "lengths": lengths, "angles": angles, "domains": domains}  # fmt: skip
+    sections = {
+        "about": {"title": name, "parameters": parameters, "trained_with_bos": bos},
+        "probes": probes,
+        "lengths": lengths,
+        "angles": angles,
+        "domains": domains,
+    }
     (tmp_path / "open_lms").mkdir(exist_ok=True)
     (tmp_path / "open_lms" / f"{name}.json").write_text(json.dumps(sections), encoding="utf-8")
 
@@ -737,9 +841,21 @@ def real(tmp_path, name, bos=False, random=80.0, repeat=0.0, parameters=135e6, s
 def test_real_models_are_judged_one_a_check_with_what_stood_first_in_training(ledger, tmp_path):
     assert ledger.says("universal") == NOT_RUN and "measure gpt2" in ledger.row("universal")["reason"]
     real(tmp_path, "SmolLM2")
-    results_on_one = {id: claims("laptop", tmp_path / "other").set_index("id").loc[id, "verdict"] for id in (
-        "universal", "small_models", "random_input", "repeated_input", "repeated_massive", "norms_everywhere",
-        "qk_angles", "length_and_threshold", "domains", "later_blocks")}  # fmt: skip
+    results_on_one = {
+        id: claims("laptop", tmp_path / "other").set_index("id").loc[id, "verdict"]
+        for id in (
+            "universal",
+            "small_models",
+            "random_input",
+            "repeated_input",
+            "repeated_massive",
+            "norms_everywhere",
+            "qk_angles",
+            "length_and_threshold",
+            "domains",
+            "later_blocks",
+        )
+    }
     assert set(results_on_one.values()) == {REPRODUCED}, results_on_one
     real(tmp_path, "Gemma", bos=True, random=0.0)
     table = claims("laptop", tmp_path / "third").set_index("id")
@@ -763,9 +879,14 @@ def save(model, sink, kind="natural", domain=""):
 
 
 def test_saved_measurements_of_table_8_are_judged_too(ledger, tmp_path):
-    for model, sink in (("mistralai/Mistral-7B-v0.1", 97.0), ("mistralai/Mistral-7B-Instruct-v0.1", 88.0),
-                        ("EleutherAI/pythia-14m", 10.0), ("EleutherAI/pythia-70m", 20.0),
-                        ("EleutherAI/pythia-1b", 60.0), ("ai21labs/Jamba-v0.1", 88.5)):  # fmt: skip
+    for model, sink in (
+        ("mistralai/Mistral-7B-v0.1", 97.0),
+        ("mistralai/Mistral-7B-Instruct-v0.1", 88.0),
+        ("EleutherAI/pythia-14m", 10.0),
+        ("EleutherAI/pythia-70m", 20.0),
+        ("EleutherAI/pythia-1b", 60.0),
+        ("ai21labs/Jamba-v0.1", 88.5),
+    ):
         save(model, sink)
     save("EleutherAI/pythia-1b", 30.0, domain="ArXiv")
     save("EleutherAI/pythia-1b", 60.0, domain="Github")
@@ -783,8 +904,11 @@ def test_a_file_that_is_no_measurement_is_named(ledger, tmp_path):
 
 
 def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
-    for model, sink, score in (("EleutherAI/pythia-160m", 20.0, 30.0), ("EleutherAI/pythia-1.4b", 60.0, 52.0),
-                               ("facebook/opt-1.3b", 90.0, 53.0)):  # fmt: skip
+    for model, sink, score in (
+        ("EleutherAI/pythia-160m", 20.0, 30.0),
+        ("EleutherAI/pythia-1.4b", 60.0, 52.0),
+        ("facebook/opt-1.3b", 90.0, 53.0),
+    ):
         save(model, sink)
         saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]

@@ -101,9 +101,11 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
     capped = load(f"path:{text_folder}", tmp_path, max_tokens=20_000)
     total = sum(len(capped.tokens(split)) for split in SPLITS)
     assert 19_000 < total <= 20_000 < sum(len(corpus.tokens(split)) for split in SPLITS)
-    for options, message in (({"vocab_size": 258}, "vocab_size must be at least 259"),
-                             ({"max_tokens": 0}, "max_tokens must be positive"),
-                             ({"max_tokens": 10}, r"no document for .* larger max_tokens")):  # fmt: skip
+    for options, message in (
+        ({"vocab_size": 258}, "vocab_size must be at least 259"),
+        ({"max_tokens": 0}, "max_tokens must be positive"),
+        ({"max_tokens": 10}, r"no document for .* larger max_tokens"),
+    ):
         with pytest.raises(ValueError, match=message):
             load(f"path:{text_folder}", tmp_path, **options)
 

@@ -79,8 +79,9 @@ def assert_same_as_dense(spec: AttentionSpec, inputs: list[Tensor], extras: dict
     torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
         zero = torch.zeros_like(leaf)  # an input that one form does not touch has no gradient, or zeros
-        torch.testing.assert_close(zero if got is None else got, zero if expected is None else expected,
-                                   rtol=atol, atol=atol)  # fmt: skip
+        torch.testing.assert_close(
+            zero if got is None else got, zero if expected is None else expected, rtol=atol, atol=atol
+        )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
@@ -184,8 +185,11 @@ def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tens
     return mass.log()
 
 
-MASSES = {(s.similarity, s.kernel, s.window, s.prefix, s.has_key_bias): s for s in SPECS
-          if s.normalizer in ("sum", "none") and s.sink_logit == "none" and not s.differential}  # fmt: skip
+MASSES = {
+    (s.similarity, s.kernel, s.window, s.prefix, s.has_key_bias): s
+    for s in SPECS
+    if s.normalizer in ("sum", "none") and s.sink_logit == "none" and not s.differential
+}
 
 
 @pytest.mark.parametrize("spec", MASSES.values(), ids=name_of)
@@ -358,8 +362,10 @@ def test_no_tensor_of_a_training_step_grows_with_the_square_of_the_length(case):
     inputs, extras = draw(spec, length, position, torch.float32, shape=(1, 2, dim))
     given = {k: x for k, x in extras.items() if k != "value_bias"}
     fast.log_mass(*(x[:, :, :2] for x in inputs[:2]), spec, **given)  # a kernel's trial is of a length of its own
-    for what in (lambda: fast.attend(*inputs, spec, **extras).sum().backward(),
-                 lambda: fast.log_mass(*inputs[:2], spec, **given)):  # fmt: skip
+    for what in (
+        lambda: fast.attend(*inputs, spec, **extras).sum().backward(),
+        lambda: fast.log_mass(*inputs[:2], spec, **given),
+    ):
         with Largest() as largest:
             what()
         assert largest.elements <= 2 * (length + 1) * max(fast.BLOCK, 2 * dim)
@@ -425,8 +431,10 @@ def test_cuda_equals_the_reference(operation):
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
         gradients = (torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide)))
         given.pop("value_bias", None)
-        masses = (fast.log_mass(*inputs[:2], spec, **there(given, "cuda")).cpu(),
-                  fast.log_mass(*(x.cpu() for x in wide[:2]), spec, **there(given, "cpu", torch.float32)))  # fmt: skip
+        masses = (
+            fast.log_mass(*inputs[:2], spec, **there(given, "cuda")).cpu(),
+            fast.log_mass(*(x.cpu() for x in wide[:2]), spec, **there(given, "cpu", torch.float32)),
+        )
         pairs = [(out, expected), masses, *zip(*gradients, strict=True)]
         if spec.signed and dtype == torch.bfloat16:
             pairs = pairs[1:2]  # signed sums cancel: 8 bits of each logit leave none of a small sum

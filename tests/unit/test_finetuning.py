@@ -196,8 +196,14 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
 
 
-ODD = ("{", "[]", '{"messages": "hello"}', '{"messages": [{"role": "robot", "content": "x"}]}', '{"text": "x"}',
-       '{"messages": [{"role": "user", "content": null}]}')  # fmt: skip
+ODD = (
+    "{",
+    "[]",
+    '{"messages": "hello"}',
+    '{"messages": [{"role": "robot", "content": "x"}]}',
+    '{"text": "x"}',
+    '{"messages": [{"role": "user", "content": null}]}',
+)
 
 
 @pytest.mark.parametrize("line", ODD)
@@ -274,8 +280,14 @@ def started(corpus, tmp_path_factory):
     for name in ("base", "sigmoid"):
         run = config(name, "smoke")
         short = train(shortened(run, steps=12), runs / "short", corpus=corpus, keep_weights=True, progress=False)
-        write_record(record_folder("smoke", run.experiment, 0, runs), run, short.metrics, {"wall_seconds": 1.0},
-                     load_file(short.weights), corpus.tokenizer)  # fmt: skip
+        write_record(
+            record_folder("smoke", run.experiment, 0, runs),
+            run,
+            short.metrics,
+            {"wall_seconds": 1.0},
+            load_file(short.weights),
+            corpus.tokenizer,
+        )
     return runs
 
 

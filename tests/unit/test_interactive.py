@@ -45,8 +45,10 @@ def test_a_film_shows_what_records_keep_and_names_what_is_missing(tmp_path):
 
 
 def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
-    runs = {"base": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)),
-            "K biases": record(tmp_path, "k_bias", (0.0, 0.0, 0.0), star=(5.0, 40.0, 75.0))}  # fmt: skip
+    runs = {
+        "base": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)),
+        "K biases": record(tmp_path, "k_bias", (0.0, 0.0, 0.0), star=(5.0, 40.0, 75.0)),
+    }
     film = interactive.film(runs, k="*")
     assert "K biases, 5 % before the first step and 75 % at the end" in film.caption
     assert "Without k∗: base." in film.caption and len(film.data["runs"]) == 1

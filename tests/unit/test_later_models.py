@@ -9,23 +9,44 @@ from sinkutils.measuring.later import gate_openness, secondary_sinks
 from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import LMConfig, TransformerLM
 
-SHAPE = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "moe_intermediate_size": 16}  # fmt: skip
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "moe_intermediate_size": 16,
+}
 OWN = LMConfig(vocab_size=60, context_length=40, num_layers=2, num_heads=2, hidden_size=16, intermediate_size=24)
 
 
 def qwen3_next() -> tf.PreTrainedModel:
     torch.manual_seed(0)
-    config = tf.Qwen3NextConfig(**SHAPE, num_experts=2, num_experts_per_tok=1, shared_expert_intermediate_size=16,
-                                linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-                                linear_value_head_dim=8)  # fmt: skip
+    config = tf.Qwen3NextConfig(
+        **SHAPE,
+        num_experts=2,
+        num_experts_per_tok=1,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
     return tf.Qwen3NextForCausalLM(config).eval()
 
 
 def gpt_oss() -> tf.PreTrainedModel:
     torch.manual_seed(0)
-    config = tf.GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, intermediate_size=16,
-                             sliding_window=100, attn_implementation="eager")  # fmt: skip
+    config = tf.GptOssConfig(
+        **SHAPE,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        intermediate_size=16,
+        sliding_window=100,
+        attn_implementation="eager",
+    )
     model = tf.GptOssForCausalLM(config).eval()
     for module in model.modules():
         if hasattr(module, "sinks"):

@@ -150,8 +150,10 @@ def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path, way):
     assert not (tmp_path / "model" / "mark").exists()
 
 
-WRONG = [*({"dtype": d} for d in (3, "int8", torch.int64, "float8_e4m3fn", "load", "")),
-         *({"device": d} for d in ("banana", "cuda:99", "meta", 3.5, ""))]  # fmt: skip
+WRONG = [
+    *({"dtype": d} for d in (3, "int8", torch.int64, "float8_e4m3fn", "load", "")),
+    *({"device": d} for d in ("banana", "cuda:99", "meta", 3.5, "")),
+]
 
 
 @pytest.mark.parametrize("asked", WRONG, ids=str)
@@ -202,13 +204,31 @@ def test_remote_code_is_never_run_unless_asked_for(monkeypatch):
 
 
 def opt() -> nn.Module:
-    return tf.OPTForCausalLM(tf.OPTConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                          ffn_dim=16, max_position_embeddings=32, word_embed_proj_dim=16))  # fmt: skip
+    return tf.OPTForCausalLM(
+        tf.OPTConfig(
+            vocab_size=20,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            ffn_dim=16,
+            max_position_embeddings=32,
+            word_embed_proj_dim=16,
+        )
+    )
 
 
 def own() -> nn.Module:
-    return TransformerLM(LMConfig(vocab_size=20, context_length=32, hidden_size=16, num_heads=2, num_layers=2,
-                                  position="learnable", sink_token=True))  # fmt: skip
+    return TransformerLM(
+        LMConfig(
+            vocab_size=20,
+            context_length=32,
+            hidden_size=16,
+            num_heads=2,
+            num_layers=2,
+            position="learnable",
+            sink_token=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, opt, own])

@@ -105,8 +105,10 @@ ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
     package = Path(sinkutils.__file__).parent
-    modules = {".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
-               for path in package.rglob("*.py")}  # fmt: skip
+    modules = {
+        ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
+        for path in package.rglob("*.py")
+    }
     graph = {}
     for name, path in modules.items():
         tree = ast.parse(path.read_text("utf-8"))
@@ -120,8 +122,11 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
         sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         graph[name] = {source if source in modules else source.rpartition(".")[0] for source in sources} & set(modules)
         if name.split(".")[1] in ROOMS:
-            up = [source for source in graph[name] if source.split(".")[1] in ROOMS
-                  and ROOMS.index(source.split(".")[1]) > ROOMS.index(name.split(".")[1])]  # fmt: skip
+            up = [
+                source
+                for source in graph[name]
+                if source.split(".")[1] in ROOMS and ROOMS.index(source.split(".")[1]) > ROOMS.index(name.split(".")[1])
+            ]
             assert not up, f"{name} imports {up}"
     assert any(graph.values())
     graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which names it

@@ -29,8 +29,16 @@ def rows(runs):
     for seed, share in ((0, 40.0), (1, 60.0)):
         sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
         norms = [[2.0 + seed, 1.0, 1.0], [4.0, 1.0, 1.0]]
-        report = {"sink": sink, "alpha": [[[0.2, 0.2]] * 2], "targets": [1], "epsilons": [0.3], "layers": [0, 1],
-                  "hidden_norms": norms, "T": 3, "floor": 0.09}  # fmt: skip
+        report = {
+            "sink": sink,
+            "alpha": [[[0.2, 0.2]] * 2],
+            "targets": [1],
+            "epsilons": [0.3],
+            "layers": [0, 1],
+            "hidden_norms": norms,
+            "T": 3,
+            "floor": 0.09,
+        }
         kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
         final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0}
         made_up(runs, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
@@ -70,7 +78,11 @@ def test_the_regions_of_a_mask_are_those_that_attention_sees():
     causal = diagrams.regions(4, AttentionSpec())
     assert causal.tolist() == [[2, 0, 0, 0], [2, 1, 0, 0], [2, 1, 1, 0], [2, 1, 1, 1]]
     assert diagrams.regions(4, AttentionSpec(window=2)).tolist() == [
-        [2, 0, 0, 0], [2, 1, 0, 0], [0, 3, 1, 0], [0, 0, 3, 1]]  # fmt: skip
+        [2, 0, 0, 0],
+        [2, 1, 0, 0],
+        [0, 3, 1, 0],
+        [0, 0, 3, 1],
+    ]
     assert diagrams.regions(3, AttentionSpec(prefix=2)).tolist() == [[2, 2, 0], [2, 2, 0], [2, 2, 1]]
 
 

@@ -82,8 +82,13 @@ def test_the_condition_of_the_first_token_is_explicit(plain, corpus):
 
 def test_a_record_tells_where_training_fixed_a_token(tmp_path, corpus):
     for position in (None, 2):
-        run = RunConfig("tiny", "test", model=tiny_model().config, data=DataConfig(fixed_position=position),
-                        train=TrainConfig(eval_length=32))  # fmt: skip
+        run = RunConfig(
+            "tiny",
+            "test",
+            model=tiny_model().config,
+            data=DataConfig(fixed_position=position),
+            train=TrainConfig(eval_length=32),
+        )
         folder = tmp_path / str(position)
         write_record(folder, run, DONE, {}, dict(tiny_model().state_dict()), corpus.tokenizer)
         one = subject(str(folder))
@@ -159,8 +164,10 @@ def real():
 def test_sentences_carry_the_numbers_that_were_measured(real):
     for title, of in real.items():
         probes, first = of["probes"], properties.usual(of)
-        said = {name: " ".join(getattr(told, name)({title: of})) for name in
-                ("tokens", "norms", "chain", "angles", "lengths", "repeats", "domains", "heads")}  # fmt: skip
+        said = {
+            name: " ".join(getattr(told, name)({title: of}))
+            for name in ("tokens", "norms", "chain", "angles", "lengths", "repeats", "domains", "heads")
+        }
         assert all(title in text for text in said.values())
         assert f"{max(h['alpha_1'] for h in of['maps']['heads']):.2f} of their attention" in said["tokens"]
         longest = of["lengths"][first]["2048"]["sink"]["1"]["0.3"]
@@ -338,11 +345,21 @@ QUESTIONS = [
 def local_task(tmp_path):
     """A multiple-choice task of four questions on this disk."""
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    (tmp_path / "tiny.yaml").write_text(json.dumps({
-        "task": "tiny_questions", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
-        "doc_to_text": "query", "doc_to_target": "gold", "doc_to_choice": "choices",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}))  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(
+        json.dumps(
+            {
+                "task": "tiny_questions",
+                "dataset_path": "json",
+                "output_type": "multiple_choice",
+                "test_split": "test",
+                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
+                "doc_to_text": "query",
+                "doc_to_target": "gold",
+                "doc_to_choice": "choices",
+                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            }
+        )
+    )
     return tmp_path
 
 
@@ -352,8 +369,10 @@ def by_hand(model, tokenizer):
     for question in QUESTIONS:
         scores = []
         for choice in question["choices"]:
-            context, whole = (tokenizer.encode(text, add_special_tokens=False)
-                              for text in (question["query"], f"{question['query']} {choice}"))  # fmt: skip
+            context, whole = (
+                tokenizer.encode(text, add_special_tokens=False)
+                for text in (question["query"], f"{question['query']} {choice}")
+            )
             context, whole = (getattr(ids, "ids", ids) for ids in (context, whole))
             with torch.no_grad():
                 output = model(torch.tensor([whole]))

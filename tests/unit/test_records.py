@@ -335,8 +335,14 @@ def two_runs(tmp_path_factory):
     tokenizer = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
     for seed in (0, 1):
         metrics = DONE | {"curve": [POINT], "final": final}
-        write_record(record_folder("smoke", "k_bias", seed, runs), dataclasses.replace(run, seed=seed), metrics,
-                     {"wall_seconds": 1.0}, dict(model.state_dict()), tokenizer)  # fmt: skip
+        write_record(
+            record_folder("smoke", "k_bias", seed, runs),
+            dataclasses.replace(run, seed=seed),
+            metrics,
+            {"wall_seconds": 1.0},
+            dict(model.state_dict()),
+            tokenizer,
+        )
     return runs
 
 

@@ -36,9 +36,16 @@ def add(runs):
             values = {"1": alpha, "2": 0.01} | ({"star": star} if star else {})
             sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
             maps = {k: [[value] * shape.num_heads] * shape.num_layers for k, value in values.items()}
-            report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(shape.num_layers)),
-                      "floor": FLOOR, "alpha": [maps["1"], maps["2"]], "sink": sink,
-                      "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}}  # fmt: skip
+            report = {
+                "T": 64,
+                "targets": [1, 2],
+                "epsilons": [0.3],
+                "layers": list(range(shape.num_layers)),
+                "floor": FLOOR,
+                "alpha": [maps["1"], maps["2"]],
+                "sink": sink,
+                "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()},
+            }
             final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
             if star:
                 report |= {"sink_star": sink.pop("star"), "alpha_star": maps["star"]}
@@ -62,8 +69,11 @@ def some(add):
 def test_sentences_put_each_row_on_its_side_with_the_numbers_of_the_records(some):
     base, more, less, paper, same, missing, one, failed = seen.sentences("Table 2")
     assert base == "The base has Sink₁ = 100.0 % (100.0 to 100.0 over 3 seeds)."
-    for text, row, alphas in ((more, "decay 0.5", (0.70, 0.75, 0.72)), (less, "decay 0", (0.30, 0.33, 0.32)),
-                              (same, "decay 0.001", (0.51, 0.53, 0.53))):  # fmt: skip
+    for text, row, alphas in (
+        (more, "decay 0.5", (0.70, 0.75, 0.72)),
+        (less, "decay 0", (0.30, 0.33, 0.32)),
+        (same, "decay 0.001", (0.51, 0.53, 0.53)),
+    ):
         change = np.mean(np.subtract(alphas, (0.50, 0.54, 0.52))) / (1 - FLOOR)
         (number,) = re.findall(rf"{re.escape(row)} ([+−][\d.]+) \(", text)
         assert float(number.replace("−", "-")) == pytest.approx(change, abs=6e-4)
@@ -94,8 +104,10 @@ def test_positions_name_where_the_sink_is(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("default", 0.01)
     first, missing = seen.by_position("Table 10 right")
-    assert first == "position 1: most on x₁, Sink₁ = 100.0 % (100.0 to 100.0 over 3 seeds), at most 0.0 % on any " \
-        "other of the first 2."  # fmt: skip
+    assert (
+        first == "position 1: most on x₁, Sink₁ = 100.0 % (100.0 to 100.0 over 3 seeds), at most 0.0 % on any "
+        "other of the first 2."
+    )
     assert missing == "Not run yet: position 2; position 3."
     assert "none: no sink on any of the first 2 positions." in seen.by_position("Section 5")
 

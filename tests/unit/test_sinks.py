@@ -234,7 +234,10 @@ def test_norm_ratios_compare_one_position_with_the_mean_of_the_others_and_leave_
     report.value_norms = torch.tensor([[1.0, 2.0]])
     assert report.norm_ratio() == [3.0, 1.0] and report.norm_ratio(last=True) == [3.0, 1.0, 9.0]
     assert report.norm_ratio(k=2) == pytest.approx([1 / 4.5, 1.0]) and report.norm_ratio("value_norms") == [0.5]
-    for name, k, message in (("key_norms", 1, "has no key_norms"), ("value_norms", 3, "at least two positions"),
-                             ("norms", 1, "name must be one of")):  # fmt: skip
+    for name, k, message in (
+        ("key_norms", 1, "has no key_norms"),
+        ("value_norms", 3, "at least two positions"),
+        ("norms", 1, "name must be one of"),
+    ):
         with pytest.raises(ValueError, match=message):
             report.norm_ratio(name, k)

@@ -18,8 +18,14 @@ from sinkutils.measuring.surgery import (
 )
 from sinkutils.model.decoder import LMConfig, TransformerLM
 
-SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 GROUPED = SHAPE | {"num_key_value_heads": 2}
 WINDOW = 6
 FAMILIES = {
@@ -164,8 +170,9 @@ def test_a_model_is_left_as_it_was(model, ids):
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    own = TransformerLM(LMConfig(vocab_size=40, context_length=16, num_layers=1, num_heads=2, hidden_size=16,
-                                 intermediate_size=16))  # fmt: skip
+    own = TransformerLM(
+        LMConfig(vocab_size=40, context_length=16, num_layers=1, num_heads=2, hidden_size=16, intermediate_size=16)
+    )
     with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
         untouched(own, ids)
     bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2))
@@ -182,10 +189,19 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids):
 
 def test_what_attention_reads_of_h_is_its_norm_output(model, ids):
     seen = []
-    norm = {"llama": "input_layernorm", "mistral": "input_layernorm", "gemma3_text": "input_layernorm", "gpt2": "ln_1",
-            "gpt_neox": "input_layernorm", "opt": "self_attn_layer_norm"}[model.config.model_type]  # fmt: skip
-    hooks = [module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
-             for name, module in model.named_modules() if name.endswith(norm)]  # fmt: skip
+    norm = {
+        "llama": "input_layernorm",
+        "mistral": "input_layernorm",
+        "gemma3_text": "input_layernorm",
+        "gpt2": "ln_1",
+        "gpt_neox": "input_layernorm",
+        "opt": "self_attn_layer_norm",
+    }[model.config.model_type]
+    hooks = [
+        module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+        for name, module in model.named_modules()
+        if name.endswith(norm)
+    ]
     found = normed(model, ids, largest=2)
     squares = torch.stack(seen[-3:]).square()  # (L, n, T, d)
     shares = squares.topk(2).values.sum(-1) / squares.sum(-1)

@@ -57,8 +57,13 @@ def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):
         (row,) = records(preset, tmp_path).to_dict("records")
         assert (row["status"], row["corpus"], row["recipe"]) == ("done", text, RECIPE)
     strange = {"name": "path:novels", "sha256": "c" * 64}
-    write_record(record_folder("smoke", "v_bias", 0, tmp_path), config("v_bias", "smoke"), metrics,
-                 {"wall_seconds": 1.5}, corpus=strange)  # fmt: skip
+    write_record(
+        record_folder("smoke", "v_bias", 0, tmp_path),
+        config("v_bias", "smoke"),
+        metrics,
+        {"wall_seconds": 1.5},
+        corpus=strange,
+    )
     assert records("smoke", tmp_path)["status"].tolist() == ["done", "stale"]
 
 
