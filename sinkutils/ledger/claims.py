@@ -78,8 +78,10 @@ def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> p
     rows, ours = [], results(preset, runs)
     for check, outcome in _judged(ours)[id][1]:
         asked = (check.kind, tuple(map(ours.label, check.runs)), check.key) if check else ("", (), "")
-        found = outcome.effect
-        numbers = (found.mean, found.low, found.high, found.seeds) if found else (np.nan, np.nan, np.nan, 0)
+        estimate = outcome.effect
+        numbers = (
+            (estimate.mean, estimate.low, estimate.high, estimate.seeds) if estimate else (np.nan, np.nan, np.nan, 0)
+        )
         why = "; ".join(filter(None, (outcome.facts, outcome.why)))
         rows.append((outcome.says, outcome.state, *numbers, why, *asked))
     return pd.DataFrame(rows, columns=["check", "outcome", *("mean", "low", "high", "seeds"), "why", *ASKED])
@@ -132,23 +134,23 @@ def _holm(raw: dict[Check, float]) -> dict[Check, float]:
 def _held(claim: Claim, ours: Results) -> list[Check]:
     """The checks that a preset can hold: not of runs that it lacks, or that are the base itself or another row's."""
     refused, base = unavailable(ours.preset), ours.label("base")
-    held: dict[tuple[str, tuple[str, ...], str], Check] = {}
+    checks: dict[tuple[str, tuple[str, ...], str], Check] = {}
     for check in claim.checks:
         labels = tuple(map(ours.label, check.runs))
         is_base = any(
             label == base and name not in ("base", base) for name, label in zip(check.runs, labels, strict=True)
         )
         if not is_base and len(set(labels)) == len(labels) and not set(check.runs) & set(refused):
-            held.setdefault((check.kind, labels, check.key), check)
-    return list(held.values())
+            checks.setdefault((check.kind, labels, check.key), check)
+    return list(checks.values())
 
 
 def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, Any]:
     outcomes = [outcome for _, outcome in judged]
     shown = [check for check, _ in judged if check is not None and check.kind not in TRAINED]
-    found = _effect(shown, ours)
+    estimate = _effect(shown, ours)
     facts = [outcome.facts for outcome in outcomes if outcome.facts]
-    mean, low, high = (found.mean, found.low, found.high) if found else (np.nan, np.nan, np.nan)
+    mean, low, high = (estimate.mean, estimate.low, estimate.high) if estimate else (np.nan, np.nan, np.nan)
     return {
         "id": claim.id,
         "source": claim.source,
@@ -193,11 +195,11 @@ def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[
         for name in names:
             values = ours.values(name, key)
             if len(values) > interval:
-                found = level(values, quantity.log) if len(values) > 1 else None
-                if interval and found:
-                    text = f"{found.low:.{quantity.digits}f} to {found.high:.{quantity.digits}f}"
+                estimate = level(values, quantity.log) if len(values) > 1 else None
+                if interval and estimate:
+                    text = f"{estimate.low:.{quantity.digits}f} to {estimate.high:.{quantity.digits}f}"
                 else:
-                    text = f"{found.mean if found else values.mean():.{quantity.digits}f}"
+                    text = f"{estimate.mean if estimate else values.mean():.{quantity.digits}f}"
                 cells.append(f"{ours.label(name)} {text}")
         lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
     position: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}

@@ -67,42 +67,43 @@ def level(values: pd.Series, log: bool = False) -> Effect:
     from scipy import stats
 
     numbers = np.log(values) if log else values
-    found = _effect(float(numbers.mean()), len(numbers), float(stats.sem(numbers)), len(numbers) - 1)
+    estimate = _effect(float(numbers.mean()), len(numbers), float(stats.sem(numbers)), len(numbers) - 1)
     if not log:
-        return found
-    mean, low, high = np.exp([found.mean, found.low, found.high]).tolist()
-    return replace(found, mean=mean, low=low, high=high)
+        return estimate
+    mean, low, high = np.exp([estimate.mean, estimate.low, estimate.high]).tolist()
+    return replace(estimate, mean=mean, low=low, high=high)
 
 
 def effect(
-    one: str, other: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None
+    name: str, reference: str, preset: str = "laptop", key: str = "excess_1", runs: Path | str | None = None
 ) -> Effect:
     """The mean over paired seeds of one experiment's quantity less the other's, with its 95 % interval.
 
-    one, other: experiments, "base" the preset's; key: of `results.QUANTITIES`, by default mean excess alpha_1. The
+    name, reference: experiments, "base" the preset's; key: of `results.QUANTITIES`, by default mean excess alpha_1. The
     variance is pooled over the experiments that change the base. Quantities that are ratios are compared as their
     logarithms. Raises ValueError for an unknown key or preset, and where the two share fewer than two seeds.
     """
     if key not in QUANTITIES:
         raise ValueError(f"key must be one of {', '.join(QUANTITIES)}; got {key!r}")
-    found = paired(results(preset, runs), one, other, key)
-    if found is None:
-        raise ValueError(f"{one} and {other} share fewer than two seeds at preset {preset!r}: train more of them")
-    return found
+    estimate = paired(results(preset, runs), name, reference, key)
+    if estimate is None:
+        raise ValueError(f"{name} and {reference} share fewer than two seeds at preset {preset!r}: train more of them")
+    return estimate
 
 
-def paired(ours: Results, one: str, other: str, key: str) -> Effect | None:
+def paired(ours: Results, name: str, reference: str, key: str) -> Effect | None:
     """`effect` within results that are read; None where fewer than two seeds are shared."""
-    differences = _differences(ours, one, other, key)
+    differences = _differences(ours, name, reference, key)
     if len(differences) < 2:
         return None
     variance, freedom = _pooled(ours, key) or (float(differences.var()), float(len(differences) - 1))
     return _effect(float(differences.mean()), len(differences), (variance / len(differences)) ** 0.5, freedom)
 
 
-def _differences(ours: Results, one: str, other: str, key: str) -> pd.Series:
-    pair = [ours.values(name, key) for name in (one, other)]
-    a, b = map(np.log, pair) if QUANTITIES[key].log else pair
+def _differences(ours: Results, name: str, reference: str, key: str) -> pd.Series:
+    a, b = ours.values(name, key), ours.values(reference, key)
+    if QUANTITIES[key].log:
+        a, b = np.log(a), np.log(b)
     return (a - b).dropna()
 
 
@@ -112,7 +113,7 @@ def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
 
     if (key, "pooled") in ours.cache:
         return ours.cache[key, "pooled"]
-    changed = {ours.label(one.name) for one in EXPERIMENTS if one.base and one.section != "8"} - {ours.label("base")}
+    changed = {ours.label(row.name) for row in EXPERIMENTS if row.base and row.section != "8"} - {ours.label("base")}
     by_name = {name: _differences(ours, name, "base", key) for name in sorted(changed)}
     several = {name: values for name, values in by_name.items() if len(values) > 1}
     pooled = None

@@ -65,24 +65,24 @@ def measured() -> tuple[Measured, ...]:
 def _measured(files: tuple[tuple[Path, int], ...]) -> tuple[Measured, ...]:
     from sinkutils.measuring.load import find
 
-    found, scores = [], saved_scores()
+    models, scores = [], saved_scores()
     for path in sorted(paths.OPEN_LMS.glob("*.json")):
         sections = json.loads(path.read_text(encoding="utf-8"))
         about = sections.get("about", {})
         usual = "BOS" if about.get("trained_with_bos") else "text"
         title, parameters = about.get("title", path.stem), about.get("parameters", float("inf"))
-        found.append(Measured(title, parameters, usual=usual, probes=sections.get("probes", {}), more=sections))
+        models.append(Measured(title, parameters, usual=usual, probes=sections.get("probes", {}), more=sections))
     by_kind = {kind: measurements(kind) for kind in KINDS}
     for name in dict.fromkeys(name for reports in by_kind.values() for name in reports):
         known = find(name)
         probes = {kind: {"text": reports[name]} for kind, reports in by_kind.items() if name in reports}
         more = {"hellaswag": scores[name]} if name in scores else {}
-        one = Measured(name, float("inf"), probes=probes, more=more)
+        model = Measured(name, float("inf"), probes=probes, more=more)
         if known is not None:
             facts = {key: getattr(known, key) for key in ("parameters", "family", "in_paper", "chat")}
-            one = replace(one, **facts)
-        found.append(one)
-    return tuple(found)
+            model = replace(model, **facts)
+        models.append(model)
+    return tuple(models)
 
 
 def measure_command(model: str, domain: str = "") -> str:
@@ -116,23 +116,23 @@ def judge(example: str) -> Callable[[Judge], Judge]:
     return register
 
 
-def _sink(one: Measured, report: dict[str, Any], says: str) -> Outcome:
+def _sink(model: Measured, report: dict[str, Any], says: str) -> Outcome:
     """Whether a sink is there, by the interval over texts."""
     low, high = report["interval"]["1"][str(EPSILON)]
     state = HOLDS if low > ONSET else FAILS if high <= ONSET else OPEN
-    value = f"Sink_1 of {one.name} {measured_sink(report):.1f} ({low:.1f} to {high:.1f} over texts)"
-    return Outcome(f"{one.name}: {says}", state, facts=value, why=f"threshold {ONSET}")
+    value = f"Sink_1 of {model.name} {measured_sink(report):.1f} ({low:.1f} to {high:.1f} over texts)"
+    return Outcome(f"{model.name}: {says}", state, facts=value, why=f"threshold {ONSET}")
 
 
-def _sinks(kind: str, first: str | None, keep: Callable[[Measured], bool] = lambda one: True) -> list[Outcome]:
+def _sinks(kind: str, first: str | None, keep: Callable[[Measured], bool] = lambda model: True) -> list[Outcome]:
     """A sink on one kind of input, for each model that was measured on it."""
-    reports = [(one, one.report(kind, first)) for one in measured() if keep(one)]
-    return [_sink(one, report, f"a sink on {kind} input") for one, report in reports if report]
+    reports = [(model, model.report(kind, first)) for model in measured() if keep(model)]
+    return [_sink(model, report, f"a sink on {kind} input") for model, report in reports if report]
 
 
-def _positions(one: Measured) -> bool:
+def _positions(model: Measured) -> bool:
     """Whether the model has learned absolute positions."""
-    return one.family in ("GPT2", "OPT")
+    return model.family in ("GPT2", "OPT")
 
 
 @judge("gpt2")
@@ -144,7 +144,7 @@ def universal() -> Iterable[Outcome]:
 @judge("EleutherAI/pythia-14m")
 def small() -> Iterable[Outcome]:
     """Fig. 4 left: so have the small ones."""
-    return _sinks("natural", None, lambda one: one.parameters <= SMALL_PARAMETERS)
+    return _sinks("natural", None, lambda model: model.parameters <= SMALL_PARAMETERS)
 
 
 @judge("gpt2")
@@ -157,29 +157,29 @@ def random() -> Iterable[Outcome]:
 def repeat() -> Iterable[Outcome]:
     """Table 1 left: none on one token repeated, without BOS and without absolute positions."""
     mirror = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN}
-    for o in _sinks("repeat", "text", lambda one: not _positions(one)):
+    for o in _sinks("repeat", "text", lambda model: not _positions(model)):
         yield replace(o, says=o.says.replace("a sink", "no sink"), state=mirror[o.state])
 
 
 @judge("gpt2")
 def repeat_norms() -> Iterable[Outcome]:
     """Section 3.3: all repeated tokens have the norm that natural text gives its first token alone."""
-    for one in measured():
-        natural, repeated = one.report(), one.report("repeat", "text")
-        if natural and repeated and "hidden_norms" in repeated and not _positions(one):
+    for model in measured():
+        natural, repeated = model.report(), model.report("repeat", "text")
+        if natural and repeated and "hidden_norms" in repeated and not _positions(model):
             usual = [sum(row[1:]) / len(row[1:]) for row in natural["hidden_norms"][:-1]]
             least = [min(row) for row in repeated["hidden_norms"][:-1]]
             ratio = max(low / mean for low, mean in zip(least, usual, strict=True))
-            facts = f"least norm of a repeated token of {one.name}, times the usual: {ratio:.1f}"
-            says = f"{one.name}: every repeated token over {MASSIVE:g} times the usual norm"
+            facts = f"least norm of a repeated token of {model.name}, times the usual: {ratio:.1f}"
+            says = f"{model.name}: every repeated token over {MASSIVE:g} times the usual norm"
             yield _check(says, ratio > MASSIVE, facts)
 
 
 @judge("gpt2")
 def norms() -> Iterable[Outcome]:
     """Figs. 2 top and 11-14: a massive ||h_1||, and where the sink is strongest a smaller ||k_1|| and ||v_1||."""
-    for one in measured():
-        report = one.report()
+    for model in measured():
+        report = model.report()
         if not report or "hidden_norms" not in report:
             continue
         layer = int(np.argmax([sum(heads) for heads in report["alpha"][0]]))
@@ -189,8 +189,8 @@ def norms() -> Iterable[Outcome]:
         }
         for symbol, ratio in ratios.items():
             massive = symbol == "h_1"
-            says = f"{one.name}: ||{symbol}|| {f'over {MASSIVE:g} times' if massive else 'below'} the others'"
-            facts = f"norm ratio of {symbol} of {one.name} {ratio:.2f}"
+            says = f"{model.name}: ||{symbol}|| {f'over {MASSIVE:g} times' if massive else 'below'} the others'"
+            facts = f"norm ratio of {symbol} of {model.name} {ratio:.2f}"
             yield _check(says, ratio > MASSIVE if massive else ratio < 1, facts)
 
 
@@ -198,8 +198,8 @@ def norms() -> Iterable[Outcome]:
 def angles() -> Iterable[Outcome]:
     """Fig. 2 bottom: in the heads with a sink cos(q, k_1) is above the others', and ||q|| ||k_1|| below."""
     orders = {"cosine": "cos(q, k_1) above cos(q, k_j)", "norm_product": "||q|| ||k_1|| below ||q|| ||k_j||"}
-    for one in measured():
-        report, known = one.report(), one.more.get("angles")
+    for model in measured():
+        report, known = model.report(), model.more.get("angles")
         if not report or not known:
             continue
         strong = [
@@ -210,8 +210,8 @@ def angles() -> Iterable[Outcome]:
                 sum(known[key][which][layer][head] for layer, head in strong) / max(1, len(strong))
                 for which in ("first", "others")
             )
-            says = f"{one.name}: {order} in its {len(strong)} heads with a sink"
-            facts = f"{key} of {one.name}: x_1 {first:.2f}, others {others:.2f}"
+            says = f"{model.name}: {order} in its {len(strong)} heads with a sink"
+            facts = f"{key} of {model.name}: x_1 {first:.2f}, others {others:.2f}"
             yield _check(says, bool(strong) and (first > others) == (key == "cosine"), facts)
 
 
@@ -223,9 +223,9 @@ def length() -> Iterable[Outcome]:
     """
     from scipy.stats import spearmanr
 
-    for one in measured():
+    for model in measured():
         by_length = {
-            int(t): report for t, report in one.more.get("lengths", {}).get(one.usual, {}).items() if int(t) >= 32
+            int(t): report for t, report in model.more.get("lengths", {}).get(model.usual, {}).items() if int(t) >= 32
         }
         if len(by_length) < 5:
             continue
@@ -233,46 +233,46 @@ def length() -> Iterable[Outcome]:
         sinks = {eps: [by_length[t]["sink"]["1"][eps] for t in lengths] for eps in ("0.2", "0.3", "0.4")}
         rank, p = spearmanr(lengths, sinks["0.3"])
         kept = {eps: values[-1] / values[0] if values[0] else 1.0 for eps, values in sinks.items()}
-        facts = f"{one.name} from T = {lengths[0]} to {lengths[-1]}: {sinks['0.3'][0]:.1f} to {sinks['0.3'][-1]:.1f}"
+        facts = f"{model.name} from T = {lengths[0]} to {lengths[-1]}: {sinks['0.3'][0]:.1f} to {sinks['0.3'][-1]:.1f}"
         state = OPEN if p > 0.05 else HOLDS if rank < 0 else FAILS
         why = f"rank correlation {rank:.2f}, p = {p:.2g}"
-        yield Outcome(f"{one.name}: Sink_1 falls with T", state, facts=facts, why=why)
-        yield _check(f"{one.name}: more is lost at eps 0.4 than at 0.2", kept["0.4"] < kept["0.2"])
+        yield Outcome(f"{model.name}: Sink_1 falls with T", state, facts=facts, why=why)
+        yield _check(f"{model.name}: more is lost at eps 0.4 than at 0.2", kept["0.4"] < kept["0.2"])
 
 
 @judge("gpt2")
 def domains() -> Iterable[Outcome]:
     """Fig. 9: no domain's Sink_1 differs from the mean over domains by more than what the paper calls insignificant."""
-    for one in measured():
-        known = one.more.get("domains", {}).get("by", {})
-        reports = {name: r[one.usual] for name, r in known.items() if one.usual in r} | measured_domains(one.name)
+    for model in measured():
+        known = model.more.get("domains", {}).get("by", {})
+        reports = {name: r[model.usual] for name, r in known.items() if model.usual in r} | measured_domains(model.name)
         sinks = {name: measured_sink(report) for name, report in reports.items()}
         if len(sinks) > 1:
             mean = sum(sinks.values()) / len(sinks)
             away = max(abs(value - mean) for value in sinks.values())
-            facts = f"Sink_1 of {one.name}: " + ", ".join(f"{name} {value:.1f}" for name, value in sinks.items())
-            yield _check(f"{one.name}: domains within {INSIGNIFICANT:.1f} points", away <= INSIGNIFICANT, facts)
+            facts = f"Sink_1 of {model.name}: " + ", ".join(f"{name} {value:.1f}" for name, value in sinks.items())
+            yield _check(f"{model.name}: domains within {INSIGNIFICANT:.1f} points", away <= INSIGNIFICANT, facts)
 
 
 def _paired(keep: Callable[[Measured, Measured], bool]) -> Iterable[tuple[Measured, Measured]]:
-    models = [one for one in measured() if one.report()]
-    return ((one, other) for one in models for other in models if keep(one, other))
+    models = [model for model in measured() if model.report()]
+    return ((model, other) for model in models for other in models if keep(model, other))
 
 
-def _value(one: Measured) -> float:
-    return measured_sink(one.report() or {})
+def _value(model: Measured) -> float:
+    return measured_sink(model.report() or {})
 
 
-def _both(one: Measured, other: Measured) -> str:
-    return f"Sink_1: {one.name} {_value(one):.1f}, {other.name} {_value(other):.1f}"
+def _both(model: Measured, other: Measured) -> str:
+    return f"Sink_1: {model.name} {_value(model):.1f}, {other.name} {_value(other):.1f}"
 
 
 @judge("mistralai/Mistral-7B-v0.1")
 def chat() -> Iterable[Outcome]:
     """Table 1 right: a chat model's Sink_1 is near its base's."""
 
-    def whose(one: Measured) -> tuple[Any, ...]:
-        return one.name.split()[0], one.family, one.parameters
+    def whose(model: Measured) -> tuple[Any, ...]:
+        return model.name.split()[0], model.family, model.parameters
 
     for base, tuned in _paired(lambda base, tuned: tuned.chat and not base.chat and whose(base) == whose(tuned)):
         says = f"{tuned.name}: within {INSIGNIFICANT:.1f} points of {base.name}"
@@ -282,8 +282,8 @@ def chat() -> Iterable[Outcome]:
 @judge("EleutherAI/pythia-14m")
 def pythia() -> Iterable[Outcome]:
     """Fig. 4 left: within Pythia each measured model, three or more, has more of a sink than the next smaller one."""
-    found = [one for one in measured() if one.family == "Pythia" and one.report()]
-    pairs = list(pairwise(sorted(found, key=lambda one: one.parameters)))
+    models = [model for model in measured() if model.family == "Pythia" and model.report()]
+    pairs = list(pairwise(sorted(models, key=lambda model: model.parameters)))
     for small, large in pairs if len(pairs) > 1 else ():
         yield _check(f"{large.name} above {small.name}", _value(large) > _value(small), _both(small, large))
 
@@ -294,52 +294,52 @@ def hellaswag() -> Iterable[Outcome]:
     better model.
     """
 
-    def score(one: Measured) -> float:
-        return float(one.more["hellaswag"]["acc_norm"])
+    def score(model: Measured) -> float:
+        return float(model.more["hellaswag"]["acc_norm"])
 
-    def scored(one: Measured, other: Measured) -> bool:
-        return all(m.in_paper and not m.chat and "acc_norm" in m.more.get("hellaswag", {}) for m in (one, other))
+    def scored(model: Measured, other: Measured) -> bool:
+        return all(m.in_paper and not m.chat and "acc_norm" in m.more.get("hellaswag", {}) for m in (model, other))
 
-    def facts(one: Measured, other: Measured) -> str:
-        return f"acc_norm: {score(one):.1f} and {score(other):.1f}"
+    def facts(model: Measured, other: Measured) -> str:
+        return f"acc_norm: {score(model):.1f} and {score(other):.1f}"
 
     for small, large in _paired(lambda a, b: scored(a, b) and a.family == b.family and a.parameters < b.parameters):
         rises = _value(large) > _value(small) and score(large) > score(small)
         yield _check(f"{large.name} above {small.name} in Sink_1 and acc_norm", rises, facts(small, large))
-    for one, other in _paired(lambda a, b: scored(a, b) and (a.family, b.family) == ("OPT", "Pythia")):
-        if 1 / COMPARABLE_SIZE <= one.parameters / other.parameters <= COMPARABLE_SIZE:
-            alone = _value(one) > _value(other) and abs(score(one) - score(other)) <= COMPARABLE_SCORE
-            says = f"{one.name} above {other.name} in Sink_1, acc_norm within {COMPARABLE_SCORE:g}"
-            yield _check(says, alone, facts(one, other))
+    for model, other in _paired(lambda a, b: scored(a, b) and (a.family, b.family) == ("OPT", "Pythia")):
+        if 1 / COMPARABLE_SIZE <= model.parameters / other.parameters <= COMPARABLE_SIZE:
+            alone = _value(model) > _value(other) and abs(score(model) - score(other)) <= COMPARABLE_SCORE
+            says = f"{model.name} above {other.name} in Sink_1, acc_norm within {COMPARABLE_SCORE:g}"
+            yield _check(says, alone, facts(model, other))
 
 
 @judge("gpt2")
 def depths() -> Iterable[Outcome]:
     """Figs. 19-24: the first quarter of the layers has a smaller mean alpha_1 than the others."""
-    for one in measured():
-        report = one.report()
+    for model in measured():
+        report = model.report()
         if report and len(report["alpha"][0]) > 3:
             means = [sum(heads) / len(heads) for heads in report["alpha"][0]]
             early = len(means) // 4
             low, high = sum(means[:early]) / early, sum(means[early:]) / (len(means) - early)
-            says = f"{one.name}: alpha_1 of the first quarter of the layers below the others'"
-            yield _check(says, low < high, f"mean alpha_1 of {one.name}: {low:.2f}, then {high:.2f}")
+            says = f"{model.name}: alpha_1 of the first quarter of the layers below the others'"
+            yield _check(says, low < high, f"mean alpha_1 of {model.name}: {low:.2f}, then {high:.2f}")
 
 
 @judge("ai21labs/Jamba-v0.1")
 def jamba() -> Iterable[Outcome]:
     """Appendix B.3: Jamba has a strong sink, in most heads."""
-    for one in measured():
-        if one.family == "Jamba" and one.report():
-            yield _check(f"{one.name}: Sink_1 above 50", _value(one) > 50, f"Sink_1: {_value(one):.1f}")
+    for model in measured():
+        if model.family == "Jamba" and model.report():
+            yield _check(f"{model.name}: Sink_1 above 50", _value(model) > 50, f"Sink_1: {_value(model):.1f}")
 
 
 @judge("ai21labs/Jamba-v0.1")
 def jamba_third() -> Iterable[Outcome]:
     """Fig. 27: heads without a sink are found in the third attention layer."""
-    for one in measured():
-        report = one.report()
-        if one.family == "Jamba" and report:
+    for model in measured():
+        report = model.report()
+        if model.family == "Jamba" and report:
             least = [min(heads) for heads in report["alpha"][0]]
-            says = f"{one.name}: the head with the least alpha_1 is in the third attention layer"
+            says = f"{model.name}: the head with the least alpha_1 is in the third attention layer"
             yield _check(says, least.index(min(least)) == 2)

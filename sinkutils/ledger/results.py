@@ -321,14 +321,14 @@ def results(preset: str, runs: Path | str | None = None) -> Results:
 @lru_cache(maxsize=4)
 def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) -> Results:
     """state: each record's digests, when they were written and how large they are."""
-    found: dict[str, dict[int, Run]] = {}
+    by_name: dict[str, dict[int, Run]] = {}
     older = []
     for entry in store.entries(preset):
         if entry.record is None or entry.status == "stale":
             continue
         later = experiment(entry.experiment).section == AFTER_PAPER
         if entry.record.provenance.get("ledger") in ledgers(later):
-            found.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
+            by_name.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
         else:
             older.append(f"{entry.experiment}/{entry.seed}")
-    return Results(preset, found, tuple(older))
+    return Results(preset, by_name, tuple(older))

@@ -139,39 +139,39 @@ def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> O
         if not check.by_base
         else (BASE if check.runs == ("base",) else _margin(check, ours, SINK))
     )
-    found = level(ours.values(check.runs[0], check.key), quantity.log)
-    state = HOLDS if found.low > threshold else FAILS if found.high <= threshold else OPEN
-    return Outcome("", state, found, why=f"threshold {threshold:.{quantity.digits}f}")
+    estimate = level(ours.values(check.runs[0], check.key), quantity.log)
+    state = HOLDS if estimate.low > threshold else FAILS if estimate.high <= threshold else OPEN
+    return Outcome("", state, estimate, why=f"threshold {threshold:.{quantity.digits}f}")
 
 
 def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The first run has more than the second: significant after Holm. It fails where the interval leaves no room for
     a difference that counts: of an excess as much as a sink, else any at all.
     """
-    one, other = check.runs
-    found = paired(ours, one, other, check.key)
-    if found is None:
+    run, reference = check.runs
+    estimate = paired(ours, run, reference, check.key)
+    if estimate is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
-    p = min(1.0, 2 * min(found.p_above(), found.p_below()))
+    p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))
     room = _margin(check, ours, SINK) if check.by_base else 0.0
     adjusted = corrected.get(check, p)
-    state = HOLDS if found.mean > 0 and adjusted <= ALPHA else FAILS if found.high <= room else OPEN
-    return Outcome("", state, found, p, why=f"p = {adjusted:.2g} after Holm")
+    state = HOLDS if estimate.mean > 0 and adjusted <= ALPHA else FAILS if estimate.high <= room else OPEN
+    return Outcome("", state, estimate, p, why=f"p = {adjusted:.2g} after Holm")
 
 
 def _within(
     low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
 ) -> Outcome:
     """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
-    one, other = check.runs
-    found = paired(ours, one, other, check.key)
-    if found is None:
+    run, reference = check.runs
+    estimate = paired(ours, run, reference, check.key)
+    if estimate is None:
         return Outcome("", MISSING, why="the two share fewer than two seeds")
     margin = _margin(check, ours, share)
-    inside = [found.p_above(-margin)] * low + [found.p_below(margin)] * high
-    beyond = [found.p_below(-margin)] * low + [found.p_above(margin)] * high
+    inside = [estimate.p_above(-margin)] * low + [estimate.p_below(margin)] * high
+    beyond = [estimate.p_below(-margin)] * low + [estimate.p_above(margin)] * high
     state = HOLDS if max(inside) <= ALPHA else FAILS if min(beyond) <= ALPHA else OPEN
-    return Outcome("", state, found, why=f"margin {margin:.3f}")
+    return Outcome("", state, estimate, why=f"margin {margin:.3f}")
 
 
 def _not(judged: Judge) -> Judge:

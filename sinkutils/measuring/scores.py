@@ -104,8 +104,8 @@ def _scorer_class() -> type:
             logits: torch.Tensor = getattr(output, "logits", output)
             skipped = inputs.shape[1] - logits.shape[1]  # positions whose logits were not computed
             answers = []
-            for row, start, one in zip(rows, starts, logits, strict=True):
-                log_p = one[start - skipped : len(row) - 1 - skipped].float().log_softmax(dim=-1)
+            for row, start, predicted in zip(rows, starts, logits, strict=True):
+                log_p = predicted[start - skipped : len(row) - 1 - skipped].float().log_softmax(dim=-1)
                 wanted = row[start + 1 :].to(log_p.device)
                 greedy = bool((log_p.argmax(dim=-1) == wanted).all())
                 answers.append((float(log_p.gather(1, wanted[:, None]).sum()), greedy))

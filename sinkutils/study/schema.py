@@ -92,13 +92,13 @@ def check_report(report: Any) -> None:
         _number(f"{where}: sink_star at {eps}", percent, 0, 100)
     for k, excess in _mapping(f"{where}: excess", values.get("excess", {})).items():
         _number(f"{where}: excess {k}", excess, -1, 1)
-    found = [name for name in ARRAYS if name in values]
-    for name in found:
+    given = [name for name in ARRAYS if name in values]
+    for name in given:
         axes, least, most = ARRAYS[name]
         _array(f"{where}: {name}", values[name], axes, least, most)
-    if found:
+    if given:
         integer(f"{where}: T", _mapping(where, values, "T")["T"], least=1, most=LARGEST["context_length"])
-        norms = (name for name in found if name.endswith("_norms"))
+        norms = (name for name in given if name.endswith("_norms"))
         single = [name for name in norms if np.shape(values[name])[-1] < min(2, values["T"])]
         require(not single, f"{where}: {', '.join(single)} must have a number for each position")
     by_layer: dict[str, Any] = {name: values[name] for name in ("key_norms", "value_norms") if name in values}
