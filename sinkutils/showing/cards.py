@@ -17,8 +17,8 @@ import pandas as pd
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import rules
-from sinkutils.ledger.results import QUANTITIES
-from sinkutils.showing import names
+from sinkutils.ledger.results import QUANTITIES, results
+from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
 
 # Background and ink of a chip; the verdict's word stands in it, so that colour is not all there is.
@@ -123,7 +123,7 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
 
 
 def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
-    """Why the verdict is what it is, one sentence or two."""
+    """Why the verdict is what it is: which check decides it, by how much, and what a test says of the cause."""
     verdict = row["verdict"]
     if verdict == rules.NOT_VISIBLE:
         return names.human(row["reason"], preset).capitalize() + "."
@@ -136,7 +136,8 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
     counts = f"{states.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
     counts += f", {states[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in states else ""
     opening = "Cannot be told" if verdict == rules.INCONCLUSIVE else "Does not hold"
-    return f"{counts}. {opening}, for one: {_found(first, preset)}."
+    said = f"{counts}. {opening}, for one: {_found(first, preset)}."
+    return " ".join(filter(None, (said, reasons.why(row["id"], results(preset)))))
 
 
 def _found(check: pd.Series, preset: str) -> str:

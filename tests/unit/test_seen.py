@@ -13,7 +13,7 @@ from sinkutils import paths
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.report import uniform_alpha
-from sinkutils.showing import cards, comparisons, figures, items, names, seen
+from sinkutils.showing import cards, comparisons, figures, items, names, reasons, seen
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
@@ -151,7 +151,7 @@ FOUND = [
 def test_a_reason_says_what_was_found_in_the_place_of_what_was_asked(asked, numbers, why, words):
     columns = ["check", "outcome", "mean", "low", "high", "seeds", "why", *ledger.ASKED]
     checks = pd.DataFrame([("asked", "fails", *numbers, 3, why, *asked)], columns=columns)
-    said = cards.reason({"verdict": "not reproduced"}, checks, "laptop")
+    said = cards.reason({"id": "none", "verdict": "not reproduced"}, checks, "laptop")
     assert said == f"0 of 1 checks hold. Does not hold, for one: {words}"
 
 
@@ -168,6 +168,14 @@ def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     assert text.startswith("[NOT RUN] Weight decay encourages the sink.")
     assert "three seeds of weight decay 1 (1 so far); weight decay 0.01" in " ".join(text.split())
     assert ">not run<" in page and cards.COLORS["not run"][0] in page
+
+
+def test_a_cause_is_named_of_claims_that_there_are_and_only_while_its_test_says_so(runs):
+    known = {claim.id for part in ledger.PARTS.values() for claim in part}
+    said = {id: reasons.why(id, results("laptop", runs)) for id in reasons.REASONS}
+    assert set(said) <= known and reasons.why("universal", results("laptop", runs)) == ""
+    assert said["first_token_norms"] == "", "no record, no test"
+    assert "77.8 %" in said["random_input"] and "grows with the distance" in said["proposition_2"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,73 @@
+"""Why a claim of the ledger does not hold here, or cannot be told: a sentence from a test that was run, never a guess.
+
+Each is said only while the test says so: a check of the ledger's rules that holds on the records, or a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sinkutils.ledger.results import Results
+from sinkutils.ledger.rules import HOLDS, Check, judge
+from sinkutils.measuring.open_lms import recorded
+from sinkutils.measuring.own import BOS
+from sinkutils.measuring.report import norm_ratio
+from sinkutils.model.positions import distance_table
+
+
+def why(id: str, ours: Results) -> str:
+    """The sentence of a claim, or nothing."""
+    return REASONS[id](ours) if id in REASONS else ""
+
+
+def _largest_element(ours: Results) -> str:
+    """Sections 3.1 and 7.3: massive activations as single elements, where the norm says nothing."""
+    outcome = judge(Check("present", ("base",), "peak"), ours, {})
+    if outcome.state != HOLDS or outcome.effect is None:
+        return ""
+    mean, low, high = (f"{x:.1f}" for x in (outcome.effect.mean, outcome.effect.low, outcome.effect.high))
+    gained = ours.values("base", "hidden")
+    trained = [max(norm_ratio(ours.seeds("base")[seed].report["hidden_norms"][:-1])) for seed in gained.index]
+    before = np.mean(trained / gained)
+    return (
+        f"The base's h₁ does stand out, by its largest element: {mean} ({low} to {high}) times the untrained model's. "
+        f"Its norm is {before:.1f} times the others' before the first step already, as x₁ sees only itself."
+    )
+
+
+def _gemma_without_bos(kind: str) -> Callable[[Results], str]:
+    """Section 3.3: what Gemma has with the BOS that it always saw."""
+
+    def said(ours: Results) -> str:
+        with_bos = recorded("gemma-3-270m")["probes"][kind][BOS]["sink"]["1"]["0.3"]
+        return f"Gemma always saw a BOS; with it in front, the same tokens give Sink₁ = {with_bos:.1f} %."
+
+    return said
+
+
+def _gemma_repeats(ours: Results) -> str:
+    """Section 3.3: where no token is massive, none is when it is repeated."""
+    plain = recorded("gemma-3-270m")["probes"]["natural"]["text"]
+    ratio = max(norm_ratio(plain["hidden_norms"][:-1]))
+    return (
+        f"Gemma always saw a BOS: without it, as here, natural text has no massive first token either (norm ratio "
+        f"{ratio:.1f}, Sink₁ = {plain['sink']['1']['0.3']:.1f} %)."
+    )
+
+
+def _bucket_numbers(ours: Results) -> str:
+    """Appendix B.1, Proposition 2: the premise, by the table that is added."""
+    table = distance_table("relative", 160, 1)[0]
+    if not bool((table.diff() >= 0).all()):
+        return ""
+    return "Equation 6 and the published code add the number of T5's bucket itself, which grows with the distance."
+
+
+REASONS: dict[str, Callable[[Results], str]] = {
+    **dict.fromkeys(("first_token_norms", "bias_activations", "value_bias_activations"), _largest_element),
+    "random_input": _gemma_without_bos("random"),
+    "repeated_massive": _gemma_repeats,
+    "proposition_2": _bucket_numbers,
+}
