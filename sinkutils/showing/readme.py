@@ -44,7 +44,8 @@ DIFFERENCES = 8  # that README lists; the ledger has them all
 def headlines_part() -> str:
     """The verdicts of six conclusions of the paper, a line each, and how many of all claims have which."""
     table = ledger.claims(PRESET).set_index("id", drop=False)
-    lines = [f"- {_chip(row)} {row['claim']} <br> {_why(row)}" for row in table.loc[list(HEADLINES)].to_dict("records")]
+    rows = table.loc[list(HEADLINES)].to_dict("records")
+    lines = [f"- {_chip(row)} {row['claim']} <br> {' '.join([*_numbers(row), _why(row)])}" for row in rows]
     counts = table["verdict"].value_counts().sort_index()
     listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
     more = f"Of all {counts.sum()} claims: {listed}. Each with its numbers: [the ledger](docs/ledger.md)."
@@ -60,6 +61,20 @@ def differences_part() -> str:
     if len(rows) > DIFFERENCES:
         lines.append(f"- and {len(rows) - DIFFERENCES} more in [the ledger](docs/ledger.md)")
     return "\n".join(lines) or "Of what is recorded so far, nowhere."
+
+
+def _numbers(row: dict[str, Any]) -> list[str]:
+    """Of a claim that was judged: the share of heads with a sink in each of its runs, the paper's in brackets."""
+    if row["verdict"] == rules.NOT_RUN:
+        return []
+    table, _, facts = cards.figures(row, PRESET)
+    lines = [f"{fact}." for fact in facts]
+    for column in (name for name in table if name.startswith("ours: Sink")):
+        printed = table.get(column.replace("ours", "paper"), pd.Series(index=table.index, data=""))
+        pairs = [(run, ours, printed[run]) for run, ours in table[column].items() if ours]
+        cells = [f"{run} {ours}" + (f" (the paper {paper})" if paper else "") for run, ours, paper in pairs]
+        lines.append(f"{column.removeprefix('ours: ')}: {', '.join(cells)}.")
+    return lines
 
 
 def _chip(row: dict[str, Any]) -> str:
