@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sinkutils.ledger.effects import paired
 from sinkutils.ledger.results import Results
 from sinkutils.ledger.rules import HOLDS, Check, judge
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
 from sinkutils.measuring.report import norm_ratio
 from sinkutils.model.positions import distance_table
+from sinkutils.study.grid import experiment
 
 
 def why(id: str, ours: Results) -> str:
@@ -65,9 +67,23 @@ def _bucket_numbers(ours: Results) -> str:
     return "Equation 6 and the published code add the number of T5's bucket itself, which grows with the distance."
 
 
+def _past_the_best_rate(ours: Results) -> str:
+    """Section 4, Table 9: whether twice the rate trains the better model, as in the paper."""
+    loss = paired(ours, "lr_x2", "base", "valid_loss")
+    if loss is None or loss.low <= 0:
+        return ""
+    twice, once = (experiment(name).paper["valid_loss"] for name in ("lr_x2", "default"))
+    return (
+        f"At twice the rate our model also learns worse, by {loss.mean:.3f} nats ({loss.low:.3f} to {loss.high:.3f}), "
+        f"where the paper's learns better ({twice:.2f} against {once:.2f}): our base stands at its best rate, the "
+        "paper's below it."
+    )
+
+
 REASONS: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("first_token_norms", "bias_activations", "value_bias_activations"), _largest_element),
     "random_input": _gemma_without_bos("random"),
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
+    "small_rate": _past_the_best_rate,
 }
