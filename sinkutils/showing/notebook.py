@@ -14,10 +14,13 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
+from sinkutils.measuring.own import subject
 from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing import names
+from sinkutils.showing.explorer import explore
 from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.pages import WIDTH, put
+from sinkutils.showing.svg import Picture
 from sinkutils.showing.tables import plain
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config, keeps_weights, unavailable
@@ -119,6 +122,26 @@ def record_or_train(
 ) -> Record | None:
     """The record of an experiment or a fine-tuning, or what `recorded` makes of one that is missing."""
     return recorded({name: name}, preset, seed, recompute, device, weights)[name]
+
+
+def look_around(
+    name: str,
+    preset: str,
+    seed: int = 0,
+    recompute: str = "never",
+    device: str | None = None,
+    first: str | None = None,
+) -> Picture | None:
+    """An explorer of a recorded model on natural texts, with what training put first, or `first` (`Subject.inputs`).
+
+    None, with a line, where the record or its weights are missing and are not to be made.
+    """
+    record = record_or_train(name, preset, seed, recompute, device, weights=True)
+    if record is None:
+        return None
+    own = subject(str(record.folder), device)
+    ids = own.inputs("natural", 4, min(32, own.length), first=first)
+    return explore(own.model, ids, names.of(name, preset), own.tokenizer)
 
 
 def ensure(
