@@ -141,7 +141,9 @@ def look_around(
         return None
     own = subject(str(record.folder), device)
     ids = own.inputs("natural", 4, min(32, own.length), first=first)
-    return explore(own.model, ids, names.of(name, preset), own.tokenizer)
+    called = names.of(name, preset)
+    called = called if called.startswith("the ") else f"the model with {called}"
+    return explore(own.model, ids, called, own.tokenizer)
 
 
 def ensure(
