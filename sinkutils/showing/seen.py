@@ -57,10 +57,13 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
 
 
 def reference(shown: Sequence[Row]) -> str:
-    """The experiment that an item's rows are compared with: the base, or the default where they change that."""
-    if any(row.base for row in shown) or not any(row.experiment == "default" for row in shown):
+    """The experiment that an item's rows are compared with: the base, in its place that of the windows, which are
+    measured on shorter texts, or the default where rows change that.
+    """
+    there = {row.experiment for row in shown}
+    if any(row.base for row in shown):
         return "base"
-    return "default"
+    return next((name for name in ("window_none", "default") if name in there), "base")
 
 
 def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
@@ -81,7 +84,7 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
 
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     other, quantity = reference(shown), human(QUANTITIES[key].heading)
-    name = of(other, ours.preset) if other == "base" else "the default"
+    name = {"default": "the default", "window_none": "the base at this T"}.get(other) or of(other, ours.preset)
     lines = _of_base(ours, other, key, name)
     table = differences(shown, ours, key)
     more, less = table[table["low"] > 0], table[table["high"] < 0]

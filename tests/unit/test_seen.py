@@ -100,6 +100,15 @@ def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
     assert "K biases 100 %, the paper 73" in " ".join(seen.sentences("Table 4", key="excess_star"))
 
 
+def test_windows_are_compared_with_the_base_at_their_own_length(add):
+    add("fixed_1", 0.90, 0.94, 0.92)
+    add("window_1_2", 0.51, 0.53, 0.53)
+    assert "The base at this T is not recorded yet" in " ".join(seen.sentences("Figure 6 right", key="visible_1"))
+    add("window_none", 0.50, 0.54, 0.52)
+    told = " ".join(seen.sentences("Figure 6 right", key="visible_1"))
+    assert "Not to be told from the base at this T with these seeds: w = 32" in told
+
+
 def test_positions_name_where_the_sink_is(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("default", 0.01)
