@@ -106,7 +106,7 @@ def test_windows_are_compared_with_the_base_at_their_own_length(add):
     assert "The base at this T is not recorded yet" in " ".join(seen.sentences("Figure 6 right", key="visible_1"))
     add("window_none", 0.50, 0.54, 0.52)
     told = " ".join(seen.sentences("Figure 6 right", key="visible_1"))
-    assert "Not to be told from the base at this T with these seeds: w = 32" in told
+    assert "than the base at this T (difference" in told and "w = 32" in told
 
 
 def test_positions_name_where_the_sink_is(add):
