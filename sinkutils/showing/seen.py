@@ -16,6 +16,7 @@ from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
 from sinkutils.showing.names import Row, every, human, of, rows
 from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
+from sinkutils.study.experiments import experiment
 
 # By the ledger's quantity: what more and less of it are called.
 WORDS = {
@@ -52,8 +53,13 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
     if not any(row.trained for row in shown):
         failed = any(row.runs for row in shown)
         return _missing(shown) if failed else ["None of these runs is recorded yet."]
-    threshold = QUANTITIES[key].log and isinstance(QUANTITIES[key].level, float)
-    return [*(_levels if threshold else _compared)(shown, ours, key), *_missing(shown)]
+    if QUANTITIES[key].log and isinstance(QUANTITIES[key].level, float):
+        return [*_levels(shown, ours, key), *_missing(shown)]
+    # Beside the default's rows an item may have some that change the base: each is compared with what it changes.
+    split = reference(shown) == "default"
+    others = [row for row in shown if split and row.experiment and experiment(row.experiment).base]
+    parts = [part for part in ([row for row in shown if row not in others], others) if part]
+    return [*(line for part in parts for line in _compared(part, ours, key)), *_missing(shown)]
 
 
 def reference(shown: Sequence[Row]) -> str:

@@ -100,6 +100,16 @@ def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
     assert "K biases 100 %, the paper 73" in " ".join(seen.sentences("Table 4", key="excess_star"))
 
 
+def test_a_row_is_compared_with_what_it_changes(add):
+    add("default", 0.01, 0.02, 0.01)
+    add("default_constant_lr", 0.01, 0.02, 0.01)
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("constant_lr", 0.50, 0.54, 0.52)
+    told = seen.sentences("Section 4")
+    assert any(line.startswith("Not to be told from the default with these seeds: constant ") for line in told)
+    assert any(line.startswith("Not to be told from the base with these seeds: constant, on the base") for line in told)
+
+
 def test_windows_are_compared_with_the_base_at_their_own_length(add):
     add("fixed_1", 0.90, 0.94, 0.92)
     add("window_1_2", 0.51, 0.53, 0.53)
