@@ -37,9 +37,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The notebooks first: 00 trains a model and takes longest.
 test: lint
-	$(BIN)/python -m pytest $(IN_PARALLEL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --no-loadscope-reorder --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS) tests
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not slow" $(IN_PARALLEL)
