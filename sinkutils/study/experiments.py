@@ -77,7 +77,7 @@ class Experiment:
     headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
     weights: int = 0  # of how many seeds the weights are kept at small presets: for a notebook 1, for a claim 3
     note: str = ""
-    presets: tuple[str, ...] = ("smoke", "laptop", "gpu", "paper")
+    presets: tuple[str, ...] = ("smoke", "laptop", "desk", "gpu", "paper")
     start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
     download: bool = False  # needs the network: trained where it is named, not with the rest
 
@@ -217,7 +217,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
     # After the paper: data/paper/after_paper.csv says where each comes from
     *(Experiment(name, AFTER_PAPER, title, overrides, weights=int(name == "gate_head"),
-                 presets=("smoke", "laptop", "gpu"))
+                 presets=("smoke", "laptop", "desk", "gpu"))
       for name, title, overrides in (
         ("gate_head", "an output gate a head", {"model.gate": "head"}),
         ("gate_element", "an output gate an element", {"model.gate": "element"}),

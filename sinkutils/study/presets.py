@@ -73,6 +73,18 @@ _ALL = (
         keeps_weights=True,
     ),
     Preset(
+        "desk",
+        "a night a run on one core; the base is the paper's default, at the smallest size that shows its sink",
+        LMConfig(1024, 256, 6, 8, 256, 512),
+        DataConfig("embedded"),
+        TrainConfig(100_000, 4, 2e-3, 100, precision="bf16", eval_every=2000),
+        Tuning("docstrings", 20_000),
+        base="default",
+        four_epochs=0.26,  # 102M tokens of 98.6M
+        seconds=9000,
+        compile=True,
+    ),
+    Preset(
         "gpu",
         "one data-centre GPU, about a minute a run; the base is the paper's default",
         LMConfig(4096, 512, 8, 8, 512, 1024),
