@@ -75,9 +75,9 @@ _ALL = (
     Preset(
         "desk",
         "a night a run on one core; the base is the paper's default, at the smallest size that shows its sink",
-        LMConfig(1024, 256, 6, 8, 256, 512),
+        LMConfig(1024, 128, 6, 8, 256, 512),
         DataConfig("embedded"),
-        TrainConfig(100_000, 4, 2e-3, 100, precision="bf16", eval_every=2000),
+        TrainConfig(100_000, 8, 2e-3, 100, precision="bf16", eval_every=2000),
         Tuning("docstrings", 20_000),
         base="default",
         four_epochs=0.26,  # 102M tokens of 98.6M

@@ -116,6 +116,9 @@ def _point(where: str, point: Any, *needed: str) -> None:
         for name, least, most in RANGES:
             if key.startswith(name) and value is not None:
                 _number(f"{where}: {key}", value, least, most)
+    for name in ("peak_1", "value_ratio_1"):  # by block, in newer records
+        if name in point:
+            _array(f"{where}: {name}", point[name], 1, 0, math.inf)
     if point.get("gradient_norms"):  # of a fine-tuning: every step since the point before
         for name in ("losses", "gradient_norms"):
             _array(f"{where}: {name}", point.get(name), 1, 0, math.inf)

@@ -152,7 +152,7 @@ class Run:
         return total
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[dict[str, float], Report | None]:
+    def evaluate(self) -> tuple[dict[str, Any], Report | None]:
         """The validation loss and the sink metric at this step, and the report; none of a model that is not finite.
 
         In a group every process evaluates, because the weights may be cut over all of them.
@@ -160,20 +160,25 @@ class Run:
         with self.autocast():
             valid_loss = self.valid_loss()
         # Rank 0's, so that all take it for finite or none.
-        point = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
+        point: dict[str, Any] = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
         if not math.isfinite(point["valid_loss"]):
             return point, None
         report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
         point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
         if report.star is not None:
             point |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
+        if report.length > 1:  # of the first token, by block: massive activations and small values (Section 3.1)
+            assert report.hidden_peaks is not None and report.value_norms is not None
+            others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
+            by_block = {"peak_1": report.hidden_peaks[:, 0], "value_ratio_1": report.value_norms[:, 0] / others}
+            point |= {name: [round(x, 4) for x in values.tolist()] for name, values in by_block.items()}
         return point, report
 
     def steps(self, losses: list[float]) -> dict[str, Any]:
         """What a point of the curve says of each step since the last; losses: means over the group."""
         return {}
 
-    def keep(self, point: dict[str, float], report: Report) -> None:
+    def keep(self, point: dict[str, Any], report: Report) -> None:
         """Add a point to the curve, and to `alphas` the mean alpha of its report."""
         self.curve.append(point)
         star = [] if report.star is None else [report.star.mean(dim=0)[None]]

@@ -35,8 +35,13 @@ PLAIN = {**DEFAULT, "constant_lr": "default_constant_lr", "window_none": "defaul
 SAME = {
     "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **DIMS},
     "laptop": {"heads_4": "fixed_1", **DIMS},
-    "desk": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1", "k_bias_dims_4": "k_bias_dims_1", "depth_6": "default",
-             "context_256": "default"},
+    "desk": {
+        **PLAIN,
+        "k_bias_dims_2": "k_bias_dims_1",
+        "k_bias_dims_4": "k_bias_dims_1",
+        "depth_6": "default",
+        "context_256": "default",
+    },
     "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1", "context_512": "default"},
     "paper": {**PLAIN, "data_share_1": "default", **ULTRACHAT},
     "paper-1b": ULTRACHAT,
@@ -129,7 +134,14 @@ def test_no_two_names_are_one_run_unless_the_preset_cannot_tell_them_apart_and_r
 
 def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
     bases = {name: scale.base for name, scale in PRESETS.items()}
-    own = {"smoke": "fixed_1", "laptop": "fixed_1", "desk": "default", "gpu": "default", "paper": "default", "paper-1b": "softmax_1b"}
+    own = {
+        "smoke": "fixed_1",
+        "laptop": "fixed_1",
+        "desk": "default",
+        "gpu": "default",
+        "paper": "default",
+        "paper-1b": "softmax_1b",
+    }
     assert bases == own
     for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
         assert config(name, "laptop").data.fixed_position == position
