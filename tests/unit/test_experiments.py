@@ -197,8 +197,8 @@ def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_ca
     ("ask", "message"),
     [
         (lambda: experiment("k_biass"), r"did you mean .*k_bias.*sinkutils list"),
-        (lambda: preset("lap"), "smoke, laptop, gpu, paper"),
-        (lambda: config("default", "lap"), "smoke, laptop, gpu, paper"),
+        (lambda: preset("lap"), "smoke, laptop, desk, gpu, paper"),
+        (lambda: config("default", "lap"), "smoke, laptop, desk, gpu, paper"),
         (lambda: config("sft_elu"), "unknown experiment 'sft_elu': did you mean"),
         (lambda: config("softmax_1b", "laptop"), "belongs to preset paper-1b"),
         (lambda: config("k_bias", "paper-1b"), "belongs to preset smoke"),

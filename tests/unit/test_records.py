@@ -290,6 +290,8 @@ BAD = {
     "a loss of nan elsewhere": damaged("metrics", "final", "something", to=float("nan")),
     "an infinity in digits": holds("provenance.json", b'{"device": 1e999}'),
     "gradients without losses": damaged("metrics", "curve", to=[POINT | {"gradient_norms": [1.0]}]),
+    "a peak below 0": damaged("metrics", "curve", to=[POINT | {"peak_1": [1.0, -2.0]}]),
+    "a ratio that is no list": damaged("metrics", "curve", to=[POINT | {"value_ratio_1": 0.5}]),
     "a point without its step": damaged("metrics", "curve", to=[{"sink_1": 1.5, "valid_loss": 5.0}]),
     "a report's excess as text": damaged("metrics", "final", "report", "excess", "1", to="much"),
     "a report's T as text": damaged("metrics", "final", "report", "T", to="long"),

@@ -12,6 +12,7 @@ from helpers import CPU, own_model
 
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import DataConfig
+from sinkutils.measuring.report import norm_ratio
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.grid import config
@@ -150,7 +151,10 @@ def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
     with pytest.warns(UserWarning, match="300 tokens in place of"):
         record = train(run, tmp_path, device="cpu", corpus=corpus, progress=False, compile=False)
     first, last, final = record.metrics["curve"][0], record.metrics["curve"][-1], record.metrics["final"]
-    assert {"hidden_peaks", "value_norms"} <= set(final["report"]) and set(final["gradients"]) == {"input", "value"}
+    peaks, values = (final["report"][name] for name in ("hidden_peaks", "value_norms"))
+    assert last["peak_1"] == pytest.approx([row[0] for row in peaks], abs=1e-3)
+    assert last["value_ratio_1"] == pytest.approx(norm_ratio(values), abs=1e-3)
+    assert set(final["gradients"]) == {"input", "value"}
     assert last["valid_loss"] < first["valid_loss"] - 0.05
     assert ("sink_star" in last) == (name in ("sink_logit", "softmax_plus_one"))
 
