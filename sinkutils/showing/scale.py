@@ -1,0 +1,160 @@
+"""At which scale a sink is seen: how it comes block by block, along training, and a ladder of models by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from sinkutils.ledger.results import EPSILON, Run, results, sink
+from sinkutils.measuring.open_lms import recorded
+from sinkutils.measuring.own import BOS, TEXT
+from sinkutils.measuring.report import uniform_alpha
+from sinkutils.showing import figures, names
+from sinkutils.showing.pages import show_text
+from sinkutils.study.cost import cost
+from sinkutils.study.experiments import experiment
+from sinkutils.study.grid import config
+
+ANY, ONE = "any first token", "one fixed first token, or a BOS"
+LOOKS = {ANY: ("o", figures.BASE_COLOR), ONE: ("s", figures.FIRST_COLOR)}
+PASSED = (0.15, 0.3)  # what the sentences say of the largest head's alpha_1: when it was first above these
+OURS = ("laptop", "desk")
+
+
+def millions(run: Run) -> np.ndarray:
+    """The tokens, in millions, that a run had seen at each point of its curve."""
+    task, length = run.record.config["train"], run.record.config["model"]["context_length"]
+    return np.array([point["step"] for point in run.curve]) * task["batch_size"] * length / 1e6
+
+
+def heads(run: Run) -> np.ndarray:
+    """Mean alpha_1 of each head at each point of the curve, (points, layers, heads)."""
+    return run.record.arrays["curve"][:, 0].float().numpy()
+
+
+def trained(name: str, preset: str) -> dict[int, Run]:
+    """The runs of an experiment that trained, by seed."""
+    return {seed: run for seed, run in results(preset).seeds(name).items() if not run.failed}
+
+
+def by_block(name: str, preset: str = "desk") -> Figure | None:
+    """Along training, a row a seed, a colour a block: alpha_1 of each head, h_1's largest element over the sequence's
+    median one, v_1's norm over the others' (Fig. 4 middle; Section 3.1). None where nothing is recorded.
+    """
+    runs = trained(name, preset)
+    if not runs:
+        return None
+    figure, axes = plt.subplots(len(runs), 3, figsize=(9.6, 2.4 * len(runs) + 0.9), squeeze=False, sharex=True)
+    for row, (seed, run) in zip(axes, runs.items(), strict=True):
+        tokens, alpha = millions(run), heads(run)
+        colors = sns.color_palette("flare", alpha.shape[1])
+        for block, color in enumerate(colors):
+            row[0].plot(tokens, alpha[:, block], color=color, linewidth=0.8)
+            for axis, key in ((row[1], "peak_1"), (row[2], "value_ratio_1")):
+                values = [point[key][block] for point in run.curve]
+                axis.plot(tokens, values, color=color, label=f"block {block + 1}")
+        row[0].axhline(EPSILON, color=figures.PAPER_COLOR, linestyle="--", linewidth=1)
+        row[0].axhline(uniform_alpha(run.report["T"]), color=figures.PAPER_COLOR, linestyle=":", linewidth=1)
+        row[0].set(ylabel=r"$\alpha_1^{l,h}$, " + f"seed {seed}", ylim=(0, None))
+        row[1].set(ylabel=r"$\max_j |h_{1,j}|$ / median", yscale="log")
+        row[2].set(ylabel=r"$\|v_1\|$ / the others'", ylim=(0, None))
+    for axis in axes[-1]:
+        axis.set_xlabel("million tokens")
+    figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
+    return figure
+
+
+def sentences(name: str, preset: str = "desk") -> list[str]:
+    """What `by_block` shows of each seed: the end, the largest head and when it came, what h_1 and v_1 do by then."""
+    lines = []
+    for seed, run in trained(name, preset).items():
+        tokens, alpha = millions(run), heads(run)
+        largest = alpha.max(axis=(1, 2))
+        block, head = np.unravel_index(alpha[-1].argmax(), alpha[-1].shape)
+        passed = []
+        for level in PASSED:
+            above = largest > level
+            when = (
+                f"above {level} after {tokens[np.argmax(above)]:.0f}M tokens" if above.any() else f"never above {level}"
+            )
+            passed.append(when)
+        first, last = run.curve[0], run.curve[-1]
+        peaks = np.array(last["peak_1"]) / np.array(first["peak_1"])
+        lines.append(
+            f"Seed {seed}: after {tokens[-1]:.0f}M tokens Sink₁ = {last['sink_1']:.1f} %. The largest mean α₁ is "
+            f"{alpha[-1].max():.2f}, of head {head + 1} in block {block + 1}; the largest of all heads is first "
+            f"{', '.join(passed)} (even attention: {uniform_alpha(run.report['T']):.3f}). The largest element of h₁ "
+            f"over the median is then {peaks.max():.1f} times the untrained model's in block {peaks.argmax() + 1}, the "
+            f"least value ratio {min(last['value_ratio_1']):.2f} in block {np.argmin(last['value_ratio_1']) + 1}."
+        )
+    return lines or ["None of these runs is recorded yet."]
+
+
+def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
+    """`by_block` and its sentences, an experiment after the other."""
+    for name in experiments:
+        title = names.title(name)
+        caption = (
+            f"**{title[:1].upper()}{title[1:]}, block by block along training.** A row a seed, a colour a block. Left, "
+            "a line a head (dashed: ε; dotted: even attention); middle, the massive activation of the first token; "
+            "right, its value's norm beside the others'."
+        )
+        lines = sentences(name, preset)
+        figures.show(by_block(name, preset), caption, f"{title}: {' '.join(lines)}", f"by_block_{name}_{preset}")
+        show_text(lines)
+
+
+def ladder() -> pd.DataFrame:
+    """Sink_1 on natural text by size of model and by what stands first: ours, the paper's, the real models'.
+
+    Columns model, parameters, first (ANY or ONE), sink_1 (percent, a mean over seeds), of ("paper" or "measured").
+    """
+    rows: list[dict[str, Any]] = []
+    for preset in OURS:
+        for name, first in (("default", ANY), ("fixed_1", ONE)):
+            values = [value for run in trained(name, preset).values() if (value := sink(run)) is not None]
+            if values:
+                size = cost(config(name, preset)).parameters
+                rows.append(
+                    {
+                        "model": f"our {preset} preset",
+                        "parameters": size,
+                        "first": first,
+                        "sink_1": float(np.mean(values)),
+                    }
+                )
+    for name, first in (("default", ANY), ("fixed_1", ONE)):
+        size, printed = cost(config(name, "paper")).parameters, experiment(name).paper["sink_1"]
+        rows.append({"model": "the paper's 60M", "parameters": size, "first": first, "sink_1": printed, "of": "paper"})
+    for name in ("gemma-3-270m", "smollm2"):
+        kept = recorded(name)
+        for kind, first in ((TEXT, ANY), (BOS, ONE)):
+            if kind in kept["probes"]["natural"]:
+                share = kept["probes"]["natural"][kind]["sink"]["1"][f"{EPSILON}"]
+                about = kept["about"]
+                rows.append(
+                    {"model": about["title"], "parameters": about["parameters"], "first": first, "sink_1": share}
+                )
+    return pd.DataFrame(rows).assign(of=lambda table: table["of"].fillna("measured")).sort_values("parameters")
+
+
+def draw_ladder(table: pd.DataFrame) -> Figure:
+    """A row a model by size, a mark for what stands first: Sink_1; hollow: the paper's."""
+    models = list(dict.fromkeys(zip(table["model"], table["parameters"], strict=True)))
+    figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(models) + 1.3))
+    for first, (mark, color) in LOOKS.items():
+        axis.plot([], [], mark, color=color, label=first)
+        for place, (model, _) in enumerate(models):
+            part = table[(table["model"] == model) & (table["first"] == first)]
+            face = "white" if (part["of"] == "paper").any() else color
+            axis.plot(part["sink_1"], [place] * len(part), mark, color=color, markerfacecolor=face, markersize=8)
+    axis.set_yticks(range(len(models)), [f"{model}: {size / 1e6:.3g}M" for model, size in models])
+    axis.set(xlabel=figures.SINK_LABEL, xlim=(-3, 103), ylim=(-0.6, len(models) - 0.4))
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    return figure

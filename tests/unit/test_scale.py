@@ -1,0 +1,71 @@
+"""Which scale shows which sink: the picture by block, its sentences and the ladder, on made-up records."""
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from helpers import made_up
+
+from sinkutils.ledger.results import ledgers
+from sinkutils.showing import scale
+from sinkutils.study.grid import config
+
+matplotlib.use("agg")
+
+MODEL = config("default", "desk").model
+LEVELS = (0.1, 0.2, 0.4)  # the largest head's alpha_1 at each point
+
+
+@pytest.fixture
+def desk(runs, monkeypatch):
+    """Records of the default at two seeds; in the first the last head of block 3 gets a sink, in the other none."""
+    monkeypatch.setattr("sinkutils.study.record.ledger_sha256", lambda: ledgers(False)[-1])
+    for seed in (0, 1):
+        alpha = torch.full((3, 1, MODEL.num_layers, MODEL.num_heads), 0.07)
+        if seed == 0:
+            alpha[:, 0, 2, -1] = torch.tensor(LEVELS)
+        points = []
+        for n, (step, share) in enumerate(((0, 0.0), (50_000, 1.0), (100_000, 2.0)), start=1):
+            by_block = {"peak_1": [4.0, *[2.0 * n] * 5], "value_ratio_1": [1 / n] * 6}
+            points.append({"step": step, "valid_loss": 3.0, "sink_1": share} | by_block)
+        report = {"T": 64, "sink": {"1": {"0.3": 2.0 + seed}}}
+        last, kept = points[-1] | {"report": report}, {"arrays": {"curve": alpha.half()}}
+        made_up(runs, "default", seed, "desk", curve=points, final=last, kept=kept)
+
+
+def test_the_picture_has_a_row_a_seed_and_a_line_a_head_and_a_block(desk):
+    figure = scale.by_block("default")
+    heads, peaks, values = figure.axes[:3]
+    assert len(figure.axes) == 6
+    assert len(heads.lines) == MODEL.num_layers * MODEL.num_heads + 2  # with eps and even attention
+    assert len(peaks.lines) == len(values.lines) == MODEL.num_layers
+    tokens = 100_000 * config("default", "desk").train.batch_size * MODEL.context_length / 1e6
+    assert heads.lines[0].get_xdata()[-1] == pytest.approx(tokens)
+    plt.close(figure)
+
+
+def test_the_sentences_say_which_head_when_and_what_its_values_do(desk):
+    first, second = scale.sentences("default")
+    assert "head 8 in block 3" in first and "0.40" in first and "Sink₁ = 2.0 %" in first
+    assert "above 0.15 after 51M tokens, above 0.3 after 102M tokens" in first
+    assert "3.0 times the untrained model's in block 2" in first and "least value ratio 0.33 in block 1" in first
+    assert "never above 0.15, never above 0.3" in second
+
+
+def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):
+    table = scale.ladder()
+    assert table["parameters"].is_monotonic_increasing
+    ours = table[table["model"] == "our desk preset"]
+    assert ours["first"].tolist() == [scale.ANY] and ours["sink_1"].tolist() == [2.5]
+    printed = table[table["of"] == "paper"].set_index("first")["sink_1"]
+    assert printed.to_dict() == {scale.ANY: 18.18, scale.ONE: 74.11}
+    assert {scale.ANY, scale.ONE} == set(table.loc[table["model"] == "Gemma 3 270M", "first"])
+    figure = scale.draw_ladder(table)
+    assert len(figure.axes[0].get_yticklabels()) == table["model"].nunique()
+    plt.close(figure)
+
+
+def test_without_records_there_is_nothing_to_draw(runs, shown):
+    assert scale.by_block("default") is None
+    scale.show_by_block(("default",))
+    assert "None of these runs is recorded yet." in shown[-1]["text/plain"]
