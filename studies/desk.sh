@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The paper's default on CPU cores: runs of some three hours each on one core. Safe to stop; the next start goes on.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+make .venv/.installed
+PATH="$PWD/.venv/bin:$PATH"
+python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 1 --only default
+python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 --only fixed_1 k_bias sigmoid sigmoid_normalised \
+  weight_decay_0.5 learnable
+python -m sinkutils run --in-place --only 02                 # the page that shows them
+python -m sinkutils readme
