@@ -101,13 +101,13 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
     shares: dict[str, dict[str, str]] = {}
     ours: dict[str, dict[str, str]] = {}
     words, facts = [], []
-    for heading, values in _parsed(row["paper"]):
+    for heading, values in parsed(row["paper"]):
         if values:
             paper["paper: " + names.human(heading)] = values
         else:
             words.append(names.human(heading))
-    intervals = dict(_parsed(row["interval"]))
-    for heading, values in _parsed(row["ours"]):
+    intervals = dict(parsed(row["interval"]))
+    for heading, values in parsed(row["ours"]):
         what, by_eps, _ = heading.partition(" at eps ")
         known = intervals.get(heading, {})
         if not values:
@@ -131,12 +131,14 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return _lacking(row, preset)
     if verdict == rules.REPRODUCED:
         return {1: "The one check holds.", 2: "Both checks hold."}.get(len(checks), f"All {len(checks)} checks hold.")
+    decisive = checks[checks["outcome"] == (rules.OPEN if verdict == rules.INCONCLUSIVE else rules.FAILS)]
     states = checks["outcome"].value_counts()
-    first = checks[checks["outcome"] == (rules.OPEN if verdict == rules.INCONCLUSIVE else rules.FAILS)].iloc[0]
     counts = f"{states.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
     counts += f", {states[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in states else ""
     opening = "Cannot be told" if verdict == rules.INCONCLUSIVE else "Does not hold"
-    said = f"{counts}. {opening}, for one: {_found(first, preset)}."
+    opening += ", for one" if len(decisive) > 1 else ""
+    said = f"{opening}: {_found(decisive.iloc[0], preset)}."
+    said = f"{counts}. {said}" if len(checks) > 1 else said
     return " ".join(filter(None, (said, reasons.why(row["id"], results(preset)))))
 
 
@@ -173,7 +175,7 @@ def _lacking(row: dict[str, Any], preset: str) -> str:
     return "; ".join([*[f"Not judged before it has three seeds of {waits}"] * bool(waits), *others]) + "."
 
 
-def _parsed(text: str) -> list[tuple[str, dict[str, str]]]:
+def parsed(text: str) -> list[tuple[str, dict[str, str]]]:
     """The ledger's "heading: run value, run value; ..": each heading and its values; else the part."""
     parts = []
     for part in filter(None, text.split("; ")):

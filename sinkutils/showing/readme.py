@@ -21,6 +21,7 @@ from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names, svg
 from sinkutils.showing.explorer import kept_map, side_by_side
+from sinkutils.showing.findings import findings
 from sinkutils.showing.tables import records
 from sinkutils.study.cost import cost
 from sinkutils.study.grid import config, plan
@@ -72,8 +73,8 @@ def _numbers(row: dict[str, Any]) -> list[str]:
     for column in (name for name in table if name.startswith("ours: Sink")):
         printed = table.get(column.replace("ours", "paper"), pd.Series(index=table.index, data=""))
         pairs = [(run, ours, printed[run]) for run, ours in table[column].items() if ours]
-        cells = [f"{run} {ours}" + (f" (the paper {paper})" if paper else "") for run, ours, paper in pairs]
-        lines.append(f"{column.removeprefix('ours: ')}: {', '.join(cells)}.")
+        cells = [f"{run}: {ours}" + (f" (the paper {paper})" if paper else "") for run, ours, paper in pairs]
+        lines.append(f"{column.removeprefix('ours: ')}: {'; '.join(cells)}.")
     return lines
 
 
@@ -103,63 +104,11 @@ CHAPTERS = {
 def notebooks_part() -> str:
     """The notebooks, a row each, with a picture and what was found, from records and measurements."""
     rows = []
-    for stem, finding in findings().items():
+    for stem, finding in findings(PRESET).items():
         title, picture = CHAPTERS[stem]
         thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
         rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
     return markdown(["", "notebook", "what it finds"], rows)
-
-
-def findings() -> dict[str, str]:
-    """One sentence a notebook with the numbers that it rests on."""
-    frame, real = records(PRESET), {name: recorded(name) for name in ("smollm2", "gemma-3-270m")}
-
-    def ours(name: str, column: str = "sink_1") -> str:
-        values = frame.loc[(frame["experiment"] == name) & (frame["status"] == "done"), column].dropna()
-        if values.empty:
-            return "not recorded yet"
-        return f"{values.mean():.1f} % ({len(values)} seed{'s' if len(values) > 1 else ''})"
-
-    def measured(name: str, kind: str, first: str = "text") -> str:
-        return f"{real[name]['probes'][kind][first]['sink']['1']['0.3']:.1f} %"
-
-    smol, gemma, hidden = "smollm2", "gemma-3-270m", real["smollm2"]["operations"]["hide"]["sink_2"]
-    return {
-        "00_quickstart": (
-            f"In SmolLM2, a model of 135M, {measured(smol, 'natural')} of heads have a sink on the first token. "
-            "Softmax has to spend its attention somewhere; given a place of its own, it goes there."
-        ),
-        "01_properties": (
-            f"SmolLM2: {measured(smol, 'natural')} on text, {measured(smol, 'random')} on random tokens, "
-            f"{measured(smol, 'repeat')} on one token repeated. Gemma 3 270M: {measured(gemma, 'natural')} without its "
-            f"BOS, {measured(gemma, 'natural', 'BOS')} with it."
-        ),
-        "02_optimization": (
-            f"A small model whose texts begin with a BOS ends at {ours('fixed_1')}; one that meets any first token, at "
-            f"{ours('default')}."
-        ),
-        "03_data": f"With the fixed token at position 2, Sink₂: {ours('fixed_2', 'sink_2')}; Sink₁: {ours('fixed_2')}.",
-        "04_loss": (
-            f"Sink₁ with a weight decay of 0.1: {ours('fixed_1')}; without any: {ours('weight_decay_0')}; with 0.5: "
-            f"{ours('weight_decay_0.5')}."
-        ),
-        "05_architecture": f"With K biases, Sink₁: {ours('k_bias')}; on the bias: {ours('k_bias', 'sink_star')}.",
-        "06_attention_operation": (
-            f"Sink₁ with sigmoid attention that is not normalised: {ours('sigmoid')}; normalised: "
-            f"{ours('sigmoid_normalised')}."
-        ),
-        "07_after_pretraining": (
-            f"Sink₁ after fine-tuning, of the softmax model: {ours('sft_softmax')}; of the sigmoid model: "
-            f"{ours('sft_sigmoid')}."
-        ),
-        "08_what_it_is_for": (
-            f"Hide the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the second one."
-        ),
-        "09_after_the_paper": (
-            f"Sink₁ with a gate on each head's output: {ours('gate_head')}; with softpick: {ours('softpick')}; with a "
-            f"learned sink logit: {ours('sink_logit')}."
-        ),
-    }
 
 
 def hero() -> str:
@@ -194,11 +143,20 @@ def _claims(part: str) -> str:
     rows = []
     for row in ledger.claims(PRESET, part=part).to_dict("records"):
         effect = "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-        numbers = [names.human(row[column], PRESET) for column in ("paper", "ours", "interval")]
+        numbers = [_cells(row[column]) for column in ("paper", "ours", "interval")]
         claim = names.human(row["claim"])  # its words stand for themselves: sigmoid, relative
         rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
     counts = pd.Series([row[5] for row in rows]).value_counts().sort_index()
     return ", ".join(f"{chip}: {n}" for chip, n in counts.items()) + "\n\n" + markdown(columns, rows)
+
+
+def _cells(text: str) -> str:
+    """A cell of the ledger: a line a quantity, the runs' numbers after their names."""
+    lines = []
+    for heading, values in cards.parsed(text):
+        runs = "; ".join(f"{names.of(name, PRESET)}: {value}" for name, value in values.items())
+        lines.append(names.human(heading, PRESET) + (f": {runs}" if runs else ""))
+    return " <br> ".join(lines)
 
 
 def state_part() -> str:

@@ -81,5 +81,5 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
-    "small_rate": _past_the_best_rate,
+    **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }
