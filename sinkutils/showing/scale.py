@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.showing import figures, names
-from sinkutils.showing.pages import show_text
+from sinkutils.showing.pages import WIDTH, show_text
 from sinkutils.study.cost import cost
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config
@@ -93,12 +94,13 @@ def sentences(name: str, preset: str = "desk") -> list[str]:
             f"over the median is then {peaks.max():.1f} times the untrained model's in block {peaks.argmax() + 1}, the "
             f"least value ratio {min(last['value_ratio_1']):.2f} in block {np.argmin(last['value_ratio_1']) + 1}."
         )
-    return lines or ["None of these runs is recorded yet."]
+    return lines
 
 
 def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
-    """`by_block` and its sentences, an experiment after the other."""
-    for name in experiments:
+    """`by_block` and its sentences, an experiment after the other; what is not recorded is named."""
+    missing = [name for name in experiments if not trained(name, preset)]
+    for name in (name for name in experiments if name not in missing):
         title = names.title(name)
         caption = (
             f"**{title[:1].upper()}{title[1:]}, block by block along training.** A row a seed, a colour a block. Left, "
@@ -108,6 +110,19 @@ def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
         lines = sentences(name, preset)
         figures.show(by_block(name, preset), caption, f"{title}: {' '.join(lines)}", f"by_block_{name}_{preset}")
         show_text(lines)
+    if missing:
+        print(textwrap.fill(f"Not recorded yet at {preset}: {'; '.join(map(names.title, missing))}.", WIDTH))
+
+
+def show_ladder() -> None:
+    """`ladder` as a picture."""
+    table = ladder()
+    caption = (
+        "**At which scale each kind of sink is seen.** A row a model, by its parameters (with embeddings); hollow: the "
+        "paper's numbers. The models differ in their text and training too, so that this is a list, not a law."
+    )
+    each = [f"{row.model} {row.sink_1:.1f} with {row.first}" for row in table.itertuples()]
+    figures.show(draw_ladder(table), caption, f"Sink_1 in percent by model: {'; '.join(each)}", "ladder")
 
 
 def ladder() -> pd.DataFrame:

@@ -7,7 +7,7 @@ import torch
 from helpers import made_up
 
 from sinkutils.ledger.results import ledgers
-from sinkutils.showing import scale
+from sinkutils.showing import figures, scale
 from sinkutils.study.grid import config
 
 matplotlib.use("agg")
@@ -65,7 +65,19 @@ def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):
     plt.close(figure)
 
 
+def test_what_is_recorded_is_shown_with_its_sentences_and_the_rest_is_named(desk, shown, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "RENDERED", tmp_path)
+    scale.show_by_block(("default", "fixed_1"))
+    picture, lines = (data["text/plain"] for data in shown)
+    assert "any first token (the paper's default): Seed 0: after 102M tokens" in " ".join(picture.split())
+    assert "Seed 1" in lines and "Seed 2" not in lines
+    assert "Not recorded yet at desk: a fixed token at position 1." in capsys.readouterr().out
+    scale.show_ladder()
+    assert "our desk preset 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
+    assert {path.name for path in (tmp_path / "figures").glob("*.png")} == {"by_block_default_desk.png", "ladder.png"}
+
+
 def test_without_records_there_is_nothing_to_draw(runs, shown):
     assert scale.by_block("default") is None
     scale.show_by_block(("default",))
-    assert "None of these runs is recorded yet." in shown[-1]["text/plain"]
+    assert shown == []
