@@ -18,14 +18,30 @@ from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
 from sinkutils.study.experiments import experiment
 
-# By the ledger's quantity: what more and less of it are called.
+# By the ledger's quantity: how the level of a reference is said, and what more and less of it are called.
 WORDS = {
-    "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
-    "excess_star": ("More of a sink on the bias", "Less of a sink on the bias"),
-    "visible_1": ("More of a sink for the queries that see x₁", "Less of a sink for the queries that see x₁"),
-    "valid_loss": ("A higher validation loss", "A lower validation loss"),
-    "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
-    "onset": ("A later onset of the sink", "An earlier onset of the sink"),
+    "excess_1": ("{name} has Sink₁ = {value}.", "More of a sink on x₁", "Less of a sink on x₁"),
+    "excess_star": ("", "More of a sink on the bias", "Less of a sink on the bias"),
+    "visible_1": (
+        "In {name} the excess of α₁ over the queries that see x₁ is {value}.",
+        "More of a sink for the queries that see x₁",
+        "Less of a sink for the queries that see x₁",
+    ),
+    "valid_loss": (
+        "{name} ends at a validation loss of {value}.",
+        "A higher validation loss",
+        "A lower validation loss",
+    ),
+    "gap": (
+        "In {name} the validation loss ends above the training loss by {value}.",
+        "A larger gap between validation and training loss",
+        "A smaller gap between them",
+    ),
+    "onset": (
+        "In {name} the sink sets in after {value} of the steps.",
+        "A later onset of the sink",
+        "An earlier onset of the sink",
+    ),
 }
 PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
@@ -96,7 +112,7 @@ def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     more, less = table[table["low"] > 0], table[table["high"] < 0]
     undecided = table[(table["low"] <= 0) & (table["high"] >= 0)]
     which = f" (difference of the {quantity}, 95 % interval)"
-    for words, part in zip(WORDS[key], (more, less), strict=True):
+    for words, part in zip(WORDS[key][1:], (more, less), strict=True):
         if len(part):
             lines.append(f"{words} than {name}{which}: {_listed(part)}.")
             which = ""
@@ -114,14 +130,11 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     runs = [run for run in ours.seeds(other).values() if not run.failed]
     if not runs:
         return [f"{capital(name)} is not recorded yet, so that nothing can be compared with it."]
-    if key == "excess_star":
-        return []
-    what, unit, digits = human(QUANTITIES[key].heading), "", QUANTITIES[key].digits
-    values = list(ours.values(other, key))
+    values, unit, digits = list(ours.values(other, key)), "", QUANTITIES[key].digits
     if key == "excess_1":
-        what, unit, digits = "Sink₁ =", " %", 1
-        values = [value for run in runs if (value := sink(run)) is not None]
-    return [f"{capital(name)} has {what} {spread(values, digits, unit)}."] if values else []
+        values, unit, digits = [value for run in runs if (value := sink(run)) is not None], " %", 1
+    said = WORDS[key][0].format(name=name, value=spread(values, digits, unit)) if values else ""
+    return [capital(said)] if said else []
 
 
 def spread(values: Sequence[float], digits: int, unit: str) -> str:
