@@ -93,14 +93,15 @@ def effect(
 
 def paired(ours: Results, name: str, reference: str, key: str) -> Effect | None:
     """`effect` within results that are read; None where fewer than two seeds are shared."""
-    differences = _differences(ours, name, reference, key)
+    differences = each_seed(ours, name, reference, key)
     if len(differences) < 2:
         return None
     variance, freedom = _pooled(ours, key) or (float(differences.var()), float(len(differences) - 1))
     return _effect(float(differences.mean()), len(differences), (variance / len(differences)) ** 0.5, freedom)
 
 
-def _differences(ours: Results, name: str, reference: str, key: str) -> pd.Series:
+def each_seed(ours: Results, name: str, reference: str, key: str) -> pd.Series:
+    """The differences of the seeds that two experiments share; of a ratio's logarithms."""
     a, b = ours.values(name, key), ours.values(reference, key)
     if QUANTITIES[key].log:
         a, b = np.log(a), np.log(b)
@@ -114,7 +115,7 @@ def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
     if (key, "pooled") in ours.cache:
         return ours.cache[key, "pooled"]
     changed = {ours.label(row.name) for row in EXPERIMENTS if row.base and row.section != "8"} - {ours.label("base")}
-    by_name = {name: _differences(ours, name, "base", key) for name in sorted(changed)}
+    by_name = {name: each_seed(ours, name, "base", key) for name in sorted(changed)}
     several = {name: values for name, values in by_name.items() if len(values) > 1}
     pooled = None
     if several:

@@ -194,11 +194,11 @@ def scaling_is_rescaling() -> list[Outcome]:
     """Eqs. 32-42."""
     return [
         _outcome(
-            f"{name}: both runs have the same weights at every step",
+            f"{title}: both runs have the same weights at every step",
             scaling_difference(name) < EXACT,
-            f"largest difference in 20 steps: {name} {_tiny(scaling_difference(name))}",
+            f"largest difference in 20 steps, {title}: {_tiny(scaling_difference(name))}",
         )
-        for name in ("sgd", "adamw")
+        for name, title in (("sgd", "plain SGD"), ("adamw", "AdamW"))
     ]
 
 

@@ -50,7 +50,10 @@ ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a facto
 GATES: dict[str, tuple[tuple[str, ...], str]] = {
     "": ((), ""),
     "trained": (("smoke",), "a run of seconds has learned nothing yet"),
-    "any token": (("smoke", "laptop"), "models of this size have no sink on any first token, only on a fixed one"),
+    "any token": (
+        ("smoke", "laptop"),
+        "models of ours of this size have no sink on any first token, only on a fixed one",
+    ),
 }
 
 

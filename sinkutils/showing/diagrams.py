@@ -50,7 +50,8 @@ def packed(corpus: ToyCorpus, context_length: int, data: DataConfig) -> list[lis
     names = [[corpus.names[token] for token in row] for row in rows.tolist()]
     for row in names:
         for position in data.random_positions:
-            row[position - 1] = REDRAWN
+            if position != data.fixed_position:  # fixing comes last
+                row[position - 1] = REDRAWN
     return names
 
 

@@ -131,6 +131,6 @@ def token_map(
 
 def label(token: int, tokenizer: Any) -> str:
     """A token as it is written, its blanks made visible, at most eight letters; its id without a tokenizer."""
-    text = str(token) if tokenizer is None else tokenizer.decode([token])
+    text = str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
     text = "".join({"\n": "↵", "\t": "→"}.get(c, c) for c in text if c in "\n\t" or c.isprintable()).strip() or "␣"
     return text if len(text) <= 8 else text[:7] + "…"

@@ -169,9 +169,10 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
     softmax, sigmoid, star = shares_of.values()
     best = int(softmax.argmax())
     caption = (
-        "Softmax has to spend. No key matches this query: all logits are below 0. Softmax still hands out 1.00, "
-        f"{softmax[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a key k∗ "
-        f"whose value is zero, {star[0]:.2f} goes there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
+        "Softmax has to spend. No key of the text matches this query: their logits are below 0. Softmax still hands "
+        f"out 1.00, {softmax[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
+        f"key k∗ whose value is zero, here at the logit {NOTHING[0]:g} that training might give it, {star[0]:.2f} goes "
+        f"there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
         "it with Tab and move it with the arrow keys."
     )
     alt = "Logits of six keys, and the weights that softmax, sigmoid, and softmax with a key bias give them"

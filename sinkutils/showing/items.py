@@ -16,6 +16,12 @@ from sinkutils.showing.tables import (
     sinks_by_position,
 )
 
+# Ours begin with a fixed token, so that their levels are higher (Table 10 right, position 1).
+DIAMONDS = (
+    "Diamonds: the paper's 60M models, most of which meet any first token (their base has 18.18 % then, and 74.11 % "
+    "with a fixed one): compare directions, not levels."
+)
+
 
 def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
     """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
@@ -40,9 +46,9 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
         "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
-        "small marks are seeds, large ones their mean, diamonds the paper's 60M models."
+        "small marks are seeds, large ones their mean."
     )
-    caption = caption if printed else caption.replace(", diamonds the paper's 60M models", "")
+    caption += f" {DIAMONDS}" if printed else ""
     beside = " and in brackets the paper's" if printed else ""
     alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: {'; '.join(shares)}"
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
@@ -106,8 +112,12 @@ def effects(preset: str, key: str = "excess_1") -> None:
     figure = comparisons.effects(table, f"{what}, less the base's")
     caption = (
         f"**What moves the {what}.** A point is a setting's mean difference from the base over paired seeds, the line "
-        "its 95 % interval; filled where that leaves out 0. Where there are more, the ten largest and the ten smallest."
+        "its 95 % interval; filled where that leaves out 0. The interval's spread is pooled over all settings and not "
+        "corrected for their number; where the small marks, the seeds, scatter more than the line, it is too narrow. "
+        "Where there are more settings, the ten largest and the ten smallest."
     )
+    if key == "onset":
+        caption += " Settings that a seed of has no sink within the run are left out."
     figures.show(figure, caption, f"{what} of {len(table)} settings, less the base's", f"effects_{key}_{preset}")
 
 

@@ -5,17 +5,18 @@ Each is said only while the test says so: a check of the ledger's rules that hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from sinkutils.ledger.effects import paired
-from sinkutils.ledger.results import Results
+from sinkutils.ledger.results import Results, Run
 from sinkutils.ledger.rules import HOLDS, Check, judge
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
 from sinkutils.measuring.report import norm_ratio
 from sinkutils.model.positions import distance_table
+from sinkutils.showing import names
 from sinkutils.study.grid import experiment
 
 
@@ -24,19 +25,38 @@ def why(id: str, ours: Results) -> str:
     return REASONS[id](ours) if id in REASONS else ""
 
 
-def _largest_element(ours: Results) -> str:
-    """Sections 3.1 and 7.3: massive activations as single elements, where the norm says nothing."""
-    outcome = judge(Check("present", ("base",), "peak"), ours, {})
-    if outcome.state != HOLDS or outcome.effect is None:
-        return ""
-    mean, low, high = (f"{x:.1f}" for x in (outcome.effect.mean, outcome.effect.low, outcome.effect.high))
-    gained = ours.values("base", "hidden")
-    trained = [max(norm_ratio(ours.seeds("base")[seed].report["hidden_norms"][:-1])) for seed in gained.index]
-    before = np.mean(trained / gained)
-    return (
-        f"The base's h₁ does stand out, by its largest element: {mean} ({low} to {high}) times the untrained model's. "
-        f"Its norm is {before:.1f} times the others' before the first step already, as x₁ sees only itself."
-    )
+def _elements(*runs: str) -> Callable[[Results], str]:
+    """Sections 3.1 and 7.3: massive activations as single elements, where the norm says nothing, of the base and of
+    `runs` that change it; only while the base has one, and while it stands at x_1.
+    """
+
+    def say(ours: Results) -> str:
+        found = {run: judge(Check("present", (run,), "peak"), ours, {}) for run in ("base", *runs)}
+        gained = ours.values("base", "hidden")
+        if found["base"].state != HOLDS or not all(map(_at_first, (ours.seeds(run) for run in found))) or gained.empty:
+            return ""
+        cells = []
+        for run, outcome in found.items():
+            if outcome.effect is None:
+                return ""
+            mean, low, high = (f"{x:.1f}" for x in (outcome.effect.mean, outcome.effect.low, outcome.effect.high))
+            cells.append(f"{names.of(run, ours.preset)} {mean} ({low} to {high})")
+        trained = [max(norm_ratio(ours.seeds("base")[seed].report["hidden_norms"][:-1])) for seed in gained.index]
+        still = [names.of(run, ours.preset) for run in runs if found[run].state == HOLDS]
+        before = f"{np.mean(trained / gained):.1f}"
+        return (
+            f"The norm of h₁ hardly tells: it is {before} times the others' before the first step already, as x₁ sees "
+            f"only itself. Its largest element does, times the untrained model's: {'; '.join(cells)}."
+            + (f" By that, x₁ stands out with {' and '.join(still)} as well." if still else "")
+        )
+
+    return say
+
+
+def _at_first(seeds: Mapping[int, Run]) -> bool:
+    """Whether in every run the largest element before the last block is one of x_1."""
+    kept = [run.report["hidden_peaks"] for run in seeds.values() if run.report.get("hidden_peaks")]
+    return bool(kept) and all(np.argmax(np.max(rows[:-1] or rows, axis=0)) == 0 for rows in kept)
 
 
 def _gemma_with_bos(ours: Results) -> str:
@@ -77,7 +97,9 @@ def _past_the_best_rate(ours: Results) -> str:
 
 
 REASONS: dict[str, Callable[[Results], str]] = {
-    **dict.fromkeys(("first_token_norms", "bias_activations", "value_bias_activations"), _largest_element),
+    "first_token_norms": _elements(),
+    "bias_activations": _elements("kv_bias", "k_bias"),
+    "value_bias_activations": _elements("v_bias"),
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,

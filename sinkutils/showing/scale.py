@@ -111,7 +111,7 @@ def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
         figures.show(by_block(name, preset), caption, f"{title}: {' '.join(lines)}", f"by_block_{name}_{preset}")
         show_text(lines)
     if missing:
-        print(textwrap.fill(f"Not recorded yet at {preset}: {'; '.join(map(names.title, missing))}.", WIDTH))
+        print(textwrap.fill(f"Not recorded yet for this model: {'; '.join(map(names.title, missing))}.", WIDTH))
 
 
 def show_ladder() -> None:
@@ -121,7 +121,9 @@ def show_ladder() -> None:
         "**At which scale each kind of sink is seen.** A row a model, by its parameters (with embeddings); hollow: the "
         "paper's numbers. The models differ in their text and training too, so that this is a list, not a law."
     )
-    each = [f"{row.model} {row.sink_1:.1f} with {row.first}" for row in table.itertuples()]
+    each = [
+        f"{row.model} ({row.parameters / 1e6:.3g}M) {row.sink_1:.1f} with {row.first}" for row in table.itertuples()
+    ]
     figures.show(draw_ladder(table), caption, f"Sink_1 in percent by model: {'; '.join(each)}", "ladder")
 
 
@@ -138,7 +140,7 @@ def ladder() -> pd.DataFrame:
                 size = cost(config(name, preset)).parameters
                 rows.append(
                     {
-                        "model": f"our {preset} preset",
+                        "model": "ours",
                         "parameters": size,
                         "first": first,
                         "sink_1": float(np.mean(values)),
@@ -165,8 +167,8 @@ def draw_ladder(table: pd.DataFrame) -> Figure:
     figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(models) + 1.3))
     for first, (mark, color) in LOOKS.items():
         axis.plot([], [], mark, color=color, label=first)
-        for place, (model, _) in enumerate(models):
-            part = table[(table["model"] == model) & (table["first"] == first)]
+        for place, (model, size) in enumerate(models):
+            part = table[(table["parameters"] == size) & (table["model"] == model) & (table["first"] == first)]
             face = "white" if (part["of"] == "paper").any() else color
             axis.plot(part["sink_1"], [place] * len(part), mark, color=color, markerfacecolor=face, markersize=8)
     axis.set_yticks(range(len(models)), [f"{model}: {size / 1e6:.3g}M" for model, size in models])

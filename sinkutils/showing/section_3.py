@@ -17,6 +17,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from sinkutils.measuring.real import window_of
 from sinkutils.showing.explorer import kept_map
 from sinkutils.showing.figures import (
     BASE_COLOR,
@@ -29,9 +30,9 @@ from sinkutils.showing.figures import (
     draw_map,
 )
 from sinkutils.showing.properties import by_domain, by_length, report, usual
-from sinkutils.showing.section_3_seen import FIRSTS, MASSIVE, Models, head_name, repeated_norms
+from sinkutils.showing.section_3_seen import FIRSTS, MASSIVE, SHOWN_TOKENS, Models, head_name, repeated_norms
 
-SHOWN_TOKENS, SHOWN_ANGLES = 18, 24
+SHOWN_ANGLES = 24
 POSITIONS = {
     "nope": "none (NoPE)",
     "relative": "relative, bucket numbers",
@@ -160,13 +161,15 @@ def angles(models: Models) -> Figure:
 
 
 def lengths(models: Models) -> Figure:
-    """Sink_1 against T, a line an eps (Fig. 3); hollow where uniform attention alone exceeds eps."""
+    """Sink_1 against T, a line an eps (Fig. 3); hollow where uniform attention alone exceeds eps, or where windows hide
+    the first token from most blocks.
+    """
     figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 1.2, 3.4), sharey=True, squeeze=False)
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         table = by_length(of)
         values = table.drop(columns=["uniform", "texts"])
         for color, (eps, line) in zip(sns.color_palette("flare", values.shape[1]), values.items(), strict=True):
-            saturated = table["uniform"] > eps
+            saturated = (table["uniform"] > eps) | (table.index > window_of(of))
             axis.plot(values.index, line, "o-", color=color, label=rf"$\epsilon = {eps:g}$")
             axis.plot(values.index[saturated], line[saturated], "o", markerfacecolor="white", color=color)
         axis.set_xscale("log", base=2)

@@ -10,12 +10,14 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.measuring.own import BOS, TEXT, X_FIX
+from sinkutils.measuring.real import window_of
 from sinkutils.measuring.report import norm_ratio
 from sinkutils.showing.properties import EPSILON, Sections, alphas, by_domain, by_length, report, usual
 from sinkutils.showing.seen import capital
 
 Models = Mapping[str, Sections]
 MASSIVE = 1000  # times the median dimension
+SHOWN_TOKENS = 18  # of a map
 FIRSTS = {TEXT: "no BOS", BOS: "BOS first", X_FIX: "its fixed token first"}
 
 
@@ -41,14 +43,14 @@ def head_name(head: Mapping[str, Any]) -> str:
 
 @of_each("maps")
 def tokens(title: str, of: Sections) -> str:
-    """Who gets the attention of the strongest and of the weakest head."""
-    weakest, *_, strongest = of["maps"]["heads"]
+    """Who gets the attention of the two heads that `section_3.token_maps` draws."""
+    _, middling, *_, strongest = of["maps"]["heads"]
     rows, first = strongest["rows"], of["maps"]["tokens"][0].strip()
-    others = [np.mean([row[k] for row in rows[k:]]) for k in range(1, len(rows) // 2)]
+    others = [np.mean([row[k] for row in rows[k:]]) for k in range(1, min(SHOWN_TOKENS, len(rows) // 2))]
     return (
         f"In {title} the queries of {head_name(strongest)} give the first token, “{first}”, {strongest['alpha_1']:.2f} "
         f"of their attention in the mean, and none of the next {len(others)} tokens more than {max(others):.2f}. "
-        f"{capital(head_name(weakest))} gives the first token {weakest['alpha_1']:.2f}."
+        f"{capital(head_name(middling))}, on the right, gives it {middling['alpha_1']:.2f}."
     )
 
 
@@ -120,13 +122,17 @@ def angles(title: str, of: Sections) -> str:
 def lengths(title: str, of: Sections) -> str:
     """What is left of Sink_1 at the longest T, by eps."""
     table = by_length(of)
-    table = table[table["uniform"] < 0.2]
+    window = window_of(of)
+    hidden, table = table[table.index > window], table[(table["uniform"] < 0.2) & (table.index <= window)]
     if len(table) < 2:
         return f"{title} reads too few tokens for a comparison of lengths."
     short, long = table.index[0], table.index[-1]
     told = ", ".join(f"{table[eps][short]:.1f} to {table[eps][long]:.1f} at {eps:g}" for eps in (0.2, 0.3, 0.4))
     texts = "1 text" if table["texts"][long] == 1 else f"{table['texts'][long]:.0f} texts"
-    return f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε)."
+    beyond = (
+        f" Most of its blocks see {window} keys only: beyond, their α₁ falls by the mask alone." if len(hidden) else ""
+    )
+    return f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε).{beyond}"
 
 
 def inputs(table: pd.DataFrame) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkutils.ledger.effects import level, paired
+from sinkutils.ledger.effects import each_seed, level, paired
 from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
+from sinkutils.measuring.report import norm_ratio
 from sinkutils.showing.names import Row, every, human, of, rows
 from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
@@ -38,7 +39,7 @@ WORDS = {
         "A smaller gap between them",
     ),
     "onset": (
-        "In {name} the sink sets in after {value} of the steps.",
+        "In {name} the sink sets in (Sink₁ stays at 2.9 % or more) after {value} of the steps.",
         "A later onset of the sink",
         "An earlier onset of the sink",
     ),
@@ -91,17 +92,38 @@ def reference(shown: Sequence[Row]) -> str:
 def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
     """Each row's mean paired difference from the reference with its 95 % interval, where they share two seeds.
 
-    Columns label, mean, low, high, paper: the paper's Sink_1 less that of its base, NaN where it prints none.
+    Columns label, mean, low, high; paper: the paper's Sink_1 less that of its base, NaN where it prints none; seeds:
+    the difference of each seed; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows
+    that a seed of has no onset have no difference in it.
     """
     other = reference(shown)
     based = next((row.paper.values.get("sink_1") for row in shown if row.base), None) or PAPER_BASE
     changes = []
     for row in shown:
         change = None if row.experiment in ("", ours.label(other)) else paired(ours, row.experiment, other, key)
-        if change is not None:
-            printed = row.paper.values.get("sink_1", np.nan) - based
-            changes.append((row.short, change.mean, change.low, change.high, printed))
-    return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper"])
+        if change is None or (key == "onset" and row.short in never([row], ours)):
+            continue
+        seeds = each_seed(ours, row.experiment, other, key)
+        own = level(seeds)
+        printed = row.paper.values.get("sink_1", np.nan) - based
+        alone = own.low > 0 or own.high < 0
+        changes.append((row.short, change.mean, change.low, change.high, printed, seeds.tolist(), alone))
+    return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper", "seeds", "alone"])
+
+
+def never(shown: Sequence[Row], ours: Results) -> dict[str, str]:
+    """By label the rows without an onset within the run, and in how many of their seeds."""
+    found = {}
+    for row in shown:
+        onsets = ours.values(row.experiment, "onset") if row.experiment else pd.Series(dtype=float)
+        if (onsets == 1).any():
+            found[row.short] = f"{(onsets == 1).sum()} of {len(onsets)} seeds"
+    return found
+
+
+def _never(shown: Sequence[Row], ours: Results) -> list[str]:
+    cells = [f"{label} ({seeds})" for label, seeds in never(shown, ours).items()]
+    return [f"No onset within the run, so no difference: {'; '.join(cells)}."] if cells else []
 
 
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
@@ -116,8 +138,14 @@ def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
         if len(part):
             lines.append(f"{words} than {name}{which}: {_listed(part)}.")
             which = ""
+    decided = pd.concat([more, less])
     if key == "excess_1":
-        lines += _beside_paper(pd.concat([more, less]))
+        lines += _beside_paper(decided)
+    if len(decided) and not decided["alone"].all():
+        unsure = "; ".join(decided.loc[~decided["alone"], "label"])
+        lines.append(f"By the spread of its own seeds alone, not pooled, one could not tell: {unsure}.")
+    if key == "onset":
+        lines += _never(shown, ours)
     if len(undecided):
         lines.append(f"Not to be told from {name} with these seeds: {_listed(undecided)}.")
     if key == "excess_star":
@@ -153,14 +181,16 @@ def _beside_paper(decided: pd.DataFrame) -> list[str]:
     printed = decided.dropna(subset="paper")
     same = np.sign(printed["mean"]) == np.sign(printed["paper"])
     count = len(printed)
-    if not same.all():
-        return [
-            f"Of these rows, {same.sum()} of the {count} with a number in the paper lie on the same side there; "
-            f"the other way round: {'; '.join(printed.loc[~same, 'label'])}."
-        ]
-    rows = {1: "The one of these rows", 2: "Both of these rows"}.get(count, f"All {count} of these rows")
-    lie = "lies" if count == 1 else "lie"
-    return [f"{rows} with a number in the paper {lie} on the same side there."] if count else []
+    if same.all():
+        which = {2: "both"}.get(count, f"all {count} with a number")
+        several = f"The paper has {which} on the same side of its base as we have."
+        one = f"The paper, too, has {''.join(printed['label'])} on this side of its base."
+        return [one if count == 1 else several] if count else []
+    others = "; ".join(printed.loc[~same, "label"])
+    if not same.any():
+        return [f"The paper has {others} on the other side of its base."]
+    some = f"{same.sum()} of the {count} with a number on the same side of its base"
+    return [f"The paper has {some}; the other way round: {others}."]
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:
@@ -185,9 +215,14 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
             estimate = level(values, quantity.log)
             above, below = estimate.low > threshold, estimate.high <= threshold
             side = "Above" if above else "Not above" if below else "Not to be told from"
-            sides[side].append(f"{row.short} {_effect(estimate, quantity.digits)}")
+            itself = ""
+            if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
+                norms = [run.report["hidden_norms"] for run in row.trained.values() if "hidden_norms" in run.report]
+                itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
+            sides[side].append(f"{row.short} {_effect(estimate, quantity.digits).removesuffix(')')}{itself})")
     lines = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
-    return [" ".join([f"{capital(human(quantity.heading))} (95 % interval).", *lines])] if lines else []
+    what = "95 % interval" + ("; itself: as in the picture" if key == "hidden" else "")
+    return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
 
 
 def _missing(shown: Sequence[Row]) -> list[str]:
@@ -233,8 +268,10 @@ def study(preset: str = "laptop") -> list[str]:
     """What the records tell as a whole: what strengthens and what weakens the sink, what a threshold hides."""
     shown, ours = every(preset), results(preset)
     table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
-    done = sum(bool(row.trained) for row in shown)
-    lines = [f"{done} of the {len(shown)} settings that change the base in one thing are trained."]
+    others = [row for row in shown if not row.base]
+    lines = [
+        f"{sum(bool(row.trained) for row in others)} of the {len(others)} settings that change the base are trained."
+    ]
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
         lines.append(
@@ -242,7 +279,7 @@ def study(preset: str = "laptop") -> list[str]:
             f"{len(table) - len(more) - len(less)} cannot be told from it."
         )
     later = differences(shown, ours, "onset").sort_values("mean")
-    onset = "than in the base it comes with (share of the steps)"
+    onset = "than in the base the sink sets in (share of the steps) with"
     parts = {
         "Most of all:": more,
         "Least of all:": less,
@@ -250,6 +287,7 @@ def study(preset: str = "laptop") -> list[str]:
         f"Later {onset}": later[later["low"] > 0][::-1],
     }
     lines += [f"{words} {_listed(part[:3])}." for words, part in parts.items() if len(part)]
+    lines += _never(others, ours)
     means = means_and_thresholds(shown)
     hidden = means[means["hidden"]]
     if len(means) > 1:

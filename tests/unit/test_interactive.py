@@ -116,7 +116,7 @@ def test_what_a_picture_says_stands_in_its_page_and_its_text_and_both_are_small(
 
 def test_tokens_are_shown_as_they_are_written():
     class Tokenizer:
-        def decode(self, ids):
+        def decode(self, ids, **options):
             return {0: "\n\n", 1: " the", 2: " ", 3: "incredibly"}[ids[0]]
 
     assert [label(token, Tokenizer()) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]

@@ -134,6 +134,7 @@ def test_a_threshold_may_hide_a_mean(rows):
 
 def test_effects_are_filled_where_their_interval_leaves_out_zero():
     table = pd.DataFrame({"label": ["a", "b"], "mean": [0.2, 0.1], "low": [0.1, -0.1], "high": [0.3, 0.3]})
+    table["seeds"] = [[0.1, 0.3], [0.0, 0.2]]
     points = [line for line in comparisons.effects(table, "x").axes[0].lines if line.get_marker() == "o"]
     assert [point.get_markerfacecolor() == "white" for point in points] == [False, True]
 

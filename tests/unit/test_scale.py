@@ -55,13 +55,13 @@ def test_the_sentences_say_which_head_when_and_what_its_values_do(desk):
 def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):
     table = scale.ladder()
     assert table["parameters"].is_monotonic_increasing
-    ours = table[table["model"] == "our desk preset"]
+    ours = table[table["model"] == "ours"]
     assert ours["first"].tolist() == [scale.ANY] and ours["sink_1"].tolist() == [2.5]
     printed = table[table["of"] == "paper"].set_index("first")["sink_1"]
     assert printed.to_dict() == {scale.ANY: 18.18, scale.ONE: 74.11}
     assert {scale.ANY, scale.ONE} == set(table.loc[table["model"] == "Gemma 3 270M", "first"])
     figure = scale.draw_ladder(table)
-    assert len(figure.axes[0].get_yticklabels()) == table["model"].nunique()
+    assert len(figure.axes[0].get_yticklabels()) == table["parameters"].nunique()
     plt.close(figure)
 
 
@@ -71,9 +71,9 @@ def test_what_is_recorded_is_shown_with_its_sentences_and_the_rest_is_named(desk
     picture, lines = (data["text/plain"] for data in shown)
     assert "any first token (the paper's default): Seed 0: after 102M tokens" in " ".join(picture.split())
     assert "Seed 1" in lines and "Seed 2" not in lines
-    assert "Not recorded yet at desk: a fixed token at position 1." in capsys.readouterr().out
+    assert "Not recorded yet for this model: a fixed token at position 1." in capsys.readouterr().out
     scale.show_ladder()
-    assert "our desk preset 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
+    assert "ours (4.46M) 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
     assert {path.name for path in (tmp_path / "figures").glob("*.png")} == {"by_block_default_desk.png", "ladder.png"}
 
 

@@ -27,7 +27,7 @@ IDENTIFIER = re.compile(rf"(?<![\w./-])({'|'.join(e.name for e in experiments() 
 def add(runs):
     """Add records of an experiment: alpha_1 of every head, by seed; failed where None."""
 
-    def record(name, *alphas, star=None, loss=2.7):
+    def record(name, *alphas, star=None, loss=2.7, onset=None, norm=None):
         for seed, alpha in enumerate(alphas):
             if alpha is None:
                 made_up(runs, name, seed, "laptop", status="failed", reason="not finite", final={"step": 9})
@@ -46,11 +46,14 @@ def add(runs):
                 "sink": sink,
                 "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()},
             }
+            if norm:
+                report["hidden_norms"] = [[norm, 1.0]] * shape.num_layers
+            curve = [{"step": n, "sink_1": 50.0 * (n >= onset), "valid_loss": loss} for n in range(10)] if onset else []
             final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
             if star:
                 report |= {"sink_star": sink.pop("star"), "alpha_star": maps["star"]}
                 final["sink_star"] = report["sink_star"]["0.3"]
-            made_up(runs, name, seed, "laptop", final=final)
+            made_up(runs, name, seed, "laptop", curve=curve, final=final)
 
     return record
 
@@ -80,7 +83,7 @@ def test_sentences_put_each_row_on_its_side_with_the_numbers_of_the_records(some
     assert more.startswith("More of a sink on x₁ than the base") and "Less" not in more
     assert less.startswith("Less of a sink on x₁ than the base: decay 0 ")
     assert same.startswith("Not to be told from the base")
-    assert paper == "Both of these rows with a number in the paper lie on the same side there."
+    assert paper == "The paper has both on the same side of its base as we have."
     assert missing == "Not run yet: decay 0.01; decay 2."
     assert one == "One seed so far, so without an interval: decay 1."
     assert failed == "Training failed: decay 5 (2 of 2 seeds)."
@@ -91,7 +94,34 @@ def test_what_goes_the_other_way_than_in_the_paper_is_named(add):
     add("weight_decay_0", 0.70, 0.75, 0.72)
     add("weight_decay_0.5", 0.70, 0.75, 0.72)
     told = " ".join(seen.sentences("Table 2"))
-    assert "1 of the 2 with a number in the paper lie on the same side there; the other way round: decay 0." in told
+    assert "The paper has 1 of the 2 with a number on the same side of its base; the other way round: decay 0." in told
+
+
+def test_a_difference_that_its_own_seeds_do_not_carry_is_named(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    for name in ("weight_decay_0", "weight_decay_0.001", "weight_decay_0.01", "weight_decay_1"):
+        add(name, 0.30, 0.34, 0.32)
+    add("weight_decay_0.5", 0.55, 0.95, 0.70)
+    (line,) = [line for line in seen.sentences("Table 2") if line.startswith("By the spread")]
+    assert line == "By the spread of its own seeds alone, not pooled, one could not tell: decay 0.5."
+
+
+def test_without_an_onset_there_is_no_difference_of_it(add):
+    add("fixed_1", 0.50, 0.54, 0.52, onset=3)
+    add("lr_half", 0.40, 0.44, 0.42, onset=6)
+    add("lr_quarter", 0.1, 0.1, 0.1, onset=10)
+    told = seen.sentences("Figure 4 right", key="onset")
+    assert told[0].startswith("In the base the sink sets in (Sink₁ stays at 2.9 % or more) after 0.333")
+    assert any(line.startswith("A later onset of the sink than the base") and "0.003," in line for line in told)
+    assert "No onset within the run, so no difference: rate 0.0015, 12,000 steps (3 of 3 seeds)." in told
+    assert not any("0.0015, 12,000 steps +" in line for line in told)
+
+
+def test_a_norm_ratio_is_given_beside_what_the_picture_shows(add, monkeypatch):
+    monkeypatch.setattr("sinkutils.ledger.trials.untrained_ratio", lambda *arguments: 0.2)
+    add("fixed_1", 0.50, 0.54, 0.52, norm=1.3)
+    (line, *_) = seen.sentences("Figure 7 left", key="hidden")
+    assert "itself: as in the picture" in line and "(6.50 to 6.50; itself 1.3)" in line
 
 
 def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
