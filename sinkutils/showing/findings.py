@@ -49,7 +49,7 @@ def findings(preset: str) -> dict[str, str]:
             f"{ours('sft_sigmoid')}."
         ),
         "08_what_it_is_for": (
-            f"Hide the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the second one."
+            f"Drop the first token, and {hidden:.1f} % of SmolLM2's heads have their sink on the next one."
         ),
         "09_after_the_paper": (
             f"Sink₁ with a gate on each head's output: {ours('gate_head')}; with softpick: {ours('softpick')}; with a "

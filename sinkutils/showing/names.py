@@ -36,8 +36,12 @@ WORDS = {
 
 
 def of(name: str, preset: str = "laptop") -> str:
-    """What an experiment is called at a preset, "the base" for its base. Raises ValueError for an unknown one."""
-    return "the base" if name in ("base", resolve("base", preset)) else title(name)
+    """What an experiment is called at a preset, "the base" for its base, unless that is this preset's alone (1B).
+
+    Raises ValueError for an unknown one.
+    """
+    base = resolve("base", preset)
+    return "the base" if name in ("base", base) and len(experiment(base).presets) > 1 else title(name)
 
 
 def title(name: str) -> str:
