@@ -221,7 +221,7 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
                 itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
             sides[side].append(f"{row.short} {_effect(estimate, quantity.digits).removesuffix(')')}{itself})")
     lines = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
-    what = "95 % interval" + ("; itself: as in the picture" if key == "hidden" else "")
+    what = "95 % interval" + ("; itself: not divided" if key == "hidden" else "")
     return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
 
 

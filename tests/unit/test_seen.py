@@ -121,7 +121,7 @@ def test_a_norm_ratio_is_given_beside_what_the_picture_shows(add, monkeypatch):
     monkeypatch.setattr("sinkutils.ledger.trials.untrained_ratio", lambda *arguments: 0.2)
     add("fixed_1", 0.50, 0.54, 0.52, norm=1.3)
     (line, *_) = seen.sentences("Figure 7 left", key="hidden")
-    assert "itself: as in the picture" in line and "(6.50 to 6.50; itself 1.3)" in line
+    assert "itself: not divided" in line and "(6.50 to 6.50; itself 1.3)" in line
 
 
 def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
