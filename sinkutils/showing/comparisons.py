@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 
 from sinkutils.showing.figures import BASE_COLOR, EPSILON, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
 from sinkutils.showing.names import Row
+from sinkutils.study.experiments import experiment
 
 SINKS = {"1": (r"$\alpha_1$", "sink_1", FIRST_COLOR, "o"), "star": (r"$\alpha_*$", "sink_star", STAR_COLOR, "^")}
 # Where attention goes, in words, and its colour: the sinks' own colours, then greys for the text.
@@ -32,13 +33,15 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
 
     Left, each head's mean alpha_1 over the texts (what: "1") or alpha_* ("star"), the seeds a little below each other;
     right, the share of heads above epsilon, a small mark a seed and a large one their mean, a diamond what the paper
-    prints. The base's row is shaded. What has no run of ours says so in its row.
+    prints (a thin one: for its base with a fixed first token, as ours). The base's row is shaded. What has no run of
+    ours says so in its row.
     """
     if not any(row.trained for row in rows):
         return None
     figure, (heads, shares) = plt.subplots(
         1, 2, figsize=(9.2, 0.42 * len(rows) + 1.3), sharey=True, width_ratios=(1.7, 1)
     )
+    own_base = False
     for y, row in enumerate(rows):
         if row.base:
             for panel in (heads, shares):
@@ -53,6 +56,10 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
                 shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
             if column in row.paper.values:
                 shares.plot(row.paper.values[column], middle, "D", color=color, markerfacecolor="white")
+                fixed = experiment(row.experiment).paper.get(column) if row.base and column == "sink_1" else None
+                if fixed not in (None, row.paper.values[column]):  # the paper's base meets any first token, ours one
+                    shares.plot(fixed, middle, "d", color=color, markerfacecolor="white")
+                    own_base = True
         if row.state:
             heads.text(0.5, y, row.state, ha="center", va="center", fontsize="small", color=PAPER_COLOR)
     heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
@@ -69,6 +76,9 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
     if any(row.paper.values for row in rows):
         paper: dict[str, Any] = {"marker": "D", "color": PAPER_COLOR, "markerfacecolor": "white", "label": "paper"}
         handles.append(Line2D([], [], linestyle="", **paper))
+        if own_base:
+            paper |= {"marker": "d", "label": "paper, one fixed\nfirst token"}
+            handles.append(Line2D([], [], linestyle="", **paper))
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     return figure
 

@@ -18,8 +18,8 @@ from sinkutils.showing.tables import (
 
 # Ours begin with a fixed token, so that their levels are higher (Table 10 right, position 1).
 DIAMONDS = (
-    "Diamonds: the paper's 60M models, most of which meet any first token (their base has 18.18 % then, and 74.11 % "
-    "with a fixed one): compare directions, not levels."
+    "Diamonds: the paper's 60M models, most of which meet any first token, so that levels differ; the thin one is its "
+    "base with one fixed first token, as ours has."
 )
 
 
