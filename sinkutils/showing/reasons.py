@@ -14,7 +14,7 @@ from sinkutils.ledger.results import Results, Run
 from sinkutils.ledger.rules import HOLDS, Check, judge
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
-from sinkutils.measuring.report import norm_ratio
+from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.model.positions import distance_table
 from sinkutils.showing import names
 from sinkutils.study.grid import experiment
@@ -96,6 +96,42 @@ def _past_the_best_rate(ours: Results) -> str:
     )
 
 
+def _in_the_first_block(ours: Results) -> str:
+    """Section 7.4: where what is left of the sink without normalisation stands."""
+    seeds = [run for name in ("sigmoid", "elu") for run in ours.seeds(name).values() if "alpha" in run.report]
+    if not seeds:
+        return ""
+    blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in seeds])  # (runs, blocks)
+    even, first, others = uniform_alpha(seeds[0].report["T"]), blocks[:, 0], blocks[:, 1:]
+    if first.min() < 2 * even or others.max() > even:
+        return ""
+    return (
+        f"What is left stands in block 1 alone: its heads give x₁ {first.min():.2f} to {first.max():.2f} in the mean, "
+        f"those of the others {others.min():.2f} to {others.max():.2f}, no more than even attention ({even:.3f})."
+    )
+
+
+def _further_from_the_end(ours: Results) -> str:
+    """Section 5, Table 10 right: whether runs with the fixed token elsewhere still gain more than the base."""
+    gains: dict[str, list[float]] = {}
+    for k, name in enumerate(("base", "fixed_2", "fixed_3")):
+        for run in ours.seeds(name).values():
+            kept, excesses = run.record.arrays.get("curve"), run.report.get("excess", {})
+            if kept is None or len(kept) < 12 or max(excesses, key=excesses.__getitem__, default="") != f"{k + 1}":
+                return ""
+            mean = kept[:, k].float().mean(dim=(1, 2)).numpy()
+            before, end = (float(np.mean(part)) for part in (mean[-3 - len(mean) // 4 :][:3], mean[-3:]))
+            gains.setdefault(name, []).append(1 - before / end)
+    base, others = gains.pop("base", []), [gain for seeds in gains.values() for gain in seeds]
+    if not base or len(gains) < 2 or min(others) <= max(base):
+        return ""
+    return (
+        "Each of these runs has its largest excess on the fixed token's own position, and is further from its end than "
+        f"the base: in the last quarter of the steps that token's α gained {100 * min(others):.0f} to "
+        f"{100 * max(others):.0f} % of what it ends with, the base's {100 * min(base):.0f} to {100 * max(base):.0f} %."
+    )
+
+
 REASONS: dict[str, Callable[[Results], str]] = {
     "first_token_norms": _elements(),
     "bias_activations": _elements("kv_bias", "k_bias"),
@@ -103,5 +139,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
+    "fixed_token": _further_from_the_end,
+    "no_normalisation": _in_the_first_block,
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }

@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from helpers import made_up
 
 from sinkutils import paths
@@ -225,6 +226,33 @@ def test_a_cause_is_named_of_claims_that_there_are_and_only_while_its_test_says_
     assert set(said) <= known and reasons.why("universal", results("laptop", runs)) == ""
     assert said["first_token_norms"] == "", "no record, no test"
     assert "77.8 %" in said["random_input"] and "grows with the distance" in said["proposition_2"]
+
+
+def test_what_is_left_without_normalisation_is_placed_only_where_one_block_has_it(runs, add):
+    report = {"T": 64, "layers": [0, 1, 2, 3], "alpha": [[[0.3] * 4, *[[0.05] * 4] * 3]]}
+    made_up(runs, "elu", 0, "laptop", final={"step": 9, "sink_1": 4.0, "valid_loss": 2.7, "report": report})
+    assert "block 1 alone: its heads give x₁ 0.30 to 0.30" in reasons.why("no_normalisation", results("laptop"))
+    add("sigmoid", 0.5)
+    assert reasons.why("no_normalisation", results("laptop")) == "", "as much of it in every block"
+
+
+def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):
+    def growing(name, position, slope):
+        last = {"step": 9, "sink_1": 0.0, "valid_loss": 2.7}
+        alpha = torch.zeros(12, 3, 4, 4)
+        alpha[:, position] = torch.linspace(1 - slope, 1, 12)[:, None, None]
+        report = {"T": 64, "excess": {f"{k + 1}": float(k == position) for k in range(3)}}
+        points = [last | {"step": step} for step in range(12)]
+        made_up(
+            runs, name, 0, "laptop", curve=points, final=last | {"report": report}, kept={"arrays": {"curve": alpha}}
+        )
+
+    growing("fixed_1", 0, 0.1), growing("fixed_2", 1, 0.4)
+    assert reasons.why("fixed_token", results("laptop")) == "", "one of two positions"
+    growing("fixed_3", 2, 0.5)
+    assert "gained 11 to 14 % of what it ends with, the base's 3 to 3 %" in reasons.why(
+        "fixed_token", results("laptop")
+    )
 
 
 @pytest.mark.slow
