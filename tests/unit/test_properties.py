@@ -17,6 +17,7 @@ from sinkutils.measuring import open_lms, saved
 from sinkutils.measuring import scores as downstream
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
+from sinkutils.measuring.real import window_of
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.showing import properties, section_3
 from sinkutils.showing import section_3_seen as told
@@ -170,8 +171,10 @@ def test_sentences_carry_the_numbers_that_were_measured(real):
         }
         assert all(title in text for text in said.values())
         assert f"{max(h['alpha_1'] for h in of['maps']['heads']):.2f} of their attention" in said["tokens"]
-        longest = of["lengths"][first]["2048"]["sink"]["1"]["0.3"]
+        seen = [int(t) for t in of["lengths"][first] if int(t) <= window_of(of)]
+        longest = of["lengths"][first][f"{max(seen)}"]["sink"]["1"]["0.3"]
         assert re.search(rf"to {longest:.1f} at 0.3", said["lengths"])
+        assert ("Beyond 512, " in said["lengths"]) == (title == "Gemma 3 270M")
         sinks = [kind[first]["sink"]["1"]["0.3"] for kind in of["domains"]["by"].values()]
         assert f"between {min(sinks):.1f} %" in said["domains"] and f"{max(sinks):.1f} %" in said["domains"]
         strong = (np.array(probes["natural"][first]["alpha"][0]) > 0.3).sum()
