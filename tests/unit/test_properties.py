@@ -174,7 +174,7 @@ def test_sentences_carry_the_numbers_that_were_measured(real):
         seen = [int(t) for t in of["lengths"][first] if int(t) <= window_of(of)]
         longest = of["lengths"][first][f"{max(seen)}"]["sink"]["1"]["0.3"]
         assert re.search(rf"to {longest:.1f} at 0.3", said["lengths"])
-        assert ("Beyond 512, " in said["lengths"]) == (title == "Gemma 3 270M")
+        assert ("see 512 keys only" in said["lengths"]) == (title == "Gemma 3 270M")
         sinks = [kind[first]["sink"]["1"]["0.3"] for kind in of["domains"]["by"].values()]
         assert f"between {min(sinks):.1f} %" in said["domains"] and f"{max(sinks):.1f} %" in said["domains"]
         strong = (np.array(probes["natural"][first]["alpha"][0]) > 0.3).sum()
