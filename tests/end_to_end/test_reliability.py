@@ -19,7 +19,7 @@ from sinkutils.study.record import read_record, record_folder, write_record
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"))
+    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"))
 
 
 @pytest.fixture(scope="module")
