@@ -17,10 +17,8 @@ from sinkutils.showing.tables import (
 )
 
 # Ours begin with a fixed token, so that their levels are higher (Table 10 right, position 1).
-DIAMONDS = (
-    "Diamonds: the paper's 60M models, most of which meet any first token, so that levels differ; the thin one is its "
-    "base with one fixed first token, as ours has."
-)
+DIAMONDS = "Diamonds: the paper's 60M models, most of which meet any first token, so that levels differ"
+THIN = "; the thin one is its base with one fixed first token, as ours has"
 
 
 def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
@@ -48,7 +46,7 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
         "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
         "small marks are seeds, large ones their mean."
     )
-    caption += f" {DIAMONDS}" if printed else ""
+    caption += f" {DIAMONDS}{THIN * any(row.base for row in rows)}." if printed else ""
     beside = " and in brackets the paper's" if printed else ""
     alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: {'; '.join(shares)}"
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
