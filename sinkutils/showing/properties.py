@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from sinkutils.ledger.results import EPSILON, EPSILONS
 from sinkutils.measuring.load import MODELS, position_table, replace_position, swap_positions
 from sinkutils.measuring.open_lms import recorded, sections
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
@@ -23,16 +24,14 @@ from sinkutils.study.presets import preset as find_preset
 Sections = Mapping[str, Any]  # of `measuring.open_lms`, of one model
 EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
 FALLBACK = "laptop"  # whose records stand in at presets that keep no weights
-EPSILON = 0.3
 INPUTS = ("natural", "random", "repeat")
 SCORES = ("acc", "acc_norm", "acc_norm_stderr", "questions")
 
 
 def subjects(preset: str = "laptop", recompute: str = "never", device: str | None = None) -> list[Subject]:
-    """Our recorded models whose weights were kept, the base first.
+    """Our recorded models whose weights were kept, the base first; those of FALLBACK, which say so, at other presets.
 
-    At a preset that keeps no weights those of the laptop preset stand in, and their names say so. recompute "missing"
-    trains what is not there; otherwise a line names it. Raises ValueError for another `recompute`.
+    recompute "missing" trains what is not there; otherwise a line names it. Raises ValueError for another `recompute`.
     """
     scale = preset if find_preset(preset).keeps_weights else FALLBACK
     experiments = {name: name for name in dict.fromkeys(resolve(name, scale) for name in EXPERIMENTS)}
@@ -86,16 +85,13 @@ def alphas(of: Sections) -> np.ndarray:
     return np.asarray(report(of)["alpha"])[0]
 
 
-# --- Section 3 ---------------------------------------------------------------------------------------------------
-
-
 def by_length(of: Sections) -> pd.DataFrame:
     """Sink_1 on natural text against T and eps (Fig. 3): a row a T, a column an eps, and alpha_1 if uniform."""
-    table: dict[int, dict[Any, float]] = {}
+    rows: list[dict[Any, float]] = []
     for length, kept in of["lengths"][usual(of)].items():
-        table[int(length)] = {"uniform": kept["floor"], "texts": kept["samples"]}
-        table[int(length)] |= {float(eps): kept["sink"]["1"][eps] for eps in kept["interval"]["1"]}
-    return pd.DataFrame.from_dict(table, orient="index").rename_axis("T")
+        sinks = {float(eps): kept["sink"]["1"][eps] for eps in kept["interval"]["1"]}
+        rows.append({"T": int(length), "uniform": kept["floor"], "texts": kept["samples"]} | sinks)
+    return pd.DataFrame(rows).set_index("T")
 
 
 def by_input(models: Mapping[str, Sections]) -> pd.DataFrame:
@@ -116,35 +112,30 @@ def by_input(models: Mapping[str, Sections]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def by_domain(of: Sections, epsilons: Iterable[float] = (0.2, 0.3, 0.4)) -> pd.DataFrame:
+def by_domain(of: Sections) -> pd.DataFrame:
     """Sink_1 by the kind of text (Fig. 9): a row a domain, a column an eps."""
     sinks = {domain: kept[usual(of)]["sink"]["1"] for domain, kept in of["domains"]["by"].items()}
-    return pd.DataFrame({eps: {domain: sink[str(eps)] for domain, sink in sinks.items()} for eps in epsilons})
+    return pd.DataFrame({eps: {domain: sink[str(eps)] for domain, sink in sinks.items()} for eps in EPSILONS})
 
 
 def sizes(models: Mapping[str, Sections]) -> pd.DataFrame:
-    """Sink_1 on natural text against size (Figs. 4 left, 10): the paper's printed values, what was measured here.
+    """Sink_1 on natural text against size (Figs. 4 left, 10), and SCORES on HellaSwag where they were scored.
 
-    Columns model, family, parameters, sink_1, source ("paper" or "measured"), and acc and acc_norm of HellaSwag where
-    they were scored. The figures' other points are not printed anywhere.
+    source: "measured" here, or "paper", its printed values; the figures' other points are not printed anywhere.
     """
     rows = []
-
-    def add(name: str, family: str, parameters: float, values: Mapping[str, float], score: Mapping[str, Any]) -> None:
-        for source, sink in values.items():
-            row = {"model": name, "family": family, "parameters": parameters, "sink_1": sink, "source": source}
-            rows.append(row | {key: score[key] for key in SCORES if key in score})
-
     for title, of in models.items():
-        here = {"measured": measured_sink(report(of))}
-        add(title, title, of["about"]["parameters"], here, of.get("hellaswag", {}))
+        about = {"model": title, "family": title, "parameters": of["about"]["parameters"], "source": "measured"}
+        rows.append(of.get("hellaswag", {}) | about | {"sink_1": measured_sink(report(of))})
     kept, scores = measurements("natural"), saved_scores()
     for known in MODELS:
-        values = {} if known.sink_1 is None else {"paper": known.sink_1}
+        about = {"model": known.name, "family": known.family, "parameters": known.parameters}
+        row = scores.get(known.name, {}) | about
+        if known.sink_1 is not None:
+            rows.append(row | {"source": "paper", "sink_1": known.sink_1})
         if known.name in kept:
-            values["measured"] = measured_sink(kept[known.name])
-        add(known.name, known.family, known.parameters, values, scores.get(known.name, {}))
-    return pd.DataFrame(rows).reindex(columns=["model", "family", "parameters", "sink_1", "source", *SCORES])
+            rows.append(row | {"source": "measured", "sink_1": measured_sink(kept[known.name])})
+    return pd.DataFrame(rows, columns=["model", "family", "parameters", "sink_1", "source", *SCORES])
 
 
 def open_lms(item: str) -> pd.DataFrame:
@@ -156,15 +147,10 @@ def open_lms(item: str) -> pd.DataFrame:
     frame = pd.read_csv(PAPER / "open_lms.csv")
     if item not in set(frame["item"]):
         raise ValueError(f"item must be one of {', '.join(frame['item'].unique())}; got {item!r}")
-    kept = {kind: measurements(kind) for kind in INPUTS}
     frame = frame[frame["item"] == item].rename(columns={"sink_1": "paper"}).reset_index(drop=True)
-    pairs = zip(frame["model"], frame["input"], strict=True)
-    reports = [kept[kind].get(model) for model, kind in pairs]
-    frame["measured"] = [np.nan if report is None else measured_sink(report) for report in reports]
+    here = {(model, kind): measured_sink(kept) for kind in INPUTS for model, kept in measurements(kind).items()}
+    frame["measured"] = [here.get(pair, np.nan) for pair in zip(frame["model"], frame["input"], strict=True)]
     return frame[["model", "hub_id", "input", "paper", "measured"]]
-
-
-# --- Appendix B --------------------------------------------------------------------------------------------------
 
 
 def has_positions(model: Subject) -> bool:
@@ -182,18 +168,15 @@ def edited_positions(model: Subject | None = None, n: int = 100, length: int = 6
     Ours only for a model with learned positions (ValueError otherwise), NaN without one. The paper's sixth column is
     headed 25 again: ours is t = 30.
     """
-
-    def ours(*targets: int) -> dict[str, float]:
-        if model is None:
-            return dict.fromkeys(("sink_1", "sink_t"), np.nan)
-        measured = model.measure(model.inputs("repeat", n, length, seed), targets=targets, norms=False)
-        return {"sink_1": measured.sink(1, EPSILON), "sink_t": measured.sink(targets[-1], EPSILON)}
-
-    rows = []
+    table = pd.read_csv(PAPER / "table_7.csv").rename(columns={"sink_1": "paper_1", "sink_t": "paper_t"})
+    table["t"] = (5 * table["column"]).fillna(1).astype(int)  # 1: nothing is edited
+    table = table[["operation", "t", "paper_1", "paper_t"]].assign(sink_1=np.nan, sink_t=np.nan)
+    if model is None:
+        return table
     edits = {"replace": replace_position, "swap": swap_positions}
-    for row in pd.read_csv(PAPER / "table_7.csv").to_dict("records"):
-        t = 1 if row["operation"] == "none" else 5 * int(row["column"])
-        with edits[row["operation"]](model.model, t) if model and t > 1 else nullcontext():
-            printed = {"paper_1": row["sink_1"], "paper_t": row["sink_t"]}
-            rows.append({"operation": row["operation"], "t": t} | printed | ours(*dict.fromkeys((1, t))))
-    return pd.DataFrame(rows)
+    ids = model.inputs("repeat", n, length, seed)
+    for place, operation, t in table[["operation", "t"]].itertuples():
+        with edits[operation](model.model, t) if t > 1 else nullcontext():
+            measured = model.measure(ids, targets=sorted({1, t}), norms=False)
+            table.loc[place, ["sink_1", "sink_t"]] = [measured.sink(k, EPSILON) for k in (1, t)]
+    return table

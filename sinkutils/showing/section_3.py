@@ -1,7 +1,6 @@
 """The pictures of Section 3 and Appendix B; what is seen in them is said in `section_3_seen`.
 
-`models` is `properties.measured`: sections of `measuring.open_lms` by a model's title. The first token's colour is one
-in all pictures, that of the others too; positions, blocks and heads count from 1, dimensions from 0.
+models: of `properties.measured`. Positions, blocks and heads count from 1, dimensions from 0.
 """
 
 from __future__ import annotations
@@ -18,17 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sinkutils.measuring.real import window_of
+from sinkutils.showing import figures
 from sinkutils.showing.explorer import kept_map
-from sinkutils.showing.figures import (
-    BASE_COLOR,
-    FIRST_COLOR,
-    MARKS,
-    PAPER_COLOR,
-    SINK_LABEL,
-    STAR_COLOR,
-    block_axis,
-    draw_map,
-)
+from sinkutils.showing.figures import BASE_COLOR, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
 from sinkutils.showing.properties import by_domain, by_length, report, usual
 from sinkutils.showing.section_3_seen import FIRSTS, MASSIVE, SHOWN_TOKENS, Models, head_name, repeated_norms
 
@@ -43,14 +34,11 @@ POSITIONS = {
 SINK = SINK_LABEL.split(",")[0]
 
 
-def _first(axis: Axes, values: Any, label: str = "first token", size: float = 4) -> None:
-    """The first token's line, a point a block or a position, counted from 1."""
-    axis.plot(range(1, len(values) + 1), values, "o-", markersize=size, color=FIRST_COLOR, label=label)
-
-
-def _others(axis: Axes, values: Any, label: str = "mean of the others", color: str = BASE_COLOR) -> None:
-    """The line of what the first token is compared with."""
-    axis.plot(range(1, len(values) + 1), values, "s--", markersize=3, color=color, label=label)
+def _first(axis: Axes, values: Any, others: Any, name: str = "mean of the others", color: str = BASE_COLOR) -> None:
+    """The first token's line by block and that of what it is compared with."""
+    blocks = range(1, len(values) + 1)
+    axis.plot(blocks, values, "o-", markersize=4, color=FIRST_COLOR, label="first token")
+    axis.plot(blocks, others, "s--", markersize=3, color=color, label=name)
 
 
 def _beside(axis: Axes) -> None:
@@ -63,7 +51,7 @@ def token_maps(models: Models) -> Figure:
     for row, (title, of) in zip(axes, models.items(), strict=True):
         tokens = [token.strip() or "·" for token in of["maps"]["tokens"]][:SHOWN_TOKENS]
         for axis, head in zip(row, (of["maps"]["heads"][-1], of["maps"]["heads"][1]), strict=True):
-            image = draw_map(axis, kept_map(head, len(tokens)))
+            image = figures.draw_map(axis, kept_map(head, len(tokens)))
             axis.set_xticks(range(1, len(tokens) + 1), tokens, rotation=90, fontsize="small")
             axis.set_yticks(range(1, len(tokens) + 1), tokens, fontsize="small")
             axis.set(title=f"{title}, {head_name(head)}", xlabel="key $j$", ylabel="query $i$")
@@ -79,12 +67,11 @@ def norms(models: Models) -> Figure:
             values = np.asarray(report(of).get(f"{name}_norms", ()))
             axis.set_visible(len(values) > 0)
             if len(values):
-                _first(axis, values[:, 0])
-                _others(axis, values[:, 1:].mean(axis=1))
+                _first(axis, values[:, 0], values[:, 1:].mean(axis=1))
                 axis.set_ylabel(rf"$\|{name[0]}\|$")
                 axis.set(yscale="log") if name == "hidden" else axis.set_ylim(0, None)
         row[1].set_title(title)
-        block_axis(*row)
+        figures.block_axis(*row)
     axes[0, 2].legend(fontsize="small", loc="upper left")
     return figure
 
@@ -103,14 +90,13 @@ def chain(models: Models) -> Figure | None:
             sizes.plot(range(1, len(values) + 1), values, color=shade, label=label)
         sizes.axhline(MASSIVE, color=PAPER_COLOR, linestyle=":")
         sizes.set(yscale="log", ylabel=r"$|h_{1,j}|$ / median")
-        share = 100 * np.array(first["normed_share"])
-        _first(shares, share[:, 0])
-        _others(shares, share[:, 1])
+        share, others = 100 * np.array(first["normed_share"]).T
+        _first(shares, share, others)
         shares.set(ylabel="three dimensions' share\n" + r"of $\|\mathrm{LN}(h)\|^2$ (%)", ylim=(0, 103), title=title)
-        _first(keys, first["cosine_k_1_to_mean"])
-        _others(keys, first["cosine_k_middle_to_mean"], f"token {middle}", STAR_COLOR)
+        near, control = first["cosine_k_1_to_mean"], first["cosine_k_middle_to_mean"]
+        _first(keys, near, control, f"token {middle}", STAR_COLOR)
         keys.set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
-    block_axis(*axes.flat)
+    figures.block_axis(*axes.flat)
     for axis in axes[0]:
         axis.legend(fontsize="small", loc="lower right")
     return figure
@@ -128,7 +114,7 @@ def angle_maps(models: Models) -> Figure:
     for row, (key, symbol, cmap, limits) in zip(axes, panels, strict=True):
         for axis, (title, head) in zip(row, heads, strict=True):
             values = kept_map(head, SHOWN_ANGLES, key)
-            image = draw_map(axis, values, mpl.colors.Normalize(*(limits or (0, values.max()))), cmap)
+            image = figures.draw_map(axis, values, mpl.colors.Normalize(*(limits or (0, values.max()))), cmap)
             if key == "rows":
                 axis.set_title(f"{title}\n{head_name(head)}", fontsize="x-small")
             if limits is None:
@@ -155,15 +141,13 @@ def angles(models: Models) -> Figure:
                 axis.fill_between(blocks, values.min(axis=1), values.max(axis=1), color=color, alpha=0.2, linewidth=0)
                 axis.plot(blocks, values.mean(axis=1), line, color=color, label=name)
             axis.set(ylabel=label, title=title)
-    block_axis(*axes.flat)
+    figures.block_axis(*axes.flat)
     axes[0, 0].legend(fontsize="small")
     return figure
 
 
 def lengths(models: Models) -> Figure:
-    """Sink_1 against T, a line an eps (Fig. 3); hollow where uniform attention alone exceeds eps, or where windows hide
-    the first token from most blocks.
-    """
+    """Sink_1 against T, a line an eps (Fig. 3); hollow where even attention exceeds eps, or T most blocks' windows."""
     figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 1.2, 3.4), sharey=True, squeeze=False)
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         table = by_length(of)
@@ -188,12 +172,10 @@ def inputs(table: pd.DataFrame) -> Figure:
     for color, (kind, (label, mark)) in zip((BASE_COLOR, FIRST_COLOR, STAR_COLOR), kinds.items(), strict=True):
         axis.plot(table[kind][ours], places[ours], mark, color=color, label=label)
         axis.plot(table[kind][~ours], places[~ours], mark, color=color, markerfacecolor="white")
-    names = [
-        f"{row['model']}, no BOS (paper)"
-        if row["of"] == "paper"
-        else f"{row['model']}, {FIRSTS[row['first']]}{' (as trained)' if row['usual'] else ''}"
-        for _, row in table.iterrows()
-    ]
+    names = []
+    for row in table.itertuples():
+        note = " (paper)" if row.of == "paper" else " (as trained)" if row.usual else ""
+        names.append(f"{row.model}, {FIRSTS[row.first]}{note}")
     axis.set_yticks(places, names, fontsize="small")
     axis.set(xlabel=SINK_LABEL, xlim=(-3, 103))
     axis.invert_yaxis()
@@ -206,19 +188,17 @@ def repeats(models: Models) -> Figure:
     figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 0.4, 3.2), sharey=True, squeeze=False)
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         peak, natural, repeated = repeated_norms(of)
-        _others(axis, repeated, "one token repeated")
-        _first(axis, natural, "natural text", size=3)
+        for mark, values, color in (("s--", repeated, BASE_COLOR), ("o-", natural, FIRST_COLOR)):
+            axis.plot(range(1, len(values) + 1), values, mark, markersize=3, color=color)
         axis.set(xlabel="position $t$", yscale="log", title=f"{title}, after block {peak + 1}")
     axes[0, 0].set_ylabel(r"$\|h_t\|$ / natural mean, $t > 1$")
-    axes[0, -1].legend()
+    axes[0, -1].legend(["one token repeated", "natural text"])
     return figure
 
 
 def repeated_attention(seen: Mapping[str, Any]) -> Figure:
-    """Attention to the first of t equal tokens (Propositions 1-4), and the biases g behind two of them.
-
-    seen: `propositions.RepeatedTokens` by position embedding. Left, the largest A_t,1 over layers and heads; right,
-    the exponent by distance of those with a bias, less its value at distance 0.
+    """Left, the largest A_t,1 over layers and heads on t equal tokens (Propositions 1-4), by position embedding; right,
+    of those with a bias g, the exponent by distance. seen: their `propositions.RepeatedTokens`.
     """
     figure, (attention, biases) = plt.subplots(1, 2, figsize=(9.6, 3.4))
     for color, (name, equal) in zip(sns.color_palette("colorblind"), seen.items(), strict=False):
@@ -229,8 +209,8 @@ def repeated_attention(seen: Mapping[str, Any]) -> Figure:
             biases.plot(range(len(bias)), bias, color=color, label=POSITIONS[name])
     bound = np.asarray(seen["rotary"].bound()).max(axis=(0, 1))
     attention.plot(range(1, len(bound) + 1), bound, color=PAPER_COLOR, linestyle=":", label="bound of Eq. 28")
-    attention.set(xscale="log", yscale="log", xlabel="number of equal tokens $t$", ylim=(1e-3, 1.5))
-    attention.set_ylabel(r"$\max_{l,h} A_{t,1}$")
+    attention.set(xscale="log", yscale="log", ylim=(1e-3, 1.5))
+    attention.set(xlabel="number of equal tokens $t$", ylabel=r"$\max_{l,h} A_{t,1}$")
     biases.set(xlabel="distance $t - i$", ylabel=r"$g(t - i) - g(0)$")
     biases.set_yscale("symlog", linthresh=1)
     for axis in (attention, biases):
@@ -243,10 +223,10 @@ def edited_positions(table: pd.DataFrame, name: str = "") -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.3), sharey=True)
     for axis, (operation, rows) in zip(axes, table[table["t"] > 1].groupby("operation"), strict=True):
         for key, color in (("1", FIRST_COLOR), ("t", BASE_COLOR)):
-            label, paper = rf"$\mathrm{{Sink}}_{key}$", rows[f"paper_{key}"]
+            label, paper, ours = rf"$\mathrm{{Sink}}_{key}$", rows[f"paper_{key}"], rows[f"sink_{key}"]
             axis.plot(rows["t"], paper, "o:", color=color, markerfacecolor="white", label=f"{label}, GPT2-XL (paper)")
-            if rows[f"sink_{key}"].notna().any():
-                axis.plot(rows["t"], rows[f"sink_{key}"], "s-", color=color, label=f"{label}, {name}")
+            if ours.notna().any():
+                axis.plot(rows["t"], ours, "s-", color=color, label=f"{label}, {name}")
         axis.axhline(table["paper_1"].iloc[0], color=PAPER_COLOR, linestyle=":", linewidth=1)
         done = "replaced by" if operation == "replace" else "swapped with"
         axis.set(xlabel="$t$", title=f"$p_1$ {done} $p_t$", xticks=rows["t"])
@@ -274,23 +254,24 @@ def domains(models: Models) -> Figure | None:
 
 
 def by_size(table: pd.DataFrame, values: Mapping[str, str]) -> Figure:
-    """Quantities of models against their size, a panel each (Figs. 4 left, 10): empty marks are the paper's printed
-    values, filled ones were measured here. values: the label of each column to show.
-    """
+    """Columns of `sizes` by their labels against size, a panel each (Figs. 4 left, 10); empty marks are the paper's."""
     figure, axes = plt.subplots(1, len(values), figsize=(3.9 * len(values) + 1.8, 3.5), squeeze=False)
     here = table[table["source"] == "measured"]["family"].unique()
     colors = dict(zip(here, sns.color_palette("colorblind"), strict=False))
     for axis, (column, label) in zip(axes[0], values.items(), strict=True):
-        score = column.startswith("acc")  # the paper prints none
+        score = column.startswith("acc")  # the paper prints none, so that all are ours
         for index, (family, rows) in enumerate(table.groupby("family", sort=False)):
             for source, part in rows.dropna(subset=column).sort_values("parameters").groupby("source"):
-                ours = source == "measured" or score
-                look = {"color": colors.get(family, PAPER_COLOR), "linestyle": "-", "markersize": 8}
-                if not ours:
-                    look = {"color": PAPER_COLOR, "markerfacecolor": "white", "linestyle": "", "markersize": 6}
-                name = family if ours else f"{family} (paper)"
-                axis.plot(part["parameters"], part[column], MARKS[index % len(MARKS)], label=name, **look)
-        spread = table["parameters"].min() / 2, 2 * table["parameters"].max()
+                look = {"color": PAPER_COLOR, "markerfacecolor": "white", "markersize": 6, "label": f"{family} (paper)"}
+                if source == "measured" or score:
+                    look = {
+                        "color": colors.get(family, PAPER_COLOR),
+                        "linestyle": "-",
+                        "markersize": 8,
+                        "label": family,
+                    }
+                axis.plot(part["parameters"], part[column], figures.MARKS[index % len(figures.MARKS)], **look)
+        spread = (table["parameters"].min() / 2, 2 * table["parameters"].max())
         axis.set(xscale="log", xlim=spread, xlabel="parameters", ylabel=label, ylim=(0, 103))
         axis.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
         if score:

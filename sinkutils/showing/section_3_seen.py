@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkutils.ledger.results import EPSILON, EPSILONS
 from sinkutils.measuring.own import BOS, TEXT, X_FIX
 from sinkutils.measuring.real import window_of
 from sinkutils.measuring.report import norm_ratio
-from sinkutils.showing.properties import EPSILON, Sections, alphas, by_domain, by_length, report, usual
+from sinkutils.showing.properties import Sections, alphas, by_domain, by_length, report, usual
 from sinkutils.showing.seen import capital
 
 Models = Mapping[str, Sections]
@@ -22,9 +23,7 @@ FIRSTS = {TEXT: "no BOS", BOS: "BOS first", X_FIX: "its fixed token first"}
 
 
 def of_each(section: str) -> Callable:
-    """Makes of what says something of one model, by its title and its sections, what gives a passage for each of the
-    models that have this section.
-    """
+    """Makes of what is said of one model, by title and sections, a list for all models that have this section."""
 
     def of_models(say: Callable[[str, Sections], str]) -> Callable[[Models], list[str]]:
         @wraps(say)
@@ -83,10 +82,8 @@ def chain(title: str, of: Sections) -> str:
     near, control = first["cosine_k_1_to_mean"], first["cosine_k_middle_to_mean"]
     key = "The same token stands first in every text, so that its key is one vector in any case"
     if usual(of) == TEXT:
-        key = (
-            "From text to text another token stands first, and still the cosine of k₁ to its mean is "
-            f"{near[0]:.2f} in block 1 and {min(near[1:]):.2f} or more after it"
-        )
+        key = "From text to text another token stands first, and still the cosine of k₁ to its mean is "
+        key += f"{near[0]:.2f} in block 1 and {min(near[1:]):.2f} or more after it"
     return (
         f"In {title} the largest dimension of h₁ is number {first['dimensions'][peak][0]} after block {peak + 1}, "
         f"{sizes[peak]:,.0f} times the median. In the blocks behind such dimensions LN leaves {100 * share[0]:.0f} % "
@@ -102,18 +99,15 @@ def angles(title: str, of: Sections) -> str:
     strong = alphas(of) > EPSILON
     if not strong.any():
         return f"{title} has no head with a sink, so there is nothing to explain."
-
-    def mean(key: str, which: str, heads: np.ndarray) -> float:
-        return np.array(of["angles"][key][which])[heads].mean()
-
+    kinds = [np.array(of["angles"][key][which]) for key in ("cosine", "norm_product") for which in ("first", "others")]
+    first, others, product, rest = (values[strong].mean() for values in kinds)
     text = (
         f"In {title}'s {strong.sum()} heads with a mean α₁ > {EPSILON} the cosine of queries to the first key is "
-        f"{mean('cosine', 'first', strong):.2f} on average and to other keys {mean('cosine', 'others', strong):.2f}; "
-        f"the product of norms is {mean('norm_product', 'first', strong):.0f} for the first key and "
-        f"{mean('norm_product', 'others', strong):.0f} for others."
+        f"{first:.2f} on average and to other keys {others:.2f}; the product of norms is {product:.0f} for the first "
+        f"key and {rest:.0f} for others."
     )
     if not strong.all():
-        first, others = (mean("cosine", which, ~strong) for which in ("first", "others"))
+        first, others = (values[~strong].mean() for values in kinds[:2])
         text += f" In its {(~strong).sum()} other heads the cosines are {first:.2f} and {others:.2f}."
     return text
 
@@ -127,12 +121,12 @@ def lengths(title: str, of: Sections) -> str:
     if len(table) < 2:
         return f"{title} reads too few tokens for a comparison of lengths."
     short, long = table.index[0], table.index[-1]
-    told = ", ".join(f"{table[eps][short]:.1f} to {table[eps][long]:.1f} at {eps:g}" for eps in (0.2, 0.3, 0.4))
+    told = ", ".join(f"{table[eps][short]:.1f} to {table[eps][long]:.1f} at {eps:g}" for eps in EPSILONS)
     texts = "1 text" if table["texts"][long] == 1 else f"{table['texts'][long]:.0f} texts"
-    beyond = (
-        f" Most of its blocks see {window} keys only: beyond, their α₁ falls by the mask alone." if len(hidden) else ""
-    )
-    return f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε).{beyond}"
+    text = f"In {title}, from T = {short} to {long} ({texts} there), Sink₁ goes from {told} (in %, by ε)."
+    if len(hidden):
+        text += f" Most of its blocks see {window} keys only: beyond, their α₁ falls by the mask alone."
+    return text
 
 
 def inputs(table: pd.DataFrame) -> list[str]:
