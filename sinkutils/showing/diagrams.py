@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from string import ascii_uppercase
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -24,19 +26,14 @@ MARKED = {EOS: "#333333", BOS: "#777777", FIX: "#d55e00", REDRAWN: "#ffffff"}
 
 
 class ToyCorpus(Corpus):
-    """A few documents A, B, .. of a few tokens each, in memory, for `packing` to pack."""
+    """A few documents A, B, .. of so many tokens each, in memory, for `packing` to pack."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: the tokens of each document. Token i of document d is named by its letter and i."""
-        self.names = [EOS, BOS, FIX]
-        self.eos_id, self.bos_id, self.fix_id = range(3)
-        self.first_text_id = len(self.names)
-        stream: list[int] = []
-        for document, length in enumerate(lengths):
-            stream += [*range(len(self.names), len(self.names) + length), self.eos_id]
-            self.names += [f"{chr(ord('A') + document)}{i}" for i in range(1, length + 1)]
-        self.name = "toy"
-        self.vocab_size = len(self.names)
+        documents = [[f"{name}{i + 1}" for i in range(n)] for name, n in zip(ascii_uppercase, lengths, strict=False)]
+        self.names = [EOS, BOS, FIX, *chain(*documents)]
+        self.eos_id, self.bos_id, self.fix_id, self.first_text_id = range(4)
+        self.name, self.vocab_size = "toy", len(self.names)
+        stream = [self.names.index(name) for document in documents for name in (*document, EOS)]
         self._tokens = {("train", False): np.array(stream, dtype=np.uint16)}
 
 
@@ -47,12 +44,10 @@ def packed(corpus: ToyCorpus, context_length: int, data: DataConfig) -> list[lis
     """
     chunks = Chunks(corpus, "train", context_length, data)
     rows = chunks.take(np.arange(len(chunks)))
-    names = [[corpus.names[token] for token in row] for row in rows.tolist()]
-    for row in names:
-        for position in data.random_positions:
-            if position != data.fixed_position:  # fixing comes last
-                row[position - 1] = REDRAWN
-    return names
+    names = np.array(corpus.names, dtype=object)[rows]
+    redrawn = [position - 1 for position in data.random_positions if position != data.fixed_position]  # that comes last
+    names[:, redrawn] = REDRAWN
+    return names.tolist()
 
 
 def packing(
@@ -66,18 +61,16 @@ def packing(
     axis = top.subplots()
     _cells(axis, [stream])
     used = len(packed(corpus, context_length, DataConfig())) * context_length
-    for cut in range(0, used + 1, context_length):
-        axis.plot([cut, cut], [-0.35, 1.35], color="black", linewidth=2)
-    last = chr(ord("A") + len(lengths) - 1)
+    axis.vlines(range(0, used + 1, context_length), -0.35, 1.35, color="black", linewidth=2, capstyle="projecting")
     cuts = f"cut after every C = {context_length} tokens, the rest is left over"
-    axis.set_title(f"documents A to {last}, each followed by EOS; {cuts}")
+    axis.set_title(f"documents A to {ascii_uppercase[len(lengths) - 1]}, each followed by EOS; {cuts}")
     panels = below.subplots(1, len(interventions), squeeze=False)[0]
     for panel, (name, data) in zip(panels, interventions.items(), strict=True):
         rows = packed(corpus, context_length, data)
         _cells(panel, rows, predicted=context_length)
         panel.set(title=name, xlabel="position $t$ (faint: only predicted)", ylabel="chunk")
-        panel.set_yticks([row + 0.5 for row in range(len(rows))], [str(row + 1) for row in range(len(rows))])
-        panel.set_xticks([t + 0.5 for t in range(context_length)], [str(t + 1) for t in range(context_length)])
+        panel.set_yticks(np.arange(len(rows)) + 0.5, range(1, len(rows) + 1))
+        panel.set_xticks(np.arange(context_length) + 0.5, range(1, context_length + 1))
     return figure
 
 
@@ -86,7 +79,7 @@ def _cells(axis: Axes, rows: Sequence[Sequence[str]], predicted: int | None = No
     palette = sns.color_palette("colorblind")
     for y, row in enumerate(rows):
         for x, name in enumerate(row):
-            face = MARKED.get(name) or palette[(0, 2, 8, 4, 9, 6)[(ord(name[0]) - ord("A")) % 6]]
+            face = MARKED.get(name) or palette[(0, 2, 8, 4, 9, 6)[ascii_uppercase.index(name[0]) % 6]]
             edge = "black" if name == REDRAWN else "white"
             faint = 0.3 if x == predicted else 1.0
             axis.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, alpha=faint))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from scipy.stats import gmean
 
 from sinkutils.ledger.results import QUANTITIES, excess, results
 from sinkutils.measuring.gradients import gradient_norms
@@ -37,8 +36,7 @@ LOSSES = "viridis_r"
 
 def sources() -> pd.DataFrame:
     """data/paper/after_paper.csv: where each variant comes from, what its source says, what was read of it."""
-    with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
-        return pd.DataFrame(csv.DictReader(file)).set_index("name")
+    return pd.read_csv(PAPER / "after_paper.csv", dtype=str, keep_default_na=False).set_index("name")
 
 
 def show_sources(group: str) -> None:
@@ -83,24 +81,23 @@ def picture(preset: str = "laptop") -> Figure | None:
     times the untrained model's), validation loss as colour: a small mark a seed, a number their mean. None without any.
     """
     peak, points = QUANTITIES["peak"], []
-    for row in (row for group in GROUPS for row in rows(group, preset)):
-        mark = "*" if row.base else GROUPS[row.paper.item]
-        for run in row.trained.values():
-            points.append((row.label, mark, excess(run), peak.read(run), run.final["valid_loss"]))
+    for group, shape in GROUPS.items():
+        for row in rows(group, preset):
+            mark = "*" if row.base else shape
+            values = [(excess(run), peak.read(run), run.final["valid_loss"]) for run in row.trained.values()]
+            points += [(row.label, mark, *numbers) for numbers in values]
     table = pd.DataFrame(points, columns=["label", "mark", "sink", "peak", "loss"]).drop_duplicates().dropna()
     if table["label"].nunique() < 2:
         return None
     figure, axis = plt.subplots(figsize=(9.2, 4.6))
     norm = plt.Normalize(table["loss"].min(), table["loss"].quantile(0.9))  # what did not learn is off the scale
     edge: dict[str, Any] = {"edgecolors": figures.PAPER_COLOR, "linewidths": 0.5, "s": 34, "alpha": 0.8}
-    for mark, part in table.groupby("mark", sort=False):
-        axis.scatter(part["sink"], part["peak"], c=part["loss"], norm=norm, cmap=LOSSES, marker=mark, **edge)
     lines = []
-    for number, (label, part) in enumerate(table.groupby("label", sort=False), start=1):
-        where = (part["sink"].mean(), float(np.exp(np.log(part["peak"]).mean())))
+    for number, ((mark, label), part) in enumerate(table.groupby(["mark", "label"], sort=False), start=1):
+        axis.scatter("sink", "peak", c="loss", data=part, norm=norm, cmap=LOSSES, marker=mark, **edge)
+        where = (part["sink"].mean(), gmean(part["peak"]))
         axis.annotate(str(number), where, (5, 5), textcoords="offset points", fontsize="small", weight="bold")
-        look = {"marker": part["mark"].iloc[0], "color": figures.PAPER_COLOR, "linestyle": ""}
-        lines.append(Line2D([], [], label=f"{number} {label}", **look))
+        lines.append(Line2D([], [], marker=mark, color=figures.PAPER_COLOR, linestyle="", label=f"{number} {label}"))
     axis.axhline(float(peak.level), color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
     axis.set_yscale("log", base=2)

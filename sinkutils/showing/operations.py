@@ -17,7 +17,6 @@ SIMILARITY = {"exp": "exp(s)", "sigmoid": "sigmoid(s)", "elu": "elu(s) + 1", "li
 KERNEL = {"identity": "x", "elu": "elu(x) + 1", "mlp": "mlp(x)"}
 NORMALIZER = {"sum": "sum f", "none": "1", "max_abs_sum": "max(|sum f|, 1)", "p_norm": "(sum f^p)^(1/p)"}
 STRETCH = 3.0  # what k_1 is multiplied by, to see which other weights it moves
-ROUNDING = 1e-9  # float64
 
 
 def specs() -> dict[str, AttentionSpec]:
@@ -26,17 +25,15 @@ def specs() -> dict[str, AttentionSpec]:
     return {row.row: config(row.experiment, "paper").model.attention for row in rows}
 
 
-def inputs(stretch: float = 1.0, length: int = 8, head_dim: int = 16) -> tuple[Tensor, Tensor, Callable]:
+def inputs(stretch: float = 1.0) -> tuple[Tensor, Tensor, Callable]:
     """Queries, keys (T, D) and an MLP kernel, the same on every call, in float64; k_1 is multiplied by `stretch`.
 
     All queries point somewhat towards k_1, so that s_i1 is positive, about 1 before stretching.
     """
     draw = torch.Generator().manual_seed(0)
-    q, k, first, second = (
-        torch.randn(rows, head_dim, dtype=torch.float64, generator=draw) for rows in (length, length, *[head_dim] * 2)
-    )
+    q, k, first, second = (torch.randn(rows, 16, dtype=torch.float64, generator=draw) for rows in (8, 8, 16, 16))
     q, k[0] = q + 1, stretch / 4
-    return q, k, lambda x: torch.relu(x @ first) @ second / head_dim
+    return q, k, lambda x: torch.relu(x @ first) @ second / 16
 
 
 def weights(spec: AttentionSpec, stretch: float = 1.0) -> Tensor:
@@ -53,20 +50,19 @@ def operations() -> pd.DataFrame:
     another key's weight when k_1 is stretched, 0 where weights are independent. metric: what Sink_k reads, the weights
     or proxy scores |f| / sum |f|, where these differ.
     """
-    return pd.DataFrame({name: _row(spec) for name, spec in specs().items()}).T
-
-
-def _row(spec: AttentionSpec) -> dict[str, str]:
-    before, after = weights(spec), weights(spec, STRETCH)
-    seen = torch.ones_like(before).tril().bool()
-    proxy = before.abs() / before.abs().sum(dim=-1, keepdim=True)
-    sums, moved = before.sum(dim=-1), (after - before)[:, 1:].abs().max()
-    return {
-        "φ(x)": KERNEL[spec.kernel],
-        "f(s)": SIMILARITY[spec.similarity],
-        "Z": NORMALIZER[spec.normalizer],
-        "least weight": f"{before[seen].min():.2f}",
-        "row sums": f"{sums.min():.2f} to {sums.max():.2f}",
-        "moved": f"{moved:.2f}",
-        "metric": "weights" if (proxy - before).abs().max() < ROUNDING else "proxy scores",
-    }
+    table = {}
+    for name, spec in specs().items():
+        before, after = weights(spec), weights(spec, STRETCH)
+        seen = torch.ones_like(before).tril().bool()
+        proxy = before.abs() / before.abs().sum(dim=-1, keepdim=True)
+        sums, moved = before.sum(dim=-1), (after - before)[:, 1:].abs().max()
+        table[name] = {
+            "φ(x)": KERNEL[spec.kernel],
+            "f(s)": SIMILARITY[spec.similarity],
+            "Z": NORMALIZER[spec.normalizer],
+            "least weight": f"{before[seen].min():.2f}",
+            "row sums": f"{sums.min():.2f} to {sums.max():.2f}",
+            "moved": f"{moved:.2f}",
+            "metric": "weights" if torch.allclose(proxy, before) else "proxy scores",
+        }
+    return pd.DataFrame(table).T

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,8 +15,10 @@ from sinkutils.ledger.results import EPSILON, Run, results, sink
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT
 from sinkutils.measuring.report import uniform_alpha
+from sinkutils.measuring.saved import measured_sink
 from sinkutils.showing import figures, names
 from sinkutils.showing.pages import WIDTH, show_text
+from sinkutils.showing.seen import capital
 from sinkutils.study.cost import cost
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config
@@ -60,8 +61,8 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
             for axis, key in ((row[1], "peak_1"), (row[2], "value_ratio_1")):
                 values = [point[key][block] for point in run.curve]
                 axis.plot(tokens, values, color=color, label=f"block {block + 1}")
-        row[0].axhline(EPSILON, color=figures.PAPER_COLOR, linestyle="--", linewidth=1)
-        row[0].axhline(uniform_alpha(run.report["T"]), color=figures.PAPER_COLOR, linestyle=":", linewidth=1)
+        for level, line in ((EPSILON, "--"), (uniform_alpha(run.report["T"]), ":")):
+            row[0].axhline(level, color=figures.PAPER_COLOR, linestyle=line, linewidth=1)
         row[0].set(ylabel=r"$\alpha_1^{l,h}$, " + f"seed {seed}", ylim=(0, None))
         row[1].set(ylabel=r"$\max_j |h_{1,j}|$ / median", yscale="log")
         row[2].set(ylabel=r"$\|v_1\|$ / the others'", ylim=(0, None))
@@ -80,11 +81,8 @@ def sentences(name: str, preset: str = "desk") -> list[str]:
         block, head = np.unravel_index(alpha[-1].argmax(), alpha[-1].shape)
         passed = []
         for level in PASSED:
-            above = largest > level
-            when = (
-                f"above {level} after {tokens[np.argmax(above)]:.0f}M tokens" if above.any() else f"never above {level}"
-            )
-            passed.append(when)
+            after = tokens[largest > level]
+            passed.append(f"above {level} after {after[0]:.0f}M tokens" if len(after) else f"never above {level}")
         first, last = run.curve[0], run.curve[-1]
         peaks = np.array(last["peak_1"]) / np.array(first["peak_1"])
         lines.append(
@@ -99,19 +97,21 @@ def sentences(name: str, preset: str = "desk") -> list[str]:
 
 def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
     """`by_block` and its sentences, an experiment after the other; what is not recorded is named."""
-    missing = [name for name in experiments if not trained(name, preset)]
-    for name in (name for name in experiments if name not in missing):
-        title = names.title(name)
+    missing = []
+    for name in experiments:
+        title, lines = names.title(name), sentences(name, preset)
+        if not lines:
+            missing.append(title)
+            continue
         caption = (
-            f"**{title[:1].upper()}{title[1:]}, block by block along training.** A row a seed, a colour a block. Left, "
+            f"**{capital(title)}, block by block along training.** A row a seed, a colour a block. Left, "
             "a line a head (dashed: ε; dotted: even attention); middle, the massive activation of the first token; "
             "right, its value's norm beside the others'."
         )
-        lines = sentences(name, preset)
         figures.show(by_block(name, preset), caption, f"{title}: {' '.join(lines)}", f"by_block_{name}_{preset}")
         show_text(lines)
     if missing:
-        print(textwrap.fill(f"Not recorded yet for this model: {'; '.join(map(names.title, missing))}.", WIDTH))
+        print(textwrap.fill(f"Not recorded yet for this model: {'; '.join(missing)}.", WIDTH))
 
 
 def show_ladder() -> None:
@@ -121,9 +121,8 @@ def show_ladder() -> None:
         "**At which scale each kind of sink is seen.** A row a model, by its parameters (with embeddings); hollow: the "
         "paper's numbers. The models differ in their text and training too, so that this is a list, not a law."
     )
-    each = [
-        f"{row.model} ({row.parameters / 1e6:.3g}M) {row.sink_1:.1f} with {row.first}" for row in table.itertuples()
-    ]
+    rows = table.itertuples()
+    each = [f"{row.model} ({row.parameters / 1e6:.3g}M) {row.sink_1:.1f} with {row.first}" for row in rows]
     figures.show(draw_ladder(table), caption, f"Sink_1 in percent by model: {'; '.join(each)}", "ladder")
 
 
@@ -132,46 +131,35 @@ def ladder() -> pd.DataFrame:
 
     Columns model, parameters, first (ANY or ONE), sink_1 (percent, a mean over seeds), of ("paper" or "measured").
     """
-    rows: list[dict[str, Any]] = []
-    for preset in OURS:
+    rows: list[tuple[str, int, str, float, str]] = []
+    for preset in (*OURS, "paper"):
         for name, first in (("default", ANY), ("fixed_1", ONE)):
-            values = [value for run in trained(name, preset).values() if (value := sink(run)) is not None]
-            if values:
-                size = cost(config(name, preset)).parameters
-                rows.append(
-                    {
-                        "model": "ours",
-                        "parameters": size,
-                        "first": first,
-                        "sink_1": float(np.mean(values)),
-                    }
-                )
-    for name, first in (("default", ANY), ("fixed_1", ONE)):
-        size, printed = cost(config(name, "paper")).parameters, experiment(name).paper["sink_1"]
-        rows.append({"model": "the paper's 60M", "parameters": size, "first": first, "sink_1": printed, "of": "paper"})
-    for name in ("gemma-3-270m", "smollm2"):
-        kept = recorded(name)
+            size = cost(config(name, preset)).parameters
+            shares = [share for run in trained(name, preset).values() if (share := sink(run)) is not None]
+            if preset == "paper":
+                rows.append(("the paper's 60M", size, first, experiment(name).paper["sink_1"], "paper"))
+            elif shares:
+                rows.append(("ours", size, first, float(np.mean(shares)), "measured"))
+    for kept in map(recorded, ("gemma-3-270m", "smollm2")):
+        title, size, natural = kept["about"]["title"], kept["about"]["parameters"], kept["probes"]["natural"]
         for kind, first in ((TEXT, ANY), (BOS, ONE)):
-            if kind in kept["probes"]["natural"]:
-                share = kept["probes"]["natural"][kind]["sink"]["1"][f"{EPSILON}"]
-                about = kept["about"]
-                rows.append(
-                    {"model": about["title"], "parameters": about["parameters"], "first": first, "sink_1": share}
-                )
-    return pd.DataFrame(rows).assign(of=lambda table: table["of"].fillna("measured")).sort_values("parameters")
+            if kind in natural:
+                rows.append((title, size, first, measured_sink(natural[kind]), "measured"))
+    return pd.DataFrame(rows, columns=["model", "parameters", "first", "sink_1", "of"]).sort_values("parameters")
 
 
 def draw_ladder(table: pd.DataFrame) -> Figure:
     """A row a model by size, a mark for what stands first: Sink_1; hollow: the paper's."""
-    models = list(dict.fromkeys(zip(table["model"], table["parameters"], strict=True)))
-    figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(models) + 1.3))
+    models = [f"{row.model}: {row.parameters / 1e6:.3g}M" for row in table.itertuples()]
+    places = {model: place for place, model in enumerate(dict.fromkeys(models))}
+    figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(places) + 1.3))
     for first, (mark, color) in LOOKS.items():
         axis.plot([], [], mark, color=color, label=first)
-        for place, (model, size) in enumerate(models):
-            part = table[(table["parameters"] == size) & (table["model"] == model) & (table["first"] == first)]
-            face = "white" if (part["of"] == "paper").any() else color
-            axis.plot(part["sink_1"], [place] * len(part), mark, color=color, markerfacecolor=face, markersize=8)
-    axis.set_yticks(range(len(models)), [f"{model}: {size / 1e6:.3g}M" for model, size in models])
-    axis.set(xlabel=figures.SINK_LABEL, xlim=(-3, 103), ylim=(-0.6, len(models) - 0.4))
+    for model, row in zip(models, table.itertuples(), strict=True):
+        mark, color = LOOKS[row.first]
+        face = "white" if row.of == "paper" else color
+        axis.plot(row.sink_1, places[model], mark, color=color, markerfacecolor=face, markersize=8)
+    axis.set_yticks(list(places.values()), list(places))
+    axis.set(xlabel=figures.SINK_LABEL, xlim=(-3, 103), ylim=(-0.6, len(places) - 0.4))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
