@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from sinkutils.showing.figures import BASE_COLOR, EPSILON, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
+from sinkutils.ledger.results import EPSILON
+from sinkutils.showing.figures import BASE_COLOR, FIRST_COLOR, PAPER_COLOR, SINK_LABEL, STAR_COLOR
 from sinkutils.showing.names import Row
 from sinkutils.study.experiments import experiment
 
@@ -38,47 +39,32 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
     """
     if not any(row.trained for row in rows):
         return None
-    figure, (heads, shares) = plt.subplots(
-        1, 2, figsize=(9.2, 0.42 * len(rows) + 1.3), sharey=True, width_ratios=(1.7, 1)
-    )
-    own_base = False
+    size = (9.2, 0.42 * len(rows) + 1.3)
+    figure, (heads, shares) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(1.7, 1))
     for y, row in enumerate(rows):
-        if row.base:
-            for panel in (heads, shares):
-                panel.axhspan(y - 0.5, y + 0.5, color=BASE_COLOR, alpha=0.12, linewidth=0)
+        for panel in (heads, shares) if row.base else ():
+            panel.axhspan(y - 0.5, y + 0.5, color=BASE_COLOR, alpha=0.12, linewidth=0)
         for index, key in enumerate(what):
-            _, column, color, mark = SINKS[key]
             middle = y + 0.42 * (index - (len(what) - 1) / 2)
-            _dots(heads, row, key, middle, 0.6 / len(what), color, mark)
-            values = row.final(column)
-            shares.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
-            if values:
-                shares.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
-            if column in row.paper.values:
-                shares.plot(row.paper.values[column], middle, "D", color=color, markerfacecolor="white")
-                fixed = experiment(row.experiment).paper.get(column) if row.base and column == "sink_1" else None
-                if fixed not in (None, row.paper.values[column]):  # the paper's base meets any first token, ours one
-                    shares.plot(fixed, middle, "d", color=color, markerfacecolor="white")
-                    own_base = True
+            _draw_heads(heads, row, key, middle, 0.6 / len(what))
+            _draw_shares(shares, row, key, middle)
         if row.state:
             heads.text(0.5, y, row.state, ha="center", va="center", fontsize="small", color=PAPER_COLOR)
     heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
     heads.text(EPSILON, -0.55, r"$\epsilon$", ha="center", va="bottom", fontsize="small")
-    symbols = " and ".join(SINKS[key][0] for key in what)
-    heads.set(xlim=(-0.02, 1.02), xlabel=f"{symbols} of each head", ylabel=axis_label)
+    symbols = [SINKS[key][0] for key in what]
+    heads.set(xlim=(-0.02, 1.02), xlabel=f"{' and '.join(symbols)} of each head", ylabel=axis_label)
     shares.set(xlim=(-4, 104), xlabel=r"heads above $\epsilon = 0.3$ (%)")
     _by_row([row.label for row in rows], heads, shares)
-    look: dict[str, Any] = {"linestyle": "", "markersize": 8, "markeredgecolor": "black"}
-    handles = []
-    for key in what:
-        symbol, _, color, mark = SINKS[key]
-        handles.append(Line2D([], [], marker=mark, color=color, label=f"ours, {symbol}", **look))
+    legend: dict[str, dict[str, Any]] = {}
+    for symbol, _, color, mark in (SINKS[key] for key in what):
+        legend[f"ours, {symbol}"] = {"marker": mark, "color": color, "markersize": 8, "markeredgecolor": "black"}
+    diamond = {"color": PAPER_COLOR, "markerfacecolor": "white"}
     if any(row.paper.values for row in rows):
-        paper: dict[str, Any] = {"marker": "D", "color": PAPER_COLOR, "markerfacecolor": "white", "label": "paper"}
-        handles.append(Line2D([], [], linestyle="", **paper))
-        if own_base:
-            paper |= {"marker": "d", "label": "paper, one fixed\nfirst token"}
-            handles.append(Line2D([], [], linestyle="", **paper))
+        legend["paper"] = {"marker": "D"} | diamond
+    if any(line.get_marker() == "d" for line in shares.lines):
+        legend["paper, one fixed\nfirst token"] = {"marker": "d"} | diamond
+    handles = [Line2D([], [], linestyle="", label=label, **look) for label, look in legend.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     return figure
 
@@ -91,8 +77,9 @@ def _by_row(labels: Sequence[str], *axes: Axes) -> None:
         axis.grid(False, axis="y")
 
 
-def _dots(axis: Axes, row: Row, key: str, middle: float, height: float, color: str, mark: str) -> None:
+def _draw_heads(axis: Axes, row: Row, key: str, middle: float, height: float) -> None:
     """Each head of each seed, the seeds below each other within `height`."""
+    _, _, color, mark = SINKS[key]
     for index, run in enumerate(row.trained.values()):
         alpha = run.report.get("alpha_star") if key == "star" else run.report.get("alpha", [None])[0]
         if alpha is not None:
@@ -101,10 +88,23 @@ def _dots(axis: Axes, row: Row, key: str, middle: float, height: float, color: s
             axis.plot(values, np.full(len(values), y), mark, color=color, markersize=4, alpha=0.65, markeredgewidth=0)
 
 
+def _draw_shares(axis: Axes, row: Row, key: str, middle: float) -> None:
+    """Heads above epsilon: each seed, their mean, what the paper prints."""
+    _, column, color, mark = SINKS[key]
+    values, printed = row.final(column), row.paper.values.get(column)
+    axis.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
+    if values:
+        axis.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
+    if printed is not None:
+        axis.plot(printed, middle, "D", color=color, markerfacecolor="white")
+    if row.base and printed is not None and key == "1":  # the paper's base meets any first token, ours one
+        fixed = experiment(row.experiment).paper.get(column)
+        if fixed not in (None, printed):
+            axis.plot(fixed, middle, "d", color=color, markerfacecolor="white")
+
+
 def effects(table: pd.DataFrame, xlabel: str, most: int = 10) -> Figure | None:
-    """Differences from the base with their 95 % intervals, the `most` largest and smallest (columns of
-    `seen.differences`); those whose interval leaves out 0 are filled.
-    """
+    """`seen.differences` with their 95 % intervals, the `most` largest and smallest; filled where that leaves out 0."""
     if table.empty:
         return None
     table = table.sort_values("mean", ascending=False, ignore_index=True)
@@ -127,11 +127,7 @@ def effects(table: pd.DataFrame, xlabel: str, most: int = 10) -> Figure | None:
 
 
 def means_and_thresholds(table: pd.DataFrame) -> Figure | None:
-    """Each experiment's mean alpha_1 against its Sink_1, a dot each: what a threshold shows of a mean.
-
-    table: label, alpha, sink, base; experiments whose Sink_1 is under 1 % though alpha_1 is over twice that of even
-    attention are named.
-    """
+    """Each experiment's mean alpha_1 against its Sink_1, a dot each, the hidden ones of `tables` ringed."""
     if table.empty:
         return None
     figure, axis = plt.subplots(figsize=(7.6, 3.6))
@@ -152,12 +148,11 @@ def destinations(shares: Mapping[str, Mapping[str, float]]) -> Figure | None:
     if not shares:
         return None
     figure, axis = plt.subplots(figsize=(9.0, 0.36 * len(shares) + 1.2))
-    left = np.zeros(len(shares))
-    for kind, (words, color) in DESTINATIONS.items():
-        width = np.array([row.get(kind, 0.0) for row in shares.values()])
-        if width.any():
-            axis.barh(range(len(shares)), width, left=left, color=color, edgecolor="white", label=words)
-            left += width
+    table = pd.DataFrame(shares).reindex(list(DESTINATIONS)).fillna(0.0)
+    table = table[table.any(axis=1)].T
+    words, colors = zip(*(DESTINATIONS[kind] for kind in table), strict=True)
+    table = table.set_axis(words, axis=1)
+    table.plot.barh(ax=axis, stacked=True, width=0.8, color=colors, edgecolor="white", legend=False)
     axis.set(xlim=(0, 1), xlabel="share of attention")
     _by_row(list(shares), axis)
     axis.grid(False)

@@ -31,7 +31,6 @@ from sinkutils.showing.pages import WIDTH, bold, put
 
 COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
 
-EPSILON = 0.3
 SINK_LABEL = r"$\mathrm{Sink}_1^{\epsilon}$ (%), $\epsilon = 0.3$"
 STAR_LABEL = r"$\mathrm{Sink}_*^{\epsilon}$ (%)"
 # One colour a quantity, one for the base, one for what the paper prints; in grey they stay apart with their marks.
@@ -44,24 +43,15 @@ DASHES = ("--", ":", "-.", (0, (6, 1)), (0, (1, 3)), (0, (3, 1, 1, 1, 1, 1)))  #
 
 def theme() -> None:
     """Set the one theme: call it once at the top of a notebook."""
-    sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", font_scale=0.9)
-    mpl.rcParams.update(
-        {
-            "figure.figsize": (7.0, 3.6),
-            "figure.dpi": 90,
-            "savefig.dpi": 144,
-            "figure.constrained_layout.use": True,
-            "axes.titlesize": "medium",
-            "legend.frameon": False,
-        }
-    )
+    sizes = {"figure.figsize": (7.0, 3.6), "figure.dpi": 90, "savefig.dpi": 144, "axes.titlesize": "medium"}
+    layout = {"figure.constrained_layout.use": True, "legend.frameon": False}
+    sns.set_theme(style="whitegrid", palette="colorblind", font_scale=0.9, rc=sizes | layout)
 
 
 def save(figure: Figure | None, name: str) -> Path | None:
     """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none. Returns the PNG.
 
-    They go to figures/ only where `run --in-place` makes what is committed, else to rendered/figures, which git
-    ignores: a lesson leaves the checkout as it was.
+    They go to figures/ where `run --in-place` makes what is committed, else to rendered/figures, which git ignores.
     """
     if figure is None:
         return None
@@ -86,8 +76,7 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     """Show a figure with its caption below it and a text for those who cannot see it; saved under `name`, if any.
 
     caption: its first sentence says what there is to see; **words** between stars are bold. In a page it is one HTML
-    figure, which JupyterLab, a converted notebook and the book show alike; as text, the two sentences. Where there is
-    no figure (nothing recorded yet) one line says so.
+    figure, which JupyterLab and the book show alike; as text, the two sentences. No figure (no records): one line.
     """
     if figure is None:
         print("Nothing to draw: none of these runs is recorded yet.")
@@ -110,9 +99,7 @@ def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = Fa
     others = [label for label in labels if label != base]
     palette = sns.color_palette("flare", len(others)) if ordered else cycle(OTHER_COLORS)
     colors: dict[str, Any] = dict(zip(others, palette, strict=False))
-    if base is not None and base in labels:
-        colors[base] = BASE_COLOR
-    return colors
+    return colors | {label: BASE_COLOR for label in labels if label == base}
 
 
 def whole_numbers(*axes: Axis) -> None:
@@ -136,10 +123,9 @@ def along_training(
     xlabel: str = "optimisation step",
 ) -> Figure | None:
     """Curves along training, a panel for each of `keys` (its label), a colour and a dash a run: the mean over its
-    seeds thick, each seed thin (Figs. 4 middle and right, 28, 30).
+    seeds thick, each seed thin (Figs. 4 middle and right, 28, 30); no line where a run lacks a key.
 
-    runs: by label, the curve of each seed. A run without a key, such as sink_star without a key bias, has no line in
-    its panel. base, ordered: as of `colors_of`.
+    runs: by label, the curve of each seed. base, ordered: as of `colors_of`.
     """
     shown = {label: [pd.DataFrame(curve) for curve in seeds if curve] for label, seeds in runs.items()}
     shown = {label: frames for label, frames in shown.items() if frames}
@@ -154,18 +140,16 @@ def along_training(
         for name, frames in shown.items():
             lines = [frame.set_index("step")[key].astype(float) for frame in frames if key in frame]
             for line in lines if len(lines) > 1 else ():
-                axis.plot(line.index, line, color=colors[name], linewidth=0.6, alpha=0.5)
+                axis.plot(line, color=colors[name], linewidth=0.6, alpha=0.5)
             if lines:
                 mean = pd.concat(lines, axis=1).mean(axis=1)
-                axis.plot(mean.index, mean, color=colors[name], linestyle=dashes[name], linewidth=1.8)
+                axis.plot(mean, color=colors[name], linestyle=dashes[name], linewidth=1.8)
         axis.set(xlabel=xlabel, ylabel=label)
         if "loss" not in key:
             axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
-    handles = []
-    for name, frames in shown.items():
-        words = f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}"
-        handles.append(Line2D([], [], color=colors[name], linestyle=dashes[name], label=words))
-    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=1 if len(handles) < 3 else 2)
+    handles = [Line2D([], [], color=colors[name], linestyle=dashes[name]) for name in shown]
+    words = [f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}" for name, frames in shown.items()]
+    figure.legend(handles, words, loc="outside lower center", fontsize="small", ncols=1 if len(words) < 3 else 2)
     return figure
 
 
@@ -209,9 +193,8 @@ def draw_map(axis: Axes, values: Any, norm: Any = None, cmap: str = LIGHT, causa
     if causal:
         squares[np.triu_indices(rows, 1, columns)] = np.nan
     axis.grid(False)
-    edges = (0.5, columns + 0.5, rows + 0.5, 0.5)
-    norm = norm or mpl.colors.Normalize(0, 1)
-    return axis.imshow(squares, cmap=cmap, norm=norm, interpolation="nearest", extent=edges, **options)
+    options |= {"norm": norm or mpl.colors.Normalize(0, 1), "extent": (0.5, columns + 0.5, rows + 0.5, 0.5)}
+    return axis.imshow(squares, cmap=cmap, interpolation="nearest", **options)
 
 
 def attention_map(weights: Any) -> Figure:
@@ -224,15 +207,12 @@ def attention_map(weights: Any) -> Figure:
 
 
 def alpha_heatmaps(alphas: Mapping[str, Any]) -> Figure | None:
-    """alpha_1 by block and head of several models side by side, one scale (Figs. 19 to 24, 27).
-
-    alphas: (layers, heads) by the model's name.
-    """
+    """alpha_1 (layers, heads) of several models side by side, by their names, on one scale (Figs. 19 to 24, 27)."""
     if not alphas:
         return None
-    shapes = [np.shape(alpha) for alpha in alphas.values()]
-    widths = [max(2.4, 0.12 * heads) for _, heads in shapes]
-    size = (sum(widths) + 1.2, max(2.6, *(0.12 * layers for layers, _ in shapes)))
+    layers, heads = zip(*(np.shape(alpha) for alpha in alphas.values()), strict=True)
+    widths = [max(2.4, 0.12 * number) for number in heads]
+    size = (sum(widths) + 1.2, max(2.6, 0.12 * max(layers)))
     figure, axes = plt.subplots(1, len(alphas), figsize=size, squeeze=False, width_ratios=widths)
     for axis, (name, alpha) in zip(axes[0], alphas.items(), strict=True):
         image = draw_map(axis, alpha, causal=False, aspect="auto")
@@ -248,10 +228,8 @@ def sink_by_position(table: pd.DataFrame, ylabel: str = "") -> Figure | None:
     if table.isna().all(axis=None):  # also of a table without columns
         return None
     few = len(table) < 15
-    size = (0.55 * table.shape[1] + 3.0, (0.42 if few else 0.2) * len(table) + 1.3)
-    figure, axis = plt.subplots(figsize=size)
-    bar = {"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}
-    scale = {"vmin": 0, "vmax": 100, "cmap": LIGHT, "cbar_kws": bar}
+    figure, axis = plt.subplots(figsize=(0.55 * table.shape[1] + 3.0, (0.42 if few else 0.2) * len(table) + 1.3))
+    scale = {"vmin": 0, "vmax": 100, "cmap": LIGHT, "cbar_kws": {"label": r"$\mathrm{Sink}_k^\epsilon$ (%)"}}
     sns.heatmap(table.astype(float), ax=axis, annot=few, fmt=".0f", linewidths=0.5, yticklabels=few, **scale)
     axis.set(xlabel="position $k$", ylabel=ylabel)
     axis.tick_params(axis="y", rotation=0)

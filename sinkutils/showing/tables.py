@@ -13,7 +13,8 @@ import pandas as pd
 from sinkutils.ledger.results import EPSILON, Run, sink
 from sinkutils.measuring.report import Report
 from sinkutils.showing.names import Row, human, printed
-from sinkutils.study.grid import config, experiment, largest_alpha
+from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.grid import config, largest_alpha
 from sinkutils.study.store import Entry, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -21,20 +22,16 @@ VALUES = (*SINKS, "valid_loss")
 EXCESS = ("excess_1", "excess_star")  # means of (alpha - u) / (1 - u), u that of uniform attention
 NUMERIC = ("steps", *SINKS, *EXCESS, "valid_loss", "train_loss", "wall_seconds")
 COLUMNS = ("preset", "experiment", "seed", "status", "reason", "corpus", "recipe", *NUMERIC, "section", "item")
-HEADINGS = {
-    **{f"sink_{k}": f"Sink{'₁₂₃₄'[k - 1]} %" for k in (1, 2, 3, 4)},
-    "sink_star": "Sink* %",
-    "valid_loss": "validation loss",
-}
+HEADINGS = dict(zip(VALUES, ("Sink₁ %", "Sink₂ %", "Sink₃ %", "Sink₄ %", "Sink* %", "validation loss"), strict=True))
 
 
 def records(preset: str = "laptop", runs: Path | str | None = None) -> pd.DataFrame:
     """Every record of a preset, a row each, sorted by experiment and seed; columns COLUMNS.
 
-    status: done; failed (training diverged: `reason`); stale (its config is no longer that of the experiment);
-    corrupt (a file is missing or changed: `reason` names it, and a warning is given). Only rows that are done or
-    failed count as results. corpus: name and short hash of the text that the run was made on. Runs on another text
-    than the preset's are tables of their own: preset "laptop@path-mine-0123abcd", as their folder is named.
+    status: done; failed (training diverged: `reason`); stale (its config is no longer that of the experiment); corrupt
+    (a file is missing or changed: `reason` names it, and a warning is given). The first two count as results. corpus:
+    name and short hash of the text. Runs on another text than the preset's are tables of their own: preset
+    "laptop@path-mine-0123abcd", as their folder is named.
     """
     rows = [{"preset": preset} | _row(entry) for entry in Runs(runs).entries(preset)]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({**dict.fromkeys(NUMERIC, float), "recipe": "Int64"})
@@ -58,20 +55,17 @@ def paper_beside_ours(item: str, preset: str = "laptop", runs: Path | str | None
 
 
 def plain(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
-    """What `paper_beside_ours` gives as text for people, rounded, the same on every run.
+    """What `paper_beside_ours` gives as text for people, rounded.
 
-    A cell of ours is a mean, with the range over the seeds where there are several; "failed" where training failed,
-    "-" where there is no run, empty where the paper gives no number.
+    A cell of ours is a mean, with the range over the seeds where there are several; "-": not run; empty: no number.
     """
-    text = pd.DataFrame({"": table["label"]})
-    for value in (v for v in VALUES if v in table):
-        rows = table.to_dict("records")
-        numbers = [_number(row[f"{value}_paper"], digits) for row in rows]
-        failed = table["paper"] == "failed"
-        text[f"{HEADINGS[value]}, paper"] = np.where(failed, "failed", numbers)
-        text[f"{HEADINGS[value]}, ours"] = [_ours(row, value, digits) for row in rows]
-    text["note"] = [human(note) for note in table["note"]]
-    return text.set_index("")
+    text, rows = pd.DataFrame(index=pd.Index(table["label"], name="")), table.to_dict("records")
+    for value, heading in HEADINGS.items():
+        if value in table:
+            printed = [_number(row[f"{value}_paper"], digits) for row in rows]
+            text[f"{heading}, paper"] = np.where(table["paper"] == "failed", "failed", printed)
+            text[f"{heading}, ours"] = [_ours(row, value, digits) for row in rows]
+    return text.assign(note=[human(note) for note in table["note"]])
 
 
 def _row(entry: Entry) -> dict[str, Any]:
@@ -79,16 +73,13 @@ def _row(entry: Entry) -> dict[str, Any]:
     row: dict[str, Any] = {key: getattr(entry, key) for key in ("experiment", "seed", "status", "reason")}
     if entry.record is None:
         return row
-    config, final = entry.record.config, entry.record.metrics["final"]
+    run, final = entry.record.config, entry.record.metrics["final"]
     row |= {key: final.get(key) for key in (*SINKS, *EXCESS, "valid_loss", "train_loss")} | {"steps": final.get("step")}
-    row |= {"wall_seconds": entry.record.provenance.get("wall_seconds"), "recipe": config["recipe"]}
-    corpus = config.get("corpus")
+    row |= {"wall_seconds": entry.record.provenance.get("wall_seconds"), "recipe": run["recipe"]}
+    corpus = run.get("corpus")
     row["corpus"] = corpus and f"{corpus['name']} {corpus['sha256'][:8]}"
-    try:
-        known = experiment(entry.experiment)
-    except ValueError:  # there is no more such experiment
-        return row
-    return row | {"section": known.section, "item": known.item}
+    known = next((known for known in EXPERIMENTS if known.name == entry.experiment), None)
+    return row | ({"section": known.section, "item": known.item} if known else {})
 
 
 def _beside(row: Row, preset: str) -> dict[str, Any]:
@@ -119,20 +110,17 @@ def _number(value: float, digits: int) -> str:
 def _ours(row: Mapping[str, Any], value: str, digits: int) -> str:
     if row["ours"] != "done":
         return "failed" if row["ours"] == "failed" else "-"
-    mean = _number(row[value], digits)
-    if row["seeds"] == 1 or not mean:
-        return mean
-    return f"{mean} ({row[f'{value}_low']:.{digits}f} to {row[f'{value}_high']:.{digits}f})"
+    mean, low, high = (_number(row[key], digits) for key in (value, f"{value}_low", f"{value}_high"))
+    return mean if row["seeds"] == 1 or not mean else f"{mean} ({low} to {high})"
 
 
 def sinks_by_position(rows: Sequence[Row], eps: float = EPSILON) -> pd.DataFrame:
     """Sink_k^eps in percent for every recorded position k, a row a setting, mean over its seeds; NaN without any."""
-
-    def read(run: Run) -> dict[int, float]:
-        return {int(k): by_eps[str(eps)] for k, by_eps in run.report.get("sink", {}).items()}
-
-    means = {row.label: pd.DataFrame(row.values(read)).mean() for row in rows}
-    return pd.DataFrame.from_dict(means, orient="index").sort_index(axis=1)
+    means = {}
+    for row in rows:
+        seeds = pd.DataFrame(run.report.get("sink", {}) for run in row.trained.values())
+        means[row.label] = seeds.map(lambda by_eps: by_eps[str(eps)], na_action="ignore").rename(columns=int).mean()
+    return pd.DataFrame(means).T.sort_index(axis=1)
 
 
 def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, list[float] | str]:
@@ -141,13 +129,10 @@ def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, lis
 
     key: the norms in the report, such as "before_norm_norms" of a post-norm model.
     """
-
-    def read(run: Run) -> list[float] | None:
-        return Report.from_dict(run.report).norm_ratio(key) if key in run.report else None
-
     ratios: dict[str, list[float] | str] = {}
     for row in rows:
-        seeds = row.values(read)
+        reports = [run.report for run in row.trained.values() if key in run.report]
+        seeds = [Report.from_dict(report).norm_ratio(key) for report in reports]
         ratios[row.label] = np.mean(seeds, axis=0).tolist() if seeds else row.state or "not measured"
     return ratios
 
@@ -159,7 +144,7 @@ def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
     """
     cells = []
     for row in rows:
-        reports = row.values(lambda run: run.report if "alpha" in run.report else None)
+        reports = [run.report for run in row.trained.values() if "alpha" in run.report]
         if reports:
             alpha, share = np.mean([report["alpha"][0] for report in reports]), np.mean(row.values(sink))
             cells.append((row.label, alpha, share, row.base, share < 1 and alpha > 2 * reports[0]["floor"]))
