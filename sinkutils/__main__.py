@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ def list_command(options: argparse.Namespace) -> None:
         if row.name not in refused:
             name = resolve(row.name, options.preset)
             seeds = ((frame["experiment"] == name) & frame["status"].isin(["done", "failed"])).sum()
-            state = f"{seeds} seed{'s' * (seeds != 1)}" if seeds else "missing"
+            state = f"{seeds} seed{'' if seeds == 1 else 's'}" if seeds else "missing"
             state += "" if name == row.name else f" (as {name})"
         cells = [f"{row.paper[key]:.2f}" if key in row.paper else "" for key in ("sink_1", "valid_loss")]
         print(f"{row.name:<28}{row.item:<18}{cells[0]:>13}{cells[1]:>7}  {state}: {row.title}")
@@ -264,24 +264,18 @@ def run_command(options: argparse.Namespace) -> int:
 
 def readme_command(options: argparse.Namespace) -> None:
     """Write README's generated parts anew."""
-    from sinkutils.showing.readme import write
+    from sinkutils.paths import ROOT
+    from sinkutils.showing.readme import generated
 
-    write()
+    for name, text in generated().items():
+        (ROOT / name).write_text(text, encoding="utf-8")
 
 
 LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long prints
-COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "list": list_command,
-    "train": train_command,
-    "sweep": sweep_command,
-    "cost": cost_command,
-    "measure": measure_command,
-    "models": models_command,
-    "scores": scores_command,
-    "claims": claims_command,
-    "run": run_command,
-    "readme": readme_command,
-}
+OF_RUNS = (list_command, train_command, sweep_command, cost_command)
+OF_MODELS = (measure_command, models_command, scores_command)
+OF_PAGES = (claims_command, run_command, readme_command)
+COMMANDS = {command.__name__.removesuffix("_command"): command for command in (*OF_RUNS, *OF_MODELS, *OF_PAGES)}
 
 if __name__ == "__main__":
     sys.exit(main())
