@@ -21,14 +21,14 @@ from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
 
-# Background and ink of a chip; the verdict's word stands in it, so that colour is not all there is.
-COLORS = {
-    rules.REPRODUCED: ("#1a7f37", "white"),
-    rules.PARTLY: ("#b35900", "white"),
-    rules.NOT_REPRODUCED: ("#a40e5c", "white"),
-    rules.INCONCLUSIVE: ("#57606a", "white"),
-    rules.NOT_VISIBLE: ("#d0d7de", "#24292f"),
-    rules.NOT_RUN: ("white", "#24292f"),
+# Background and ink of a chip, and the mark before it where there is no colour. The verdict's word always stands there.
+CHIPS = {
+    rules.REPRODUCED: ("#1a7f37", "white", "●"),
+    rules.PARTLY: ("#b35900", "white", "◐"),
+    rules.NOT_REPRODUCED: ("#a40e5c", "white", "✕"),
+    rules.INCONCLUSIVE: ("#57606a", "white", "◌"),
+    rules.NOT_VISIBLE: ("#d0d7de", "#24292f", "–"),
+    rules.NOT_RUN: ("white", "#24292f", "○"),
 }
 # What was found where a check of this kind does not hold. {0}, {1}: its runs, {q}: its quantity.
 FOUND = {
@@ -87,7 +87,7 @@ def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, s
     if count:
         items = "".join(f"<li>{_check(check, preset)}</li>" for check in checks.to_dict("records"))
         page += f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
-    border = f"1px solid #8c959f;border-left:6px solid {COLORS[verdict][0]};border-radius:6px"
+    border = f"1px solid #8c959f;border-left:6px solid {CHIPS[verdict][0]};border-radius:6px"
     claim, source = (html.escape(part, quote=False) for part in (claim, source))
     return "\n".join(text), (
         f'<div style="border:{border};padding:0.5em 0.9em;margin:0.5em 0;max-width:60em">'
@@ -98,7 +98,7 @@ def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, s
 
 def chip(verdict: str) -> str:
     """A verdict as a coloured word, HTML."""
-    ground, ink = COLORS[verdict]
+    ground, ink, _ = CHIPS[verdict]
     shape = "border:1px solid #8c959f;border-radius:1em;padding:0.1em 0.7em"
     words = "font-weight:600;font-size:0.85em;white-space:nowrap"
     return f'<span style="background:{ground};color:{ink};{shape};{words}">{verdict}</span>'

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from scipy.special import expit, softmax
 
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.showing import svg
@@ -138,12 +139,11 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str) -> Picture:
 
 def logits() -> Picture:
     """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7)."""
-    s = np.array(NOTHING)
-    powers, top, bottom, unit, low, high = np.exp(s), 44, 190, 56, -6, 6
+    s, top, bottom, unit, low, high = np.array(NOTHING), 44, 190, 56, -6, 6
     shares_of = {
-        "softmax": np.append(0, powers[1:] / powers[1:].sum()),
-        "sigmoid": np.append(0, 1 / (1 + np.exp(-s[1:]))),
-        "softmax with k∗": powers / powers.sum(),
+        "softmax": np.append(0, softmax(s[1:])),
+        "sigmoid": np.append(0, expit(s[1:])),
+        "softmax with k∗": softmax(s),
     }
     rows, x = [300, 392, 484], [176 + 74 * i for i in range(len(s))]
     root, zero = svg.canvas(512), (top + bottom) / 2
@@ -164,11 +164,11 @@ def logits() -> Picture:
             svg.text(root, f"{shares[i]:.2f}", x[i], bar["y"] - 4, part=f"share{row}-{i}", text_anchor="middle")
         svg.text(root, "on text", 8, rows[row] + 2, fill=GREY)
         svg.text(root, f"{shares[1:].sum():.2f}", 76, rows[row] + 2, part=f"sum{row}", font_weight="bold", fill=GREY)
-    softmax, sigmoid, star = shares_of.values()
-    best = int(softmax.argmax())
+    soft, sigmoid, star = shares_of.values()
+    best = int(soft.argmax())
     caption = (
         "Softmax has to spend. No key of the text matches this query: their logits are below 0. Softmax still hands "
-        f"out 1.00, {softmax[best]:.2f} of it to “{NAMES[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
+        f"out 1.00, {soft[best]:.2f} of it to “{NAMES[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
         f"key k∗ whose value is zero, here at the logit {NOTHING[0]:g} that training might give it, {star[0]:.2f} goes "
         f"there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
         "it with Tab and move it with the arrow keys."

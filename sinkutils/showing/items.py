@@ -1,4 +1,7 @@
-"""An item of the paper as a page shows it: its picture with caption and alt text, its numbers, what one sees."""
+"""An item of the paper as a page shows it: its picture with caption and alt text, its numbers, what one sees.
+
+Each function raises ValueError for an item, preset or experiment that there is not.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,7 @@ THIN = "; the thin one is its base with one fixed first token, as ours has"
 
 def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
     """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
-    what the records say of `keys` (`seen.sentences`).
-
-    what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
+    what the records say of `keys` (`seen.sentences`). what: "1" for alpha_1, "star" for alpha_*.
     """
     rows, axis, _ = _item(item, preset)
     show_rows(rows, item, axis, preset, what)
@@ -55,9 +56,8 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
 
 
 def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None) -> None:
-    """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block.
-
-    more: further lines by label. Raises ValueError for an unknown item or preset.
+    """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block, with
+    `more` lines by label.
     """
     rows, axis, colors = _item(item, preset)
     ratios = tables.norm_ratios(rows) | dict(more or {})
@@ -74,7 +74,7 @@ def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | s
 
 
 def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
-    """An item's runs along training, a panel for each of keys (its label). Raises ValueError for an unknown item."""
+    """An item's runs along training, a panel for each of keys (its label)."""
     rows, _, colors = _item(item, preset)
     curves = {row.label: [run.curve for run in row.runs.values()] for row in rows}
     figure = figures.along_training(curves, keys, **colors)
@@ -131,7 +131,7 @@ def thresholds(preset: str) -> None:
 
 
 def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
-    """The shares of attention by kind of key, a bar an experiment. Raises ValueError for an unknown one."""
+    """The shares of attention by kind of key, a bar an experiment."""
     ours = results(preset)
     shares = tables.destinations({names.of(name, preset): ours.seeds(name) for name in experiments})
     caption = (

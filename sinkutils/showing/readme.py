@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from fractions import Fraction
+from functools import reduce
 from math import isnan
+from operator import getitem
 from typing import Any
 
 import pandas as pd
@@ -22,7 +25,6 @@ from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names
 from sinkutils.showing.explorer import kept_map, side_by_side
-from sinkutils.showing.findings import findings
 from sinkutils.showing.tables import records
 from sinkutils.study.cost import cost
 from sinkutils.study.grid import config, plan
@@ -30,14 +32,6 @@ from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
 PRESET = "laptop"
-CHIPS = {
-    rules.REPRODUCED: "●",
-    rules.PARTLY: "◐",
-    rules.NOT_REPRODUCED: "✕",
-    rules.INCONCLUSIVE: "◌",
-    rules.NOT_VISIBLE: "–",
-    rules.NOT_RUN: "○",
-}
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
 
@@ -78,35 +72,35 @@ def _numbers(row: dict[str, Any]) -> list[str]:
 
 
 def _chip(row: dict[str, Any]) -> str:
-    return f"{CHIPS[row['verdict']]} **{row['verdict']}**"
+    return f"{cards.CHIPS[row['verdict']][2]} **{row['verdict']}**"
 
 
 def _why(row: dict[str, Any]) -> str:
     return cards.reason(row, ledger.checks(row["id"], PRESET), PRESET)
 
 
-# The notebooks: title, and a picture that is shown once there is one.
-CHAPTERS = {
-    "00_quickstart": ("What is an attention sink?", "docs/hero.svg"),
-    "01_properties": ("Sinks in real models", "figures/fig1_tokens.png"),
-    "02_optimization": ("When does it emerge?", "figures/fig4_middle_curves_laptop.png"),
-    "03_data": ("What has the text to do with it?", "figures/table_10_right_laptop.png"),
-    "04_loss": ("Weight decay, prefixes, windows", "figures/table_2_laptop.png"),
-    "05_architecture": ("A key bias in disguise", "figures/table_4_laptop.png"),
-    "06_attention_operation": ("Is it softmax?", "figures/nothing_to_do.png"),
-    "07_after_pretraining": ("And after pre-training?", "figures/sft_heads_laptop.png"),
-    "08_what_it_is_for": ("What is it for? Surgery on a real model", "figures/transplant.png"),
-    "09_after_the_paper": ("After the paper", "figures/after_the_paper_laptop.png"),
-}
-
-
 def notebooks_part() -> str:
-    """The notebooks, a row each, with a picture and what was found, from records and measurements."""
-    rows = []
-    for stem, finding in findings(PRESET).items():
-        title, picture = CHAPTERS[stem]
-        thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
-        rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
+    """The notebooks of docs/chapters.csv, a row each, with a picture once there is one and what was found.
+
+    In braces stands where a finding's number is: of our records, or of data/open_lms.
+    """
+    frame, rows = _recorded(), []
+
+    def number(match: re.Match[str]) -> str:
+        name, *path = match[1].split("/")
+        if len(path) > 1:
+            return f"{reduce(getitem, path, recorded(name)):.1f} %"
+        values = frame.loc[(frame["experiment"] == name) & (frame["status"] == "done"), path[0]].dropna()
+        if values.empty:
+            return "not recorded yet"
+        return f"{values.mean():.1f} % ({len(values)} seed{'s' if len(values) > 1 else ''})"
+
+    with open(ROOT / "docs" / "chapters.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            stem, title, picture = row["notebook"], row["title"], row["picture"]
+            thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
+            finding = re.sub("{(.+?)}", number, row["finding"])
+            rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
     return markdown(["", "notebook", "what it finds"], rows)
 
 

@@ -39,10 +39,7 @@ PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not prin
 
 
 def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",)) -> None:
-    """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
-
-    Raises ValueError for an unknown item or preset.
-    """
+    """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`."""
     show_text([sentence for key in keys for sentence in sentences(item, preset, key)])
 
 
@@ -67,8 +64,8 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
     # Beside the default's rows an item may have some that change the base: each is compared with what it changes.
     split = reference(shown) == "default"
     others = [row for row in shown if split and row.experiment and experiment(row.experiment).base]
-    parts = [part for part in ([row for row in shown if row not in others], others) if part]
-    return [*(line for part in parts for line in _compared(part, ours, key)), *_missing(shown)]
+    lines = _compared([row for row in shown if row not in others], ours, key)
+    return [*lines, *(_compared(others, ours, key) if others else []), *_missing(shown)]
 
 
 def reference(shown: Sequence[Row]) -> str:
@@ -194,20 +191,19 @@ def _on_the_bias(shown: Sequence[Row]) -> list[str]:
 
 def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     """Which rows' level lies above the ledger's threshold of a quantity, by its 95 % interval."""
-    quantity = QUANTITIES[key]
-    threshold = float(quantity.level)
+    quantity, threshold = QUANTITIES[key], float(QUANTITIES[key].level)
     sides: dict[str, list[str]] = {"Above": [], "Not above": [], "Not to be told from": []}
     for row in shown:
-        values = ours.values(row.experiment, key)
-        if len(values) > 1:
-            estimate = level(values, quantity.log)
-            above, below = estimate.low > threshold, estimate.high <= threshold
-            side = "Above" if above else "Not above" if below else "Not to be told from"
-            itself = ""
-            if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
-                norms = [run.report["hidden_norms"] for run in row.trained.values() if "hidden_norms" in run.report]
-                itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
-            sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
+        values, itself = ours.values(row.experiment, key), ""
+        if len(values) < 2:
+            continue
+        estimate = level(values, quantity.log)
+        above, below = estimate.low > threshold, estimate.high <= threshold
+        side = "Above" if above else "Not above" if below else "Not to be told from"
+        if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
+            norms = row.values(lambda run: run.report.get("hidden_norms"))
+            itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
+        sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
     lines = [line for side, cells in sides.items() for line in _listing(f"{side} {threshold:g}", cells)]
     what = "95 % interval" + ("; itself: not divided" if key == "hidden" else "")
     return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
