@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,10 @@ from sinkutils.study.record import Record
 LINES = (BASE_COLOR, *OTHER_COLORS)
 COLOR_OF_KEY = (FIRST_COLOR, BASE_COLOR)  # of k*, of a token
 REGIONS = {"seen": "#cfe0ee", "first tokens of all": OTHER_COLORS[0], "first key of a window of w": STAR_COLOR}
-NAMES = ("k∗", "the", "cat", "sat", "on", "it")
 NOTHING, MATCHING = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0), 5.0  # logits of k* and five keys: none matches; one does
-THUMBNAILS = 7  # of a film
-LENGTH, EPS = 64, 0.3  # at which a threshold starts
 
 
-def film(runs: Mapping[str, Record | None], k: int | str = 1) -> Picture | None:
+def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 7) -> Picture | None:
     """Emergence played back: every head's mean attention to token k along training, a row of pictures a run.
 
     runs: by the name to show; those that are None, failed, or have no k* are named in the caption. k: 1 to 4, or
@@ -50,7 +47,7 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1) -> Picture | None:
     bottom = height * len(shown) + 118
     root = svg.canvas(bottom + 44)
     x = [left + (right - left) * step / steps[-1] for step in steps]
-    picks = [round(i * (len(steps) - 1) / (THUMBNAILS - 1)) for i in range(THUMBNAILS)]
+    picks = [round(i * (len(steps) - 1) / (thumbnails - 1)) for i in range(thumbnails)]
     films, changes, ends = [], [], {}
     for row, (name, (_, alphas)) in enumerate(shown.items()):
         color, top = LINES[row % len(LINES)], row * height
@@ -81,21 +78,24 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1) -> Picture | None:
         f"{target}; the line is the share of heads that give it more than 0.3: {'; '.join(changes)}. One seed a run."
         + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
-    alt = f"Grids of heads at {THUMBNAILS} steps of training and the line of {symbol}, which ends at "
+    alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at "
     alt += " and ".join(f"{end} ({name})" for name, end in ends.items())
     data = {"steps": steps, "left": left, "right": right, "palette": PALETTE, "runs": films}
     return Picture(root, alt, caption, "film", data)
 
 
-def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str) -> Picture:
+def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int = 64, eps: float = 0.3) -> Picture:
     """Every head's alpha_1 against a threshold: what eps and T do to Sink_1 (Fig. 3).
 
-    lengths: by T, with one of LENGTH, a report's `to_dict` or a part of it with "alpha" (targets, layers, heads),
-    "sink" by k and eps, "T", "floor" and "samples", such as the section "lengths" of data/open_lms.
+    lengths: by T, a report's `to_dict` or a part of it with "alpha" (targets, layers, heads), "sink" by k and eps,
+    "T", "floor" and "samples", such as the section "lengths" of data/open_lms. Raises ValueError for a
+    length or eps it does not have.
     """
     rows = [row for _, row in sorted(lengths.items(), key=lambda item: int(item[0]))]
-    epsilons = sorted(float(eps) for eps in rows[0]["sink"]["1"])
-    start, at = [row["T"] for row in rows].index(LENGTH), epsilons.index(EPS)
+    known, epsilons = [row["T"] for row in rows], sorted(float(eps) for eps in rows[0]["sink"]["1"])
+    if length not in known or eps not in epsilons:
+        raise ValueError(f"length must be one of {known} and eps one of {epsilons}")
+    start, at = known.index(length), epsilons.index(eps)
     left, right, top, bottom = 46, 620, 36, 270
 
     def y(share: float) -> float:
@@ -104,7 +104,7 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str) -> Picture:
     measured = []
     for row in rows:
         alpha = np.asarray(row["alpha"][0], dtype=float)
-        sinks = [row["sink"]["1"][f"{eps:g}"] for eps in epsilons]
+        sinks = [row["sink"]["1"][f"{e:g}"] for e in epsilons]
         heads_of = alpha.ravel().round(3).tolist()
         measured.append({"T": row["T"], "alpha": heads_of, "floor": row["floor"], "sinks": sinks})
     layers, heads = alpha.shape
@@ -113,23 +113,23 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str) -> Picture:
     step = (right - left) / layers
     for i, value in enumerate(now["alpha"]):
         layer, head = divmod(i, heads)
-        x, fill = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), FIRST_COLOR if value > EPS else BASE_COLOR
+        x, fill = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), FIRST_COLOR if value > eps else BASE_COLOR
         svg.add(root, "circle", f"dot{i}", cx=x, cy=y(value), r=3, fill=fill, fill_opacity=0.75)
     for layer in sorted({0, layers // 2, layers - 1}):
         svg.text(root, f"{layer + 1}", left + step * (layer + 0.5), bottom + 18, text_anchor="middle", fill=GREY)
     svg.text(root, "block, a dot a head; upright: its mean α₁ over the texts", left, bottom + 38)
     floor = y(now["floor"])
     svg.line(root, left, floor, right, floor, part="uniform", stroke=GREY, stroke_dasharray="3 3")
-    svg.line(root, left, y(EPS), right, y(EPS), part="epsilon", stroke=INK, stroke_width=1.5)
-    read = f"T = {LENGTH}, ε = {EPS:g}: Sink₁ = {now['sinks'][at]:.1f} %"
+    svg.line(root, left, y(eps), right, y(eps), part="epsilon", stroke=INK, stroke_width=1.5)
+    read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][at]:.1f} %"
     svg.text(root, read, left, 20, part="read", font_weight="bold")
-    shown = sorted({epsilons[len(epsilons) // 5], EPS, epsilons[len(epsilons) // 2]})
-    counts = ", ".join(f"{now['sinks'][epsilons.index(eps)]:.1f} % at ε = {eps:g}" for eps in shown)
+    shown = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
+    counts = ", ".join(f"{now['sinks'][epsilons.index(e)]:.1f} % at ε = {e:g}" for e in shown)
     short, long = (f"{row['sinks'][at]:.1f} % at T = {row['T']}" for row in (measured[0], measured[-1]))
     caption = (
         f"What a threshold does, in {model}. Above the solid line ε a head counts as a sink, text by text; the dotted "
-        f"line is uniform attention. At T = {LENGTH} ({rows[start]['samples']} texts), Sink₁ is {counts}; at ε = "
-        f"{EPS:g} it goes from {short} to {long}."
+        f"line is uniform attention. At T = {length} ({rows[start]['samples']} texts), Sink₁ is {counts}; at ε = "
+        f"{eps:g} it goes from {short} to {long}."
     )
     alt = f"Mean attention to the first token of the {layers} times {heads} heads of {model}, by block. {read}"
     data = {"start": start, "epsilon": at, "epsilons": epsilons}
@@ -137,8 +137,11 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str) -> Picture:
     return Picture(root, alt, caption, "threshold", data)
 
 
-def logits() -> Picture:
-    """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7)."""
+def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> Picture:
+    """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7).
+
+    names: of k* and of five keys.
+    """
     s, top, bottom, unit, low, high = np.array(NOTHING), 44, 190, 56, -6, 6
     shares_of = {
         "softmax": np.append(0, softmax(s[1:])),
@@ -149,7 +152,7 @@ def logits() -> Picture:
     root, zero = svg.canvas(512), (top + bottom) / 2
     svg.text(root, "logits s", 8, 30, font_weight="bold")
     svg.scale(root, 140, 590, {"0": zero})
-    for i, name in enumerate(NAMES):
+    for i, name in enumerate(names):
         color, y = COLOR_OF_KEY[i > 0], bottom - (bottom - top) * (s[i] - low) / (high - low)
         svg.line(root, x[i], y, x[i], zero, part=f"stem{i}", stroke=color, stroke_width=2)
         svg.add(root, "circle", f"handle{i}", cx=x[i], cy=y, r=9, fill=color)
@@ -168,20 +171,21 @@ def logits() -> Picture:
     best = int(soft.argmax())
     caption = (
         "Softmax has to spend. No key of the text matches this query: their logits are below 0. Softmax still hands "
-        f"out 1.00, {soft[best]:.2f} of it to “{NAMES[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
+        f"out 1.00, {soft[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
         f"key k∗ whose value is zero, here at the logit {NOTHING[0]:g} that training might give it, {star[0]:.2f} goes "
         f"there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
         "it with Tab and move it with the arrow keys."
     )
     alt = "Logits of six keys, and the weights that softmax, sigmoid, and softmax with a key bias give them"
-    data = {"logits": NOTHING, "names": list(NAMES), "low": low, "high": high, "top": top, "bottom": bottom}
+    data = {"logits": NOTHING, "names": list(names), "low": low, "high": high, "top": top, "bottom": bottom}
     data |= {"rows": rows, "unit": unit, "match": 2, "matching": MATCHING}
     return Picture(root, alt, caption, "logits", data)
 
 
-def masks(window: int = 6, length: int = 14) -> Picture:
+def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
     """Which keys each query sees under a window of w keys or a prefix of p, with a slider each (Figs. 5, 6 left)."""
-    counts, value, size = range(1, length + 1), window - 1, 20.0
+    kind, value = ("prefix", prefix - 1) if window is None or prefix > 1 else ("window", window - 1)
+    counts, size = range(1, length + 1), 20.0
     titles = {
         "prefix": [f"prefix p = {p}, no window" for p in counts],
         "window": [f"window w = {w}, no prefix" for w in counts],
@@ -190,7 +194,7 @@ def masks(window: int = 6, length: int = 14) -> Picture:
         "prefix": [regions(length, AttentionSpec(prefix=p)) for p in counts],
         "window": [regions(length, AttentionSpec(window=w)) for w in counts],
     }
-    shown, title, palette = drawn["window"][value], titles["window"][value], [*REGIONS.values()]
+    shown, title, palette = drawn[kind][value], titles[kind][value], [*REGIONS.values()]
     root = svg.canvas(int(60 + size * length))
     svg.text(root, title, 60, 22, part="read", font_weight="bold")
     svg.grid(root, shown.numpy() - 1, 60, 32, size, palette, part="mask")
@@ -201,7 +205,7 @@ def masks(window: int = 6, length: int = 14) -> Picture:
         svg.add(root, "rect", x=360, y=50 + 30 * i, width=16, height=16, fill=color)
         svg.text(root, label, 384, 63 + 30 * i)
     digits = {name: ["".join(map(str, mask.ravel().tolist())) for mask in masks] for name, masks in drawn.items()}
-    data = {"T": length, "kind": "window", "value": value, "titles": titles, "palette": palette, "masks": digits}
+    data = {"T": length, "kind": kind, "value": value, "titles": titles, "palette": palette, "masks": digits}
     caption = (
         f"Which keys a query may see, under a prefix of p tokens or a window of w. Here, with {title}, "
         f"{int((shown != HIDDEN).sum())} pairs of a query and a key are seen (white: hidden); plain causal attention "

@@ -63,6 +63,8 @@ def test_a_threshold_reads_what_was_measured():
     picture = interactive.threshold(measured, "a model")
     assert "75.0 % at ε = 0.2" in picture.caption and "from 50.0 % at T = 8 to 50.0 % at T = 64" in picture.caption
     assert [row["T"] for row in picture.data["lengths"]] == [8, 64]
+    with pytest.raises(ValueError, match=r"one of \[8, 64\]"):
+        interactive.threshold(measured, "a model", length=16)
 
 
 def test_logits_sum_as_each_operation_must():
