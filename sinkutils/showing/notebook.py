@@ -119,12 +119,7 @@ def record_or_train(
 
 
 def look_around(
-    name: str,
-    preset: str,
-    seed: int = 0,
-    recompute: str = "never",
-    device: str | None = None,
-    first: str | None = None,
+    name: str, preset: str, seed: int = 0, recompute: str = "never", device: str | None = None, first: str | None = None
 ) -> Picture | None:
     """An explorer of a recorded model on natural texts, with what training put first, or `first` (`Subject.inputs`).
 

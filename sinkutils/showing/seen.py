@@ -35,7 +35,6 @@ CHANGES = {
     "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
     "onset": ("A later onset of the sink", "An earlier onset of the sink"),
 }
-PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
 
 
 def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",)) -> None:
@@ -85,17 +84,17 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
     the difference of each; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows that a
     seed of has no onset have no difference in it.
     """
-    other = reference(shown)
-    based = next((row.paper.values.get("sink_1") for row in shown if row.base), None) or PAPER_BASE
+    other, printed = reference(shown), next((row.paper.values for row in shown if row.base), {})
+    based = printed.get("sink_1") or experiment("default").paper["sink_1"]  # where an item does not print it again
     changes = []
     for row in shown:
         change = None if row.experiment in ("", ours.label(other)) else paired(ours, row.experiment, other, key)
         if change is None or (key == "onset" and _never(row, ours)):
             continue
         seeds = each_seed(ours, row.experiment, other, key)
-        own, printed = level(seeds), row.paper.values.get("sink_1", np.nan) - based
+        own, paper = level(seeds), row.paper.values.get("sink_1", np.nan) - based
         alone = own.low > 0 or own.high < 0
-        changes.append((row.short, change.mean, change.low, change.high, printed, seeds.tolist(), alone))
+        changes.append((row.short, change.mean, change.low, change.high, paper, seeds.tolist(), alone))
     return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper", "seeds", "alone"])
 
 
