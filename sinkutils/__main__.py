@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_: print(f"sinkutils: {message}", file=sys.stderr)
             status = COMMANDS[options.command](options)
             sys.stdout.flush()
-            return status
+            return status or 0
     except BrokenPipeError:  # whoever read the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -52,16 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that a function takes by the same names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def note_no_records(runs: Path | None) -> None:
     """Say so where there is no folder of records at all, as in a folder that is no checkout."""
     from sinkutils.study.store import Runs
 
     folder = Runs(runs).folder
     if not folder.is_dir():
-        print(
-            f"sinkutils: there are no records in {folder}: give --runs, set SINKUTILS_HOME, or train some",
-            file=sys.stderr,
-        )
+        advice = "give --runs, set SINKUTILS_HOME, or train some"
+        print(f"sinkutils: there are no records in {folder}: {advice}", file=sys.stderr)
 
 
 def duration(seconds: float) -> str:
@@ -71,7 +74,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def list_command(options: argparse.Namespace) -> int:
+def list_command(options: argparse.Namespace) -> None:
     """Print the table of experiments."""
     from sinkutils.showing.tables import records
     from sinkutils.study.experiments import experiments
@@ -82,20 +85,17 @@ def list_command(options: argparse.Namespace) -> int:
     refused = unavailable(options.preset)
     print(f"{'experiment':<28}{'item':<18}{'paper Sink_1':>13}{'valid':>7}  recorded at {options.preset}: title")
     for row in experiments(options.section):
-        paper = row.paper
-        if row.name in refused:
-            state = "not available"
-        else:
+        state = "not available"
+        if row.name not in refused:
             name = resolve(row.name, options.preset)
-            recorded = frame[(frame["experiment"] == name) & frame["status"].isin(["done", "failed"])]
-            state = f"{len(recorded)} seed{'s' * (len(recorded) != 1)}" if len(recorded) else "missing"
+            seeds = ((frame["experiment"] == name) & frame["status"].isin(["done", "failed"])).sum()
+            state = f"{seeds} seed{'' if seeds == 1 else 's'}" if seeds else "missing"
             state += "" if name == row.name else f" (as {name})"
-        cells = [f"{paper[key]:.2f}" if key in paper else "" for key in ("sink_1", "valid_loss")]
+        cells = [f"{row.paper[key]:.2f}" if key in row.paper else "" for key in ("sink_1", "valid_loss")]
         print(f"{row.name:<28}{row.item:<18}{cells[0]:>13}{cells[1]:>7}  {state}: {row.title}")
-    return 0
 
 
-def train_command(options: argparse.Namespace) -> int:
+def train_command(options: argparse.Namespace) -> None:
     """Train one experiment."""
     from sinkutils.study.config import FinetuneConfig
     from sinkutils.study.grid import config, keeps_weights
@@ -103,38 +103,23 @@ def train_command(options: argparse.Namespace) -> int:
     from sinkutils.training.trainer import train
 
     run = config(options.experiment, options.preset, options.seed)
-    scale = PRESETS[options.preset]
-    device = find_device(options.device)
-    compile = options.compile
-    keep = options.keep_weights or keeps_weights(run)
-    with joined(options.parallel or scale.parallel, device) as group:
-        record = train(
-            run,
-            options.runs,
-            device=device,
-            corpus=options.corpus,
-            keep_weights=keep,
-            compile=compile,
-            checkpoint_seconds=options.checkpoint_seconds,
-            group=group,
-        )
+    device, keep = find_device(options.device), options.keep_weights or keeps_weights(run)
+    given = chosen(options, "corpus", "compile", "checkpoint_seconds")
+    with joined(options.parallel or PRESETS[options.preset].parallel, device) as group:
+        record = train(run, options.runs, device=device, keep_weights=keep, group=group, **given)
     if not group.first:
-        return 0
+        return
     name = "/".join(record.folder.parts[-3:])
     if record.status == "failed":
         print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
-        return 0
+        return
     final = record.metrics["final"]
-    before = {
-        key: f"{record.metrics['curve'][0][key]:.{digits}f} to " if isinstance(run, FinetuneConfig) else ""
-        for key, digits in (("sink_1", 2), ("valid_loss", 3))
-    }
+    sink, loss = f"{final['sink_1']:.2f} %", f"{final['valid_loss']:.3f}"
+    if isinstance(run, FinetuneConfig):
+        start = record.metrics["curve"][0]
+        sink, loss = f"{start['sink_1']:.2f} to {sink}", f"{start['valid_loss']:.3f} to {loss}"
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
-    print(
-        f"{name}: Sink_1 {before['sink_1']}{final['sink_1']:.2f} %{star}, valid loss {before['valid_loss']}"
-        f"{final['valid_loss']:.3f}, {record.provenance['wall_seconds']:.0f} s"
-    )
-    return 0
+    print(f"{name}: Sink_1 {sink}{star}, valid loss {loss}, {record.provenance['wall_seconds']:.0f} s")
 
 
 def sweep_command(options: argparse.Namespace) -> int:
@@ -149,39 +134,25 @@ def sweep_command(options: argparse.Namespace) -> int:
         for run, seconds in plan:
             print(f"{run.experiment:<28} seed {run.seed}  about {duration(seconds)}")
         total = sum(seconds for _, seconds in plan)
-        with_jobs = duration(total / options.jobs)
-        print(
-            f"{len(plan)} runs, about {duration(total)} for one worker, {with_jobs} with --jobs {options.jobs}"
-            if plan
-            else "0 runs: every record is there"
-        )
+        whole = f"about {duration(total)} for one worker, {duration(total / options.jobs)} with --jobs {options.jobs}"
+        print(f"{len(plan)} runs, {whole}" if plan else "0 runs: every record is there")
         return 0
-    outcomes = sweep(
-        options.preset,
-        jobs=options.jobs,
-        seeds=seeds,
-        only=only,
-        runs=options.runs,
-        engine_name=options.engine,
-        corpus=options.corpus,
-        device=options.device,
-        checkpoint_seconds=options.checkpoint_seconds,
-    )
+    given = chosen(options, "jobs", "runs", "corpus", "device", "checkpoint_seconds")
+    outcomes = sweep(options.preset, seeds=seeds, only=only, engine_name=options.engine, **given)
     for outcome in outcomes:
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
     return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
 
 
-def cost_command(options: argparse.Namespace) -> int:
+def cost_command(options: argparse.Namespace) -> None:
     """Print what a run would take."""
     from sinkutils.study.cost import cost
     from sinkutils.study.grid import config
 
     print(cost(config(options.experiment, options.preset)).table(options.mfu, options.gpus))
-    return 0
 
 
-def measure_command(options: argparse.Namespace) -> int:
+def measure_command(options: argparse.Namespace) -> None:
     """Measure a model on one or more kinds of input."""
     from sinkutils.measuring.open_lms import record
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
@@ -194,27 +165,18 @@ def measure_command(options: argparse.Namespace) -> int:
     if options.save and options.model in REAL_MODELS:
         path = record(options.model)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
-        return 0
-    measured = subject(
-        options.model,
-        options.device,
-        dtype=options.dtype,
-        revision=options.revision,
-        runs=options.runs,
-        trust_remote_code=options.trust_remote_code,
-    )
-    measured = replace(measured, corpus=options.corpus)
+        return
+    given = chosen(options, "dtype", "revision", "runs", "trust_remote_code")
+    measured = replace(subject(options.model, options.device, **given), corpus=options.corpus)
     if options.save and isinstance(measured.model, TransformerLM):
         raise ValueError("--save is for open language models: a recorded run holds its own measurements")
     # A record whose training fixed a token is measured with that token, as it was trained, unless asked otherwise.
     plain = X_FIX not in measured.firsts or options.any_first
     first = BOS if options.bos else TEXT if plain else X_FIX
-    results = {}
+    results, given = {}, chosen(options, "targets", "bos", "batch_size")
     for kind in options.probe:
         ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
-        report = measured.measure(
-            ids, targets=options.targets, epsilons=options.eps, bos=options.bos, batch_size=options.batch_size
-        )
+        report = measured.measure(ids, epsilons=options.eps, **given)
         report.name = f"{identity(options.model)}, {kind} input" + (", x_fix first" if first == X_FIX else "")
         results[kind] = report
     if options.json:
@@ -224,10 +186,9 @@ def measure_command(options: argparse.Namespace) -> int:
     if options.save:
         path = save_measurement(options.model, results, options.corpus)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
-    return 0
 
 
-def models_command(options: argparse.Namespace) -> int:
+def models_command(options: argparse.Namespace) -> None:
     """Install real models, or list them."""
     from sinkutils.measuring.real import REAL_MODELS, install, listing
 
@@ -237,10 +198,9 @@ def models_command(options: argparse.Namespace) -> int:
     for row in [] if options.install else listing():
         for key, value in row.items():
             print(f"{value}" if key == "name" else f"  {key:<16}{value}")
-    return 0
 
 
-def scores_command(options: argparse.Namespace) -> int:
+def scores_command(options: argparse.Namespace) -> None:
     """Score a model."""
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.saved import save_scores
@@ -251,13 +211,10 @@ def scores_command(options: argparse.Namespace) -> int:
     print(json.dumps(scores, indent=1))
     if options.limit is None:
         save_scores(options.model, scores)
-    return 0
 
 
-def claims_command(options: argparse.Namespace) -> int:
-    """Print the ledger, the paper's claims and those of later papers: a paragraph a claim, as wide as the terminal, and
-    how many there are of each verdict.
-    """
+def claims_command(options: argparse.Namespace) -> None:
+    """Print the ledger, the paper's claims and those of later papers."""
     import pandas as pd
 
     from sinkutils.ledger.claims import PARTS, claims
@@ -266,37 +223,25 @@ def claims_command(options: argparse.Namespace) -> int:
     ledgers = {part: claims(options.preset, options.runs, part) for part in PARTS}
     if options.csv:
         print(pd.concat([ledger.assign(part=part) for part, ledger in ledgers.items()]).to_csv(index=False), end="")
-        return 0
+        return
     for part, ledger in ledgers.items():
         print_claims(ledger, f"claims {'of later papers ' * (part == 'later')}at {options.preset}", options.long)
-    return 0
 
 
 def print_claims(ledger: pd.DataFrame, title: str, long: bool) -> None:
-    """Print one part of the ledger."""
+    """Print one part of the ledger, a paragraph a claim, as wide as the terminal, and how many have which verdict."""
     rows = ledger.astype(object).where(ledger.notna(), "").astype(str).to_dict("records")
-    verdicts = max(len(row["verdict"]) for row in rows) + 2
-    names = max(len(row["id"]) for row in rows) + 2
+    verdicts, ids = (max(len(row[column]) for row in rows) + 2 for column in ("verdict", "id"))
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
-    margin = " " * (verdicts + names)
+
+    def paragraph(words: str, start: str) -> None:
+        print(textwrap.fill(words, width, initial_indent=start, subsequent_indent=" " * len(start)))
+
     for row in rows:
-        print(
-            textwrap.fill(
-                f"{row['claim']} ({row['source']})",
-                width,
-                subsequent_indent=margin,
-                initial_indent=f"{row['verdict']:<{verdicts}}{row['id']:<{names}}",
-            )
-        )
-        for name in [name for name in ("paper", "ours", "interval", *LONG) if long and row.get(name)]:
-            print(
-                textwrap.fill(
-                    f"{name}: {row[name]}",
-                    width,
-                    initial_indent=" " * verdicts + "- ",
-                    subsequent_indent=" " * verdicts + "  ",
-                )
-            )
+        paragraph(f"{row['claim']} ({row['source']})", f"{row['verdict']:<{verdicts}}{row['id']:<{ids}}")
+        for name in ("paper", "ours", "interval", *LONG) if long else ():
+            if row.get(name):
+                paragraph(f"{name}: {row[name]}", " " * verdicts + "- ")
     counts = ledger["verdict"].value_counts().sort_index()
     print(f"{len(rows)} {title}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
 
@@ -308,40 +253,29 @@ def run_command(options: argparse.Namespace) -> int:
     if options.in_place:
         refresh_notebooks(options.only)
         return 0
-    parameters = {"preset": options.preset, "seed": options.seed, "recompute": options.recompute}
-    parameters |= {name: _value(text) for name, text in options.parameter}
-    failed = run_notebooks(parameters, options.output, options.only)
-    return 1 if failed else 0
+    parameters = chosen(options, "preset", "seed", "recompute")
+    for name, text in options.parameter:
+        try:
+            parameters[name] = json.loads(text)
+        except ValueError:
+            parameters[name] = text
+    return 1 if run_notebooks(parameters, options.output, options.only) else 0
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def readme_command(options: argparse.Namespace) -> int:
+def readme_command(options: argparse.Namespace) -> None:
     """Write README's generated parts anew."""
-    from sinkutils.showing.readme import write
+    from sinkutils.paths import ROOT
+    from sinkutils.showing.readme import generated
 
-    write()
-    return 0
+    for name, text in generated().items():
+        (ROOT / name).write_text(text, encoding="utf-8")
 
 
 LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long prints
-COMMANDS = {
-    "list": list_command,
-    "train": train_command,
-    "sweep": sweep_command,
-    "cost": cost_command,
-    "measure": measure_command,
-    "models": models_command,
-    "scores": scores_command,
-    "claims": claims_command,
-    "run": run_command,
-    "readme": readme_command,
-}
+OF_RUNS = (list_command, train_command, sweep_command, cost_command)
+OF_MODELS = (measure_command, models_command, scores_command)
+OF_PAGES = (claims_command, run_command, readme_command)
+COMMANDS = {command.__name__.removesuffix("_command"): command for command in (*OF_RUNS, *OF_MODELS, *OF_PAGES)}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,14 +21,14 @@ from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
 
-# Background and ink of a chip; the verdict's word stands in it, so that colour is not all there is.
-COLORS = {
-    rules.REPRODUCED: ("#1a7f37", "white"),
-    rules.PARTLY: ("#b35900", "white"),
-    rules.NOT_REPRODUCED: ("#a40e5c", "white"),
-    rules.INCONCLUSIVE: ("#57606a", "white"),
-    rules.NOT_VISIBLE: ("#d0d7de", "#24292f"),
-    rules.NOT_RUN: ("white", "#24292f"),
+# Background and ink of a chip, and the mark before it where there is no colour. The verdict's word always stands there.
+CHIPS = {
+    rules.REPRODUCED: ("#1a7f37", "white", "●"),
+    rules.PARTLY: ("#b35900", "white", "◐"),
+    rules.NOT_REPRODUCED: ("#a40e5c", "white", "✕"),
+    rules.INCONCLUSIVE: ("#57606a", "white", "◌"),
+    rules.NOT_VISIBLE: ("#d0d7de", "#24292f", "–"),
+    rules.NOT_RUN: ("white", "#24292f", "○"),
 }
 # What was found where a check of this kind does not hold. {0}, {1}: its runs, {q}: its quantity.
 FOUND = {
@@ -42,8 +42,7 @@ LACKING = re.compile(r"^(.+): (\d+) of (\d+) seeds( hold .*)?$")
 
 def show_verdicts(*ids: str, preset: str = "laptop") -> None:
     """Show the card of each of these claims. Raises ValueError for an unknown id or preset."""
-    table = judged(ids, preset)
-    cards = [card(table.loc[id].to_dict(), ledger.checks(id, preset), preset) for id in ids]
+    cards = [card(row, ledger.checks(row["id"], preset), preset) for row in judged(ids, preset).to_dict("records")]
     text, page = zip(*cards, strict=True)
     put("\n\n".join(text), "\n".join(page))
 
@@ -51,7 +50,7 @@ def show_verdicts(*ids: str, preset: str = "laptop") -> None:
 def show_summary(*ids: str, preset: str = "laptop") -> None:
     """The verdicts of several claims in a line each, for the end of a page."""
     text, page = [], ""
-    for row in judged(ids, preset).loc[list(ids)].to_dict("records"):
+    for row in judged(ids, preset).to_dict("records"):
         claim = names.human(row["claim"])
         text.append(textwrap.fill(f"[{row['verdict'].upper()}] {claim}", WIDTH, subsequent_indent="  "))
         page += f"<div style='margin:0.25em 0'>{chip(row['verdict'])} {html.escape(claim)}</div>"
@@ -59,34 +58,47 @@ def show_summary(*ids: str, preset: str = "laptop") -> None:
 
 
 def judged(ids: Sequence[str], preset: str) -> pd.DataFrame:
-    """The ledger by id, its parts together. Raises ValueError where it has no claim of these ids."""
+    """These claims of the ledger, a row each; of no ids, all. Raises ValueError for an unknown one."""
     table = pd.concat([ledger.claims(preset, part=part) for part in ledger.PARTS]).set_index("id", drop=False)
     if unknown := sorted(set(ids) - set(table.index)):
         raise ValueError(f"claims are {', '.join(table.index)}; got {', '.join(unknown)}")
-    return table
+    return table.loc[list(ids)] if ids else table
 
 
 def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, str]:
     """A claim's card as text and as HTML; row: of `su.claims`, checks: of `ledger.claims.checks`."""
-    verdict = row["verdict"]
+    verdict, claim, source = row["verdict"], names.human(row["claim"]), names.human(row["source"])
     count = "" if verdict in (rules.NOT_RUN, rules.NOT_VISIBLE) else f"{row['holds']} checks hold"
     table, words, facts = figures(row, preset)
-    why = reason(row, checks, preset)
-    said = [*(("paper", part) for part in words), *(("ours", part) for part in facts), ("why", why)]
-    head = names.human(f"[{verdict.upper()}] {row['claim']}")
-    lines = [f"({'; '.join(filter(None, (names.human(row['source']), count)))})"]
-    lines += [f"paper: {part}" for part in words]
+    paper = [("paper", part) for part in words]
+    ours = [*(("ours", part) for part in facts), ("why", reason(row, checks, preset))]
+    numbers = []
     for column, cells in table.items():
-        lines.append(f"{column}: {' | '.join(f'{run}: {value}' for run, value in cells.items() if value)}")
-    lines += [f"{who}: {line}" for who, line in said[len(words) :]]
-    text = [textwrap.fill(head, WIDTH, subsequent_indent="  ")]
+        numbers.append((column, " | ".join(f"{run}: {value}" for run, value in cells.items() if value)))
+    lines = [f"({'; '.join(filter(None, (source, count)))})"]
+    lines += [f"{who}: {line}" for who, line in (*paper, *numbers, *ours)]
+    text = [textwrap.fill(f"[{verdict.upper()}] {claim}", WIDTH, subsequent_indent="  ")]
     text += [textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines]
-    return "\n".join(text), _page(row, checks, preset, count, table, said)
+
+    page = "" if table.empty else table.to_html(border=0, justify="left")
+    for who, line in (*paper, *ours):
+        said = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(line, quote=False))
+        page += f"<div><b>{who}</b> {said}</div>"
+    if count:
+        items = "".join(f"<li>{_check(check, preset)}</li>" for check in checks.to_dict("records"))
+        page += f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
+    border = f"1px solid #8c959f;border-left:6px solid {CHIPS[verdict][0]};border-radius:6px"
+    claim, source = (html.escape(part, quote=False) for part in (claim, source))
+    return "\n".join(text), (
+        f'<div style="border:{border};padding:0.5em 0.9em;margin:0.5em 0;max-width:60em">'
+        f"<div>{chip(verdict)} <b>{claim}</b> <small>{source}</small></div>"
+        f'<div style="font-size:0.92em">{page}</div></div>'
+    )
 
 
 def chip(verdict: str) -> str:
     """A verdict as a coloured word, HTML."""
-    ground, ink = COLORS[verdict]
+    ground, ink, _ = CHIPS[verdict]
     shape = "border:1px solid #8c959f;border-radius:1em;padding:0.1em 0.7em"
     words = "font-weight:600;font-size:0.85em;white-space:nowrap"
     return f'<span style="background:{ground};color:{ink};{shape};{words}">{verdict}</span>'
@@ -97,13 +109,12 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
 
     Beside it what is no number of a run: the paper's words, and facts of ours.
     """
-    paper: dict[str, dict[str, str]] = {}
-    shares: dict[str, dict[str, str]] = {}
-    ours: dict[str, dict[str, str]] = {}
+    columns: dict[str, dict[str, str]] = {}
+    means: dict[str, dict[str, str]] = {}
     words, facts = [], []
     for heading, values in parsed(row["paper"]):
         if values:
-            paper["paper: " + names.human(heading)] = values
+            columns["paper: " + names.human(heading)] = values
         else:
             words.append(names.human(heading))
     intervals = dict(parsed(row["interval"]))
@@ -112,13 +123,12 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
         known = intervals.get(heading, {})
         if not values:
             facts.append(names.human(heading))
-        elif by_eps:
-            shares["ours: " + names.human(what)] = {name: value.split("/")[1] for name, value in values.items()}
+        elif by_eps:  # at 0.2/0.3/0.4
+            columns["ours: " + names.human(what)] = {name: value.split("/")[1] for name, value in values.items()}
         else:
-            means = {name: f"{value} ({known[name]})" if name in known else value for name, value in values.items()}
-            ours["ours: " + names.human(heading)] = means
-    table = pd.DataFrame(paper | shares | ours)
-    table.index = [names.of(name, preset) for name in table.index]
+            cells = {name: f"{value} ({known[name]})" if name in known else value for name, value in values.items()}
+            means["ours: " + names.human(heading)] = cells
+    table = pd.DataFrame(columns | means).rename(index=lambda name: names.of(name, preset))
     return table.map(lambda value: _minus(value) if isinstance(value, str) else ""), words, facts
 
 
@@ -131,11 +141,13 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return _lacking(row, preset)
     if verdict == rules.REPRODUCED:
         return {1: "The one check holds.", 2: "Both checks hold."}.get(len(checks), f"All {len(checks)} checks hold.")
-    decisive = checks[checks["outcome"] == (rules.OPEN if verdict == rules.INCONCLUSIVE else rules.FAILS)]
-    states = checks["outcome"].value_counts()
-    counts = f"{states.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
-    counts += f", {states[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in states else ""
-    opening = "Cannot be told" if verdict == rules.INCONCLUSIVE else "Does not hold"
+    counted = checks["outcome"].value_counts()
+    counts = f"{counted.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
+    counts += f", {counted[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in counted else ""
+    state, opening = rules.FAILS, "Does not hold"
+    if verdict == rules.INCONCLUSIVE:
+        state, opening = rules.OPEN, "Cannot be told"
+    decisive = checks[checks["outcome"] == state]
     opening += ", for one" if len(decisive) > 1 else ""
     said = f"{opening}: {_found(decisive.iloc[0], preset)}."
     said = f"{counts}. {said}" if len(checks) > 1 else said
@@ -190,28 +202,6 @@ def parsed(text: str) -> list[tuple[str, dict[str, str]]]:
 
 def _minus(number: str) -> str:
     return re.sub(r"(?<![\w.])-(?=\d)", "\N{MINUS SIGN}", number)
-
-
-def _page(
-    row: dict[str, Any], checks: pd.DataFrame, preset: str, count: str, table: pd.DataFrame, said: list[tuple[str, str]]
-) -> str:
-    claim, source = (html.escape(names.human(row[part]), quote=False) for part in ("claim", "source"))
-    numbers = "" if table.empty else table.to_html(border=0, justify="left")
-    lines = "".join(f"<div><b>{who}</b> {_code(html.escape(line, quote=False))}</div>" for who, line in said)
-    folded = ""
-    if count:
-        items = "".join(f"<li>{_check(check, preset)}</li>" for check in checks.to_dict("records"))
-        folded = f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
-    border = f"1px solid #8c959f;border-left:6px solid {COLORS[row['verdict']][0]};border-radius:6px"
-    return (
-        f'<div style="border:{border};padding:0.5em 0.9em;margin:0.5em 0;max-width:60em">'
-        f"<div>{chip(row['verdict'])} <b>{claim}</b> <small>{source}</small></div>"
-        f'<div style="font-size:0.92em">{numbers}{lines}{folded}</div></div>'
-    )
-
-
-def _code(text: str) -> str:
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
 
 
 def _check(check: dict[str, Any], preset: str) -> str:

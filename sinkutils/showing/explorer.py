@@ -42,11 +42,10 @@ def explore(model: nn.Module, ids: Tensor, name: str = "the model", tokenizer: A
 def recorded_maps(name: str, length: int = 24) -> Picture:
     """`explore` without the model: the heads whose maps data/open_lms keeps. Raises ValueError for an unknown name."""
     kept = recorded(name)
-    heads = kept["maps"]["heads"]
+    heads, title = kept["maps"]["heads"], kept["about"]["title"]
     tokens = [token.strip() or "␣" for token in kept["maps"]["tokens"][:length]]
-    pairs = [(head["layer"], head["head"]) for head in heads]
     weights = np.array([[kept_map(head, length) for head in heads]])
-    return maps(weights, pairs, [tokens], kept["about"]["title"], 1)
+    return maps(weights, [(head["layer"], head["head"]) for head in heads], [tokens], title, 1)
 
 
 def kept_map(head: Mapping[str, Any], length: int, key: str = "rows") -> np.ndarray:
@@ -63,9 +62,9 @@ def maps(
     heads in a row of the grid.
     """
     length, alpha = weights.shape[-1], weights[..., 0].mean(axis=-1)  # (texts, heads)
-    best, levels, below = int(alpha[0].argmax()), svg.shade(np.sqrt(weights)), np.tril_indices(weights.shape[-1])
-    packed = zlib.compress(levels[..., below[0], below[1]].astype(np.uint8).tobytes(), 9)
-    blocks = [heads[i][0] + 1 for i in range(0, len(heads), columns)]
+    best, levels, (i, j) = int(alpha[0].argmax()), svg.shade(np.sqrt(weights)), np.tril_indices(length)
+    packed = zlib.compress(levels[..., i, j].astype(np.uint8).tobytes(), 9)
+    blocks = [layer + 1 for layer, _ in heads[::columns]]
     top, cell = 96, min(150 / columns, SIDE / len(blocks), 26)
     left, right, root = 34, WIDTH - SIDE - 4, svg.canvas(490)
     title = f"block {heads[best][0] + 1}, head {heads[best][1] + 1}: α₁ = {alpha[0, best]:.2f}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import expit, softmax
 
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.showing import svg
@@ -28,17 +29,17 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     if not.
     """
     left_out: dict[str, list[str]] = {}
-    shown = {}
+    shown: dict[str, tuple[Record, np.ndarray]] = {}
     for name, run in runs.items():
         if run is None or run.status == "failed":
             left_out.setdefault("Not recorded yet" if run is None else "Failed in training", []).append(name)
-        elif _alphas(run, k) is None:
+        elif (alphas := _alphas(run, k)) is None:
             left_out.setdefault("Without k∗", []).append(name)
         else:
-            shown[name] = run
+            shown[name] = run, alphas
     if not shown:
         return None
-    curves = [run.metrics["curve"] for run in shown.values()]
+    curves = [run.metrics["curve"] for run, _ in shown.values()]
     steps, *others = ([point["step"] for point in curve] for curve in curves)
     if any(other != steps for other in others):
         raise ValueError("the runs of a film must have been measured at the same steps")
@@ -47,10 +48,9 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     root = svg.canvas(bottom + 44)
     x = [left + (right - left) * step / steps[-1] for step in steps]
     picks = [round(i * (len(steps) - 1) / (thumbnails - 1)) for i in range(thumbnails)]
-    films = []
-    for row, (name, run) in enumerate(shown.items()):
-        alphas, color, top = _alphas(run, k), LINES[row % len(LINES)], row * height
-        assert alphas is not None
+    films, changes, ends = [], [], {}
+    for row, (name, (_, alphas)) in enumerate(shown.items()):
+        color, top = LINES[row % len(LINES)], row * height
         frames, (layers, heads) = svg.shade(alphas), alphas.shape[1:]
         sinks = [float(point["sink_star" if k == "*" else f"sink_{k}"]) for point in curves[row]]
         svg.text(root, name, left - 26, top + 18, font_weight="bold", fill=color)
@@ -63,6 +63,8 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
         points = " ".join(f"{a:.1f},{bottom - 90 * sink / 100:.1f}" for a, sink in zip(x, sinks, strict=True))
         svg.add(root, "polyline", points=points, fill="none", stroke=color, stroke_width=2.5)
         films.append({"frames": [frame.ravel().tolist() for frame in frames], "heads": heads, "sinks": sinks})
+        ends[name] = f"{sinks[-1]:.0f} %"
+        changes.append(f"{name}, {sinks[0]:.0f} % before the first step and {ends[name]} at the end")
     svg.scale(root, left, right, {f"{share} %": bottom - 90 * share / 100 for share in (0, 50, 100)})
     for pick in picks:
         svg.text(root, f"{steps[pick]:,}", x[pick], bottom + 18, text_anchor="middle", fill=GREY)
@@ -70,17 +72,14 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     svg.text(root, f"{symbol}, share of heads (ε = 0.3), by optimisation step", left, bottom + 38)
     svg.line(root, right, bottom - 96, right, bottom + 4, part="playhead", stroke=INK, stroke_width=1.5)
     svg.text(root, f"step {steps[-1]:,}", 526, bottom - 40, part="step", font_weight="bold")
-    ends = {name: (film["sinks"][0], film["sinks"][-1]) for name, film in zip(shown, films, strict=True)}
-    words = "{}, {:.0f} % before the first step and {:.0f} % at the end"
-    changes = "; ".join(words.format(name, *pair) for name, pair in ends.items())
     target = "the bias k∗" if k == "*" else f"token {k}"
     caption = (
         "How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention it gives to "
-        f"{target}; the line is the share of heads that give it more than 0.3: {changes}. One seed a run."
+        f"{target}; the line is the share of heads that give it more than 0.3: {'; '.join(changes)}. One seed a run."
         + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
     alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at "
-    alt += " and ".join(f"{end:.0f} % ({name})" for name, (_, end) in ends.items())
+    alt += " and ".join(f"{end} ({name})" for name, end in ends.items())
     data = {"steps": steps, "left": left, "right": right, "palette": PALETTE, "runs": films}
     return Picture(root, alt, caption, "film", data)
 
@@ -96,8 +95,12 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     known, epsilons = [row["T"] for row in rows], sorted(float(eps) for eps in rows[0]["sink"]["1"])
     if length not in known or eps not in epsilons:
         raise ValueError(f"length must be one of {known} and eps one of {epsilons}")
+    start, at = known.index(length), epsilons.index(eps)
     left, right, top, bottom = 46, 620, 36, 270
-    root, start, at = svg.canvas(bottom + 46), known.index(length), epsilons.index(eps)
+
+    def y(share: float) -> float:
+        return bottom - (bottom - top) * share
+
     measured = []
     for row in rows:
         alpha = np.asarray(row["alpha"][0], dtype=float)
@@ -105,20 +108,19 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
         heads_of = alpha.ravel().round(3).tolist()
         measured.append({"T": row["T"], "alpha": heads_of, "floor": row["floor"], "sinks": sinks})
     layers, heads = alpha.shape
-    height = {share: bottom - (bottom - top) * share for share in (0, 0.5, 1)}
-    svg.scale(root, left, right, {f"{share:g}": y for share, y in height.items()})
-    step, now = (right - left) / layers, measured[start]
+    root, now = svg.canvas(bottom + 46), measured[start]
+    svg.scale(root, left, right, {f"{share:g}": y(share) for share in (0, 0.5, 1)})
+    step = (right - left) / layers
     for i, value in enumerate(now["alpha"]):
         layer, head = divmod(i, heads)
-        x, y = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), bottom - (bottom - top) * value
-        fill = FIRST_COLOR if value > eps else BASE_COLOR
-        svg.add(root, "circle", f"dot{i}", cx=x, cy=y, r=3, fill=fill, fill_opacity=0.75)
+        x, fill = left + step * (layer + 0.15 + 0.7 * (head + 0.5) / heads), FIRST_COLOR if value > eps else BASE_COLOR
+        svg.add(root, "circle", f"dot{i}", cx=x, cy=y(value), r=3, fill=fill, fill_opacity=0.75)
     for layer in sorted({0, layers // 2, layers - 1}):
         svg.text(root, f"{layer + 1}", left + step * (layer + 0.5), bottom + 18, text_anchor="middle", fill=GREY)
     svg.text(root, "block, a dot a head; upright: its mean α₁ over the texts", left, bottom + 38)
-    y, floor = bottom - (bottom - top) * eps, bottom - (bottom - top) * now["floor"]
+    floor = y(now["floor"])
     svg.line(root, left, floor, right, floor, part="uniform", stroke=GREY, stroke_dasharray="3 3")
-    svg.line(root, left, y, right, y, part="epsilon", stroke=INK, stroke_width=1.5)
+    svg.line(root, left, y(eps), right, y(eps), part="epsilon", stroke=INK, stroke_width=1.5)
     read = f"T = {length}, ε = {eps:g}: Sink₁ = {now['sinks'][at]:.1f} %"
     svg.text(root, read, left, 20, part="read", font_weight="bold")
     shown = sorted({epsilons[len(epsilons) // 5], eps, epsilons[len(epsilons) // 2]})
@@ -140,12 +142,11 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
 
     names: of k* and of five keys.
     """
-    s = np.array(NOTHING)
-    powers, top, bottom, unit, low, high = np.exp(s), 44, 190, 56, -6, 6
+    s, top, bottom, unit, low, high = np.array(NOTHING), 44, 190, 56, -6, 6
     shares_of = {
-        "softmax": np.append(0, powers[1:] / powers[1:].sum()),
-        "sigmoid": np.append(0, 1 / (1 + np.exp(-s[1:]))),
-        "softmax with k∗": powers / powers.sum(),
+        "softmax": np.append(0, softmax(s[1:])),
+        "sigmoid": np.append(0, expit(s[1:])),
+        "softmax with k∗": softmax(s),
     }
     rows, x = [300, 392, 484], [176 + 74 * i for i in range(len(s))]
     root, zero = svg.canvas(512), (top + bottom) / 2
@@ -166,11 +167,11 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
             svg.text(root, f"{shares[i]:.2f}", x[i], bar["y"] - 4, part=f"share{row}-{i}", text_anchor="middle")
         svg.text(root, "on text", 8, rows[row] + 2, fill=GREY)
         svg.text(root, f"{shares[1:].sum():.2f}", 76, rows[row] + 2, part=f"sum{row}", font_weight="bold", fill=GREY)
-    softmax, sigmoid, star = shares_of.values()
-    best = int(softmax.argmax())
+    soft, sigmoid, star = shares_of.values()
+    best = int(soft.argmax())
     caption = (
         "Softmax has to spend. No key of the text matches this query: their logits are below 0. Softmax still hands "
-        f"out 1.00, {softmax[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
+        f"out 1.00, {soft[best]:.2f} of it to “{names[best]}”; sigmoid gives {sigmoid[1:].sum():.2f} in all; with a "
         f"key k∗ whose value is zero, here at the logit {NOTHING[0]:g} that training might give it, {star[0]:.2f} goes "
         f"there and {star[1:].sum():.2f} to the text. Drag a logit, or choose "
         "it with Tab and move it with the arrow keys."
@@ -184,7 +185,7 @@ def logits(names: Sequence[str] = ("k∗", "the", "cat", "sat", "on", "it")) -> 
 def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
     """Which keys each query sees under a window of w keys or a prefix of p, with a slider each (Figs. 5, 6 left)."""
     kind, value = ("prefix", prefix - 1) if window is None or prefix > 1 else ("window", window - 1)
-    counts = range(1, length + 1)
+    counts, size = range(1, length + 1), 20.0
     titles = {
         "prefix": [f"prefix p = {p}, no window" for p in counts],
         "window": [f"window w = {w}, no prefix" for w in counts],
@@ -193,10 +194,10 @@ def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
         "prefix": [regions(length, AttentionSpec(prefix=p)) for p in counts],
         "window": [regions(length, AttentionSpec(window=w)) for w in counts],
     }
-    shown, title, size = drawn[kind][value], titles[kind][value], 20.0
+    shown, title, palette = drawn[kind][value], titles[kind][value], [*REGIONS.values()]
     root = svg.canvas(int(60 + size * length))
     svg.text(root, title, 60, 22, part="read", font_weight="bold")
-    svg.grid(root, shown.numpy() - 1, 60, 32, size, [*REGIONS.values()], part="mask")
+    svg.grid(root, shown.numpy() - 1, 60, 32, size, palette, part="mask")
     svg.text(root, "query i ↓, key j →", 60, 50 + size * length)
     for i in sorted({0, length // 2, length - 1}):
         svg.text(root, f"{i + 1}", 52, 32 + size * (i + 0.72), text_anchor="end", fill=GREY)
@@ -204,7 +205,6 @@ def masks(window: int | None = 6, prefix: int = 1, length: int = 14) -> Picture:
         svg.add(root, "rect", x=360, y=50 + 30 * i, width=16, height=16, fill=color)
         svg.text(root, label, 384, 63 + 30 * i)
     digits = {name: ["".join(map(str, mask.ravel().tolist())) for mask in masks] for name, masks in drawn.items()}
-    palette = [*REGIONS.values()]
     data = {"T": length, "kind": kind, "value": value, "titles": titles, "palette": palette, "masks": digits}
     caption = (
         f"Which keys a query may see, under a prefix of p tokens or a window of w. Here, with {title}, "

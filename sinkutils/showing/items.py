@@ -1,20 +1,17 @@
-"""An item of the paper as a page shows it: its picture with caption and alt text, its numbers, what one sees."""
+"""An item of the paper as a page shows it: its picture with caption and alt text, its numbers, what one sees.
+
+Each function raises ValueError for an item, preset or experiment that there is not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from sinkutils.ledger.results import QUANTITIES, results
-from sinkutils.showing import comparisons, figures, names, notebook, seen
-from sinkutils.showing.tables import (
-    destinations,
-    means_and_thresholds,
-    norm_ratios,
-    paper_beside_ours,
-    sinks_by_position,
-)
+from sinkutils.showing import comparisons, figures, names, notebook, seen, tables
 
 # Ours begin with a fixed token, so that their levels are higher (Table 10 right, position 1).
 DIAMONDS = "Diamonds: the paper's 60M models, most of which meet any first token, so that levels differ"
@@ -23,13 +20,19 @@ THIN = "; the thin one is its base with one fixed first token, as ours has"
 
 def compare(item: str, preset: str, what: Sequence[str] = ("1",), keys: Sequence[str] = ("excess_1",)) -> None:
     """An item of the paper as picture, table and sentences: each head's alpha, the paper's numbers beside ours, and
-    what the records say of `keys` (`seen.sentences`).
-
-    what: "1" for alpha_1, "star" for alpha_*. Raises ValueError for an unknown item or preset.
+    what the records say of `keys` (`seen.sentences`). what: "1" for alpha_1, "star" for alpha_*.
     """
-    show_rows(names.rows(item, preset), item, names.axis(item), preset, what)
-    notebook.show(paper_beside_ours(item, preset))
+    rows, axis, _ = _item(item, preset)
+    show_rows(rows, item, axis, preset, what)
+    notebook.show(tables.paper_beside_ours(item, preset))
     seen.show(item, preset, keys)
+
+
+def _item(item: str, preset: str) -> tuple[list[names.Row], str, dict[str, Any]]:
+    """The rows of an item, what they differ in, and how `figures.colors_of` is to colour them."""
+    rows, about = names.rows(item, preset), names.about()[item]
+    base = next((row.label for row in rows if row.base), None)
+    return rows, about["axis"], {"base": base, "ordered": bool(about["ordered"])}
 
 
 def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
@@ -53,31 +56,28 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
 
 
 def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None) -> None:
-    """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block.
-
-    more: further lines by label. Raises ValueError for an unknown item or preset.
+    """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block, with
+    `more` lines by label.
     """
-    rows = names.rows(item, preset)
-    ratios = norm_ratios(rows) | dict(more or {})
-    base = next((row.label for row in rows if row.base), None)
+    rows, axis, colors = _item(item, preset)
+    ratios = tables.norm_ratios(rows) | dict(more or {})
     caption = (
-        f"**{item}: {names.axis(item)}.** The norm of the first token's hidden state over the mean of the others', "
+        f"**{item}: {axis}.** The norm of the first token's hidden state over the mean of the others', "
         "after each block but the last; the mean over seeds. At 1 (dotted) the first token is like any other."
     )
     largest = [f"{label} {line if isinstance(line, str) else f'{max(line):.1f}'}" for label, line in ratios.items()]
-    alt = f"{item}, {names.axis(item)}: largest norm ratio of the first token, {'; '.join(largest)}"
+    alt = f"{item}, {axis}: largest norm ratio of the first token, {'; '.join(largest)}"
     symbol = r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$"
-    figure = figures.by_block(ratios, symbol, base, names.ordered(item), level=1)
+    figure = figures.by_block(ratios, symbol, level=1, **colors)
     figures.show(figure, caption, alt, f"{slug(item)}_{preset}")
     seen.show(item, preset, ("hidden",))
 
 
 def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
-    """An item's runs along training, a panel for each of keys (its label). Raises ValueError for an unknown item."""
-    rows = names.rows(item, preset)
+    """An item's runs along training, a panel for each of keys (its label)."""
+    rows, _, colors = _item(item, preset)
     curves = {row.label: [run.curve for run in row.runs.values()] for row in rows}
-    base = next((row.label for row in rows if row.base), None)
-    figure = figures.along_training(curves, keys, base, names.ordered(item))
+    figure = figures.along_training(curves, keys, **colors)
     last = {row.short: [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve] for row in rows}
     ends = [f"{name} {np.mean(values):.1f}" for name, values in last.items() if values]
     caption = f"**{item} along training.** Thick, the mean over seeds; thin, each seed. Blue is the base."
@@ -87,10 +87,10 @@ def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
 
 def positions(item: str, preset: str) -> None:
     """Where each row of an item has its sink among the first ten positions: a heat map and sentences."""
-    table = sinks_by_position(names.rows(item, preset))
-    figure = figures.sink_by_position(table, names.axis(item))
+    rows, axis, _ = _item(item, preset)
+    figure = figures.sink_by_position(tables.sinks_by_position(rows), axis)
     caption = (
-        f"**{item}: {names.axis(item)}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
+        f"**{item}: {axis}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
         "over seeds; white rows are not run yet."
     )
     lines = seen.by_position(item, preset)
@@ -121,7 +121,7 @@ def effects(preset: str, key: str = "excess_1") -> None:
 
 def thresholds(preset: str) -> None:
     """Each setting's mean alpha_1 against its Sink_1."""
-    table = means_and_thresholds(names.every(preset))
+    table = tables.means_and_thresholds(names.every(preset))
     caption = (
         "**A threshold hides what lies below it.** A point is a setting: its mean α₁ over heads, texts and seeds, and "
         "the share of heads above ε = 0.3 (dashed)."
@@ -131,9 +131,9 @@ def thresholds(preset: str) -> None:
 
 
 def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
-    """The shares of attention by kind of key, a bar an experiment. Raises ValueError for an unknown one."""
+    """The shares of attention by kind of key, a bar an experiment."""
     ours = results(preset)
-    shares = destinations({names.of(name, preset): ours.seeds(name) for name in experiments})
+    shares = tables.destinations({names.of(name, preset): ours.seeds(name) for name in experiments})
     caption = (
         "**Where attention goes.** The share of all attention by kind of key, each key counting for the first that "
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "

@@ -56,10 +56,13 @@ def is_experiment(name: str) -> bool:
 
 def human(text: str, preset: str | None = None) -> str:
     """A line of the ledger with its symbols as one writes them and, given the preset, experiments by their names."""
-    if preset is None:  # a word such as "default" may stand for itself
-        text = NAMES.sub(lambda match: title(match[1]) if "_" in match[1] else match[1], text)
-    else:
-        text = NAMES.sub(lambda match: of(match[1], preset), text)
+
+    def called(match: re.Match[str]) -> str:
+        if preset is None:  # a word such as "default" may stand for itself
+            return title(match[1]) if "_" in match[1] else match[1]
+        return of(match[1], preset)
+
+    text = NAMES.sub(called, text)
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)
     text = SYMBOL.sub(lambda match: match[1] + match[2].translate(SUBSCRIPTS), text)
@@ -103,24 +106,17 @@ class Row:
 
 
 @lru_cache
-def _items() -> dict[str, dict[str, str]]:
+def about() -> dict[str, dict[str, str]]:
+    """By item: `axis`, what its rows differ in; `ours`, how our setting is written; `ordered`, "yes" where its rows are
+    steps of one quantity, which are drawn in sequential colours.
+    """
     with open(PAPER / "items.csv", newline="", encoding="utf-8") as file:
         return {row["item"]: row for row in csv.DictReader(file)}
 
 
-def axis(item: str) -> str:
-    """What the rows of an item differ in."""
-    return _items()[item]["axis"]
-
-
-def ordered(item: str) -> bool:
-    """Whether the rows of an item are steps of one quantity, which are drawn in sequential colours."""
-    return bool(_items()[item]["ordered"])
-
-
 def label(row: PaperRow, preset: str) -> str:
     """Our setting of a row, with the paper's in brackets where that is another."""
-    pattern = _items()[row.item]["ours"]
+    pattern = about()[row.item]["ours"]
     try:
         run = config(row.experiment, preset)
     except ValueError:  # not of this preset

@@ -56,20 +56,19 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
     paths = find_notebooks(only)
     for path in paths:
         there = papermill.inspect_notebook(path)
-        unknown = sorted(set(parameters) - set(there))
-        if unknown:
+        if unknown := sorted(set(parameters) - set(there)):
             raise ValueError(f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(there)}")
     output.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": CELL_SECONDS}
     failed = []
     for path in tqdm(paths, unit="notebook"):
+        outcome = f"-> {output / path.name}"
         try:
-            options = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": CELL_SECONDS}
             papermill.execute_notebook(path, output / path.name, parameters, kernel_name="python3", **options)
         except papermill.PapermillExecutionError as error:
             failed.append(path.stem)
-            tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
-        else:
-            tqdm.write(f"{path.stem} -> {output / path.name}")
+            outcome = f"failed in cell {error.cell_index}: {error.ename}: {error.evalue}"
+        tqdm.write(f"{path.stem} {outcome}")
     return failed
 
 
@@ -83,25 +82,20 @@ def refresh_notebooks(only: Sequence[str] | None = None) -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    started = time.time()
+    started, widget = time.time(), "application/vnd.jupyter.widget-view+json"
+    options: dict[str, Any] = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
     for path in tqdm(find_notebooks(only), unit="notebook"):
         book = nbformat.read(path, as_version=4)
-        options: dict[str, Any] = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
         client = NotebookClient(book, resources={"metadata": {"path": NOTEBOOKS}}, **options)
         client.execute(env=os.environ | {COMMITTED: "1"})
         book.metadata.pop("widgets", None)
-        for cell in book.cells:
-            if cell.cell_type == "code":
-                cell.outputs = [output for output in cell.outputs if not _differs_always(output)]
+        for cell in (cell for cell in book.cells if cell.cell_type == "code"):
+            kept = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = [output for output in kept if widget not in output.get("data", {})]
         nbformat.write(book, path)
     for figure in FIGURES.glob("*.*") if only is None else ():
         if figure.stat().st_mtime < started:
             figure.unlink()
-
-
-def _differs_always(output: Any) -> bool:
-    widget = "application/vnd.jupyter.widget-view+json" in output.get("data", {})
-    return widget or output.get("name") == "stderr"
 
 
 def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 2500) -> Record:
@@ -125,12 +119,7 @@ def record_or_train(
 
 
 def look_around(
-    name: str,
-    preset: str,
-    seed: int = 0,
-    recompute: str = "never",
-    device: str | None = None,
-    first: str | None = None,
+    name: str, preset: str, seed: int = 0, recompute: str = "never", device: str | None = None, first: str | None = None
 ) -> Picture | None:
     """An explorer of a recorded model on natural texts, with what training put first, or `first` (`Subject.inputs`).
 
@@ -178,11 +167,12 @@ def recorded(
     missing: dict[str, str] = {}
     for label, name in experiments.items():
         run = config(name, preset, seed)
-        records[label] = Runs().get(run, weights=weights)
-        if records[label] is None and recompute == "missing":
-            records[label] = train(run, device=device, keep_weights=weights or keeps_weights(run))
-        elif records[label] is None:
+        record = Runs().get(run, weights=weights)
+        if record is None and recompute == "missing":
+            record = train(run, device=device, keep_weights=weights or keeps_weights(run))
+        if record is None:
             missing[run.experiment] = names.of(run.experiment, preset)
+        records[label] = record
     if missing:
         what = "; ".join(missing.values()) if len(missing) < 12 else f"{len(missing)} of {len(records)} runs"
         lines = f"Not recorded yet: {'the weights of ' * weights}{what}, seed {seed}. To make what is missing:"

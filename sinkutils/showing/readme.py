@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Callable
+import xml.etree.ElementTree as ET
+from collections import Counter
 from fractions import Fraction
+from functools import reduce
 from math import isnan
+from operator import getitem
 from typing import Any
 
 import pandas as pd
@@ -19,9 +23,8 @@ from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger import later as later_claims
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
-from sinkutils.showing import cards, names, svg
+from sinkutils.showing import cards, names
 from sinkutils.showing.explorer import kept_map, side_by_side
-from sinkutils.showing.findings import findings
 from sinkutils.showing.tables import records
 from sinkutils.study.cost import cost
 from sinkutils.study.grid import config, plan
@@ -29,15 +32,6 @@ from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
 PRESET = "laptop"
-RESULTS = ("done", "failed")  # the statuses of a record that counts
-CHIPS = {
-    rules.REPRODUCED: "●",
-    rules.PARTLY: "◐",
-    rules.NOT_REPRODUCED: "✕",
-    rules.INCONCLUSIVE: "◌",
-    rules.NOT_VISIBLE: "–",
-    rules.NOT_RUN: "○",
-}
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
 
@@ -47,9 +41,8 @@ def headlines_part() -> str:
     table = ledger.claims(PRESET).set_index("id", drop=False)
     rows = table.loc[list(HEADLINES)].to_dict("records")
     lines = [f"- {_chip(row)} {row['claim']} <br> {' '.join([*_numbers(row), _why(row)])}" for row in rows]
-    counts = table["verdict"].value_counts().sort_index()
-    listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    more = f"Of all {counts.sum()} claims: {listed}. Each with its numbers: [the ledger](docs/ledger.md)."
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in table["verdict"].value_counts().sort_index().items())
+    more = f"Of all {len(table)} claims: {counts}. Each with its numbers: [the ledger](docs/ledger.md)."
     return "\n".join([*lines, "", more])
 
 
@@ -71,43 +64,43 @@ def _numbers(row: dict[str, Any]) -> list[str]:
     table, _, facts = cards.figures(row, PRESET)
     lines = [f"{fact}." for fact in facts]
     for column in (name for name in table if name.startswith("ours: Sink")):
-        printed = table.get(column.replace("ours", "paper"), pd.Series(index=table.index, data=""))
-        pairs = [(run, ours, printed[run]) for run, ours in table[column].items() if ours]
-        cells = [f"{run}: {ours}" + (f" (the paper {paper})" if paper else "") for run, ours, paper in pairs]
+        printed = table.get(column.replace("ours", "paper"), {})
+        pairs = [(f"{run}: {ours}", printed.get(run)) for run, ours in table[column].items() if ours]
+        cells = [f"{ours} (the paper {paper})" if paper else ours for ours, paper in pairs]
         lines.append(f"{column.removeprefix('ours: ')}: {'; '.join(cells)}.")
     return lines
 
 
 def _chip(row: dict[str, Any]) -> str:
-    return f"{CHIPS[row['verdict']]} **{row['verdict']}**"
+    return f"{cards.CHIPS[row['verdict']][2]} **{row['verdict']}**"
 
 
 def _why(row: dict[str, Any]) -> str:
     return cards.reason(row, ledger.checks(row["id"], PRESET), PRESET)
 
 
-# The notebooks: title, and a picture that is shown once there is one.
-CHAPTERS = {
-    "00_quickstart": ("What is an attention sink?", "docs/hero.svg"),
-    "01_properties": ("Sinks in real models", "figures/fig1_tokens.png"),
-    "02_optimization": ("When does it emerge?", "figures/fig4_middle_curves_laptop.png"),
-    "03_data": ("What has the text to do with it?", "figures/table_10_right_laptop.png"),
-    "04_loss": ("Weight decay, prefixes, windows", "figures/table_2_laptop.png"),
-    "05_architecture": ("A key bias in disguise", "figures/table_4_laptop.png"),
-    "06_attention_operation": ("Is it softmax?", "figures/nothing_to_do.png"),
-    "07_after_pretraining": ("And after pre-training?", "figures/sft_heads_laptop.png"),
-    "08_what_it_is_for": ("What is it for? Surgery on a real model", "figures/transplant.png"),
-    "09_after_the_paper": ("After the paper", "figures/after_the_paper_laptop.png"),
-}
-
-
 def notebooks_part() -> str:
-    """The notebooks, a row each, with a picture and what was found, from records and measurements."""
-    rows = []
-    for stem, finding in findings(PRESET).items():
-        title, picture = CHAPTERS[stem]
-        thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
-        rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
+    """The notebooks of docs/chapters.csv, a row each, with a picture once there is one and what was found.
+
+    In braces stands where a finding's number is: of our records, or of data/open_lms.
+    """
+    frame, rows = _recorded(), []
+
+    def number(match: re.Match[str]) -> str:
+        name, *path = match[1].split("/")
+        if len(path) > 1:
+            return f"{reduce(getitem, path, recorded(name)):.1f} %"
+        values = frame.loc[(frame["experiment"] == name) & (frame["status"] == "done"), path[0]].dropna()
+        if values.empty:
+            return "not recorded yet"
+        return f"{values.mean():.1f} % ({len(values)} seed{'s' if len(values) > 1 else ''})"
+
+    with open(ROOT / "docs" / "chapters.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            stem, title, picture = row["notebook"], row["title"], row["picture"]
+            thumbnail = f'<img src="{picture}" width="150" alt="{title}">' if (ROOT / picture).exists() else ""
+            finding = re.sub("{(.+?)}", number, row["finding"])
+            rows.append([thumbnail, f"[{stem[:2]} {title}](notebooks/{stem}.ipynb)", finding])
     return markdown(["", "notebook", "what it finds"], rows)
 
 
@@ -117,12 +110,11 @@ def hero() -> str:
     without, _, sink, _ = recording["heads"]  # by alpha_1
     for head, what in ((sink, "a sink"), (without, "no sink")):
         weights = kept_map(head, shown)
-        pictures[f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"] = (
-            weights
-        )
+        title = f"block {head['layer'] + 1}, head {head['head'] + 1}, {what}: α₁ = {weights[:, 0].mean():.2f}"
+        pictures[title] = weights
     tokens = [token.strip() for token in recording["tokens"][:shown]]
     below = "SmolLM2-135M: a row a query, a column a key, darker for more attention"
-    return svg.source(side_by_side(pictures, tokens, "", "", below).drawing)
+    return ET.tostring(side_by_side(pictures, tokens, "", "", below).drawing, "unicode")
 
 
 def ledger_page() -> str:
@@ -138,16 +130,16 @@ def ledger_page() -> str:
 
 
 def _claims(part: str) -> str:
-    """A part of the ledger as a table, below how many of its claims have which verdict."""
-    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
+    """A part of the ledger as a table, above it how many of its claims have which verdict."""
     rows = []
     for row in ledger.claims(PRESET, part=part).to_dict("records"):
         effect = "" if isnan(row["effect"]) else f"{row['effect']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
         numbers = [_cells(row[column]) for column in ("paper", "ours", "interval")]
         claim = names.human(row["claim"])  # its words stand for themselves: sigmoid, relative
         rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
-    counts = pd.Series([row[5] for row in rows]).value_counts().sort_index()
-    return ", ".join(f"{chip}: {n}" for chip, n in counts.items()) + "\n\n" + markdown(columns, rows)
+    counts = ", ".join(f"{chip}: {n}" for chip, n in sorted(Counter(row[5] for row in rows).items()))
+    columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
+    return f"{counts}\n\n{markdown(columns, rows)}"
 
 
 def _cells(text: str) -> str:
@@ -161,30 +153,33 @@ def _cells(text: str) -> str:
 
 def state_part() -> str:
     """Which experiments are recorded at the laptop preset, and what is missing."""
-    frame = records(PRESET)
-    results = frame[frame["status"].isin(RESULTS)]
+    results = _recorded()
     lacking, runs = len(Runs().missing(PRESET)), f"{len(results)} runs of {results['experiment'].nunique()} experiments"
     if not lacking:
         return f"All of the study at `{PRESET}` is recorded: {runs}, recipe {RECIPE}."
-    return (
-        f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {lacking} runs are missing, and what has fewer than "
-        "three seeds has no verdict."
-    )
+    rest = f"{lacking} runs are missing, and what has fewer than three seeds has no verdict."
+    return f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {rest}"
+
+
+def _recorded() -> pd.DataFrame:
+    frame = records(PRESET)
+    return frame[frame["status"].isin(["done", "failed"])]
 
 
 def records_page() -> str:
     """docs/records.md: the records at the laptop preset, their mean and range over seeds."""
-    frame = records(PRESET)
     rows = []
-    for name, group in frame[frame["status"].isin(RESULTS)].groupby("experiment", sort=False):
-        numbers = [_range(group[column]) for column in ("sink_1", "sink_star", "valid_loss")]
-        rows.append([_title(str(name)), str(group["item"].iloc[0]), str(len(group)), *numbers])
+    for name, group in _recorded().groupby("experiment", sort=False):
+        title = names.title(str(name)) + " (the base)" * (names.of(str(name), PRESET) == "the base")
+        numbers = [_range(group[column].dropna()) for column in ("sink_1", "sink_star", "valid_loss")]
+        rows.append([title, str(group["item"].iloc[0]), str(len(group)), *numbers])
     columns = ["experiment", "paper's item", "seeds", "Sink₁ %", "Sink∗ %", "validation loss"]
     return page(f"# The records of `{PRESET}`", state_part(), markdown(columns, rows))
 
 
-def _title(name: str) -> str:
-    return names.title(name) + (" (the base)" if names.of(name, PRESET) == "the base" else "")
+def _range(values: pd.Series) -> str:
+    mean = "" if values.empty else f"{values.mean():.2f}"
+    return f"{mean} ({values.min():.2f} to {values.max():.2f})" if len(values) > 1 else mean
 
 
 # The operations of benchmarks/attention_ops.py as people call them.
@@ -217,11 +212,8 @@ def training_part() -> str:
     """Training speed beside the peer, and what the whole study takes at that."""
     rows, measured = [], benchmark("training")["rows"]
     for row in measured:
-        shape, peak = (
-            f"d {row['d']}, L {row['layers']}, C {row['context']}",
-            f"{100 * row['share_of_matmul_peak']:.0f} %",
-        )
-        rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", peak])
+        shape, peak = f"d {row['d']}, L {row['layers']}, C {row['context']}", 100 * row["share_of_matmul_peak"]
+        rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", f"{peak:.0f} %"])
     table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
     base, runs = config("base", PRESET).model, plan(PRESET)
     step = (base.hidden_size, base.context_length, "ours compiled bf16")
@@ -236,8 +228,8 @@ def measure_part() -> str:
     cells, rows = benchmark("measure"), []
     forward = {(cell["samples"], cell["length"]): cell for cell in cells if cell["way"] == "forward"}
     for cell in cells:
-        row = [f"{cell['samples']} x {cell['length']}", cell["way"]]
         plain = forward.get((cell["samples"], cell["length"]))
+        row = [f"{cell['samples']} x {cell['length']}", cell["way"]]
         for key, number in (("seconds", f"{cell['seconds']:.1f} s"), ("peak_gib", f"{cell['peak_gib']:.2f} GiB")):
             row += [number, f"{cell[key] / plain[key]:.2f}" if plain else ""]
         rows.append(row)
@@ -251,19 +243,18 @@ def measure_part() -> str:
 
 def reading_part() -> str:
     """What reading costs, beside the last commit of recipe 1."""
-    rows = [
-        [row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"]
-        for row in benchmark("reading")
-    ]
+    rows = []
+    for row in benchmark("reading"):
+        rows.append([row["what"], str(row["records"]), f"{row['now']:.2f} s", f"{row['before']:.2f} s"])
     return markdown(["what", "records", "now", "with recipe 1's code"], rows)
 
 
 def attention_part() -> str:
     """A training step of each attention operation beside softmax's."""
-    rows = [
-        [OPERATIONS[row["operation"]], f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"]
-        for row in benchmark("attention_ops")["rows"]
-    ]
+    rows = []
+    for row in benchmark("attention_ops")["rows"]:
+        name = OPERATIONS[row["operation"]]
+        rows.append([name, f"{row['times_softmax']:.1f}", f"{row['memory_times_softmax']:.2f}"])
     return markdown(["operation", "time, times softmax", "memory, times softmax"], rows)
 
 
@@ -301,18 +292,9 @@ def digits_part() -> str:
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
 WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
-PARTS: dict[str, Callable[[], str]] = {
-    "state": state_part,
-    "headlines": headlines_part,
-    "differences": differences_part,
-    "notebooks": notebooks_part,
-    "training": training_part,
-    "measure": measure_part,
-    "reading": reading_part,
-    "attention": attention_part,
-    "reliability": reliability_part,
-    "digits": digits_part,
-}
+OF_RECORDS = (state_part, headlines_part, differences_part, notebooks_part)
+OF_BENCHMARKS = (training_part, measure_part, reading_part, attention_part, reliability_part, digits_part)
+PARTS = {part.__name__.removesuffix("_part"): part for part in (*OF_RECORDS, *OF_BENCHMARKS)}
 
 
 def render(text: str) -> str:
@@ -341,17 +323,3 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown."""
     cells = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells)
-
-
-def _range(column) -> str:
-    values = column.dropna()
-    if values.empty:
-        return ""
-    mean = f"{values.mean():.2f}"
-    return mean if len(values) == 1 else f"{mean} ({values.min():.2f} to {values.max():.2f})"
-
-
-def write() -> None:
-    """Write every file of `generated`. Raises OSError outside a checkout."""
-    for name, text in generated().items():
-        (ROOT / name).write_text(text, encoding="utf-8")

@@ -33,7 +33,7 @@ def _elements(*runs: str) -> Callable[[Results], str]:
     def say(ours: Results) -> str:
         found = {run: judge(Check("present", (run,), "peak"), ours, {}) for run in ("base", *runs)}
         gained = ours.values("base", "hidden")
-        if found["base"].state != HOLDS or not all(map(_at_first, (ours.seeds(run) for run in found))) or gained.empty:
+        if found["base"].state != HOLDS or not all(map(_at_first, map(ours.seeds, found))) or gained.empty:
             return ""
         cells = []
         for run, outcome in found.items():
@@ -42,12 +42,11 @@ def _elements(*runs: str) -> Callable[[Results], str]:
             mean, low, high = (f"{x:.1f}" for x in (outcome.effect.mean, outcome.effect.low, outcome.effect.high))
             cells.append(f"{names.of(run, ours.preset)} {mean} ({low} to {high})")
         trained = [max(norm_ratio(ours.seeds("base")[seed].report["hidden_norms"][:-1])) for seed in gained.index]
-        still = [names.of(run, ours.preset) for run in runs if found[run].state == HOLDS]
-        before = f"{np.mean(trained / gained):.1f}"
+        still = " and ".join(names.of(run, ours.preset) for run in runs if found[run].state == HOLDS)
         return (
-            f"The norm of h₁ hardly tells: it is {before} times the others' before the first step already, as x₁ sees "
-            f"only itself. Its largest element does, times the untrained model's: {'; '.join(cells)}."
-            + (f" By that, x₁ stands out with {' and '.join(still)} as well." if still else "")
+            f"The norm of h₁ hardly tells: it is {np.mean(trained / gained):.1f} times the others' before the first "
+            "step already, as x₁ sees only itself. Its largest element does, times the untrained model's: "
+            f"{'; '.join(cells)}." + f" By that, x₁ stands out with {still} as well." * bool(still)
         )
 
     return say
@@ -69,16 +68,13 @@ def _gemma_repeats(ours: Results) -> str:
     """Section 3.3: where no token is massive, none is when it is repeated."""
     plain = recorded("gemma-3-270m")["probes"]["natural"]["text"]
     ratio = max(norm_ratio(plain["hidden_norms"][:-1]))
-    return (
-        f"Gemma always saw a BOS: without it, as here, natural text has no massive first token either (norm ratio "
-        f"{ratio:.1f}, Sink₁ = {plain['sink']['1']['0.3']:.1f} %)."
-    )
+    numbers = f"norm ratio {ratio:.1f}, Sink₁ = {plain['sink']['1']['0.3']:.1f} %"
+    return f"Gemma always saw a BOS: without it, as here, natural text has no massive first token either ({numbers})."
 
 
 def _bucket_numbers(ours: Results) -> str:
     """Appendix B.1, Proposition 2: the premise, by the table that is added."""
-    table = distance_table("relative", 160, 1)[0]
-    if not bool((table.diff() >= 0).all()):
+    if (distance_table("relative", 160, 1)[0].diff() < 0).any():
         return ""
     return "Equation 6 and the published code add the number of T5's bucket itself, which grows with the distance."
 

@@ -4,7 +4,7 @@ hand, so that they stay true whatever the records come to say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,39 +19,26 @@ from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
 from sinkutils.study.experiments import experiment
 
-# By the ledger's quantity: how the level of a reference is said, and what more and less of it are called.
-WORDS = {
-    "excess_1": ("{name} has Sink₁ = {value}.", "More of a sink on x₁", "Less of a sink on x₁"),
-    "excess_star": ("", "More of a sink on the bias", "Less of a sink on the bias"),
-    "visible_1": (
-        "In {name} the excess of α₁ over the queries that see x₁ is {value}.",
-        "More of a sink for the queries that see x₁",
-        "Less of a sink for the queries that see x₁",
-    ),
-    "valid_loss": (
-        "{name} ends at a validation loss of {value}.",
-        "A higher validation loss",
-        "A lower validation loss",
-    ),
-    "gap": (
-        "In {name} the validation loss ends above the training loss by {value}.",
-        "A larger gap between validation and training loss",
-        "A smaller gap between them",
-    ),
-    "onset": (
-        "In {name} the sink sets in (Sink₁ stays at 2.9 % or more) after {value} of the steps.",
-        "A later onset of the sink",
-        "An earlier onset of the sink",
-    ),
+# By the ledger's quantity, how the level of a reference is said, and what more and less of it are called.
+LEVELS = {
+    "excess_1": "{name} has Sink₁ = {value}.",
+    "visible_1": "In {name} the excess of α₁ over the queries that see x₁ is {value}.",
+    "valid_loss": "{name} ends at a validation loss of {value}.",
+    "gap": "In {name} the validation loss ends above the training loss by {value}.",
+    "onset": "In {name} the sink sets in (Sink₁ stays at 2.9 % or more) after {value} of the steps.",
 }
-PAPER_BASE = 18.18  # Sink_1 of the paper's default, where an item does not print it again
+CHANGES = {
+    "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
+    "excess_star": ("More of a sink on the bias", "Less of a sink on the bias"),
+    "visible_1": ("More of a sink for the queries that see x₁", "Less of a sink for the queries that see x₁"),
+    "valid_loss": ("A higher validation loss", "A lower validation loss"),
+    "gap": ("A larger gap between validation and training loss", "A smaller gap between them"),
+    "onset": ("A later onset of the sink", "An earlier onset of the sink"),
+}
 
 
 def show(item: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1",)) -> None:
-    """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`.
-
-    Raises ValueError for an unknown item or preset.
-    """
+    """Show what the records of an item say: for each of keys (of the ledger's quantities) `sentences`."""
     show_text([sentence for key in keys for sentence in sentences(item, preset, key)])
 
 
@@ -67,16 +54,17 @@ def sentences(item: str, preset: str = "laptop", key: str = "excess_1") -> list[
 
 def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[str]:
     """`sentences` of rows that are at hand."""
+    if not any(row.runs for row in shown):
+        return ["None of these runs is recorded yet."]
     if not any(row.trained for row in shown):
-        failed = any(row.runs for row in shown)
-        return _missing(shown) if failed else ["None of these runs is recorded yet."]
+        return _missing(shown)
     if QUANTITIES[key].log and isinstance(QUANTITIES[key].level, float):
         return [*_levels(shown, ours, key), *_missing(shown)]
     # Beside the default's rows an item may have some that change the base: each is compared with what it changes.
     split = reference(shown) == "default"
     others = [row for row in shown if split and row.experiment and experiment(row.experiment).base]
-    parts = [part for part in ([row for row in shown if row not in others], others) if part]
-    return [*(line for part in parts for line in _compared(part, ours, key)), *_missing(shown)]
+    lines = _compared([row for row in shown if row not in others], ours, key)
+    return [*lines, *(_compared(others, ours, key) if others else []), *_missing(shown)]
 
 
 def reference(shown: Sequence[Row]) -> str:
@@ -93,61 +81,54 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
     """Each row's mean paired difference from the reference with its 95 % interval, where they share two seeds.
 
     Columns label, mean, low, high; paper: the paper's Sink_1 less that of its base, NaN where it prints none; seeds:
-    the difference of each seed; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows
-    that a seed of has no onset have no difference in it.
+    the difference of each; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows that a
+    seed of has no onset have no difference in it.
     """
-    other = reference(shown)
-    based = next((row.paper.values.get("sink_1") for row in shown if row.base), None) or PAPER_BASE
+    other, printed = reference(shown), next((row.paper.values for row in shown if row.base), {})
+    based = printed.get("sink_1") or experiment("default").paper["sink_1"]  # where an item does not print it again
     changes = []
     for row in shown:
         change = None if row.experiment in ("", ours.label(other)) else paired(ours, row.experiment, other, key)
-        if change is None or (key == "onset" and row.short in never([row], ours)):
+        if change is None or (key == "onset" and _never(row, ours)):
             continue
         seeds = each_seed(ours, row.experiment, other, key)
-        own = level(seeds)
-        printed = row.paper.values.get("sink_1", np.nan) - based
+        own, paper = level(seeds), row.paper.values.get("sink_1", np.nan) - based
         alone = own.low > 0 or own.high < 0
-        changes.append((row.short, change.mean, change.low, change.high, printed, seeds.tolist(), alone))
+        changes.append((row.short, change.mean, change.low, change.high, paper, seeds.tolist(), alone))
     return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper", "seeds", "alone"])
 
 
-def never(shown: Sequence[Row], ours: Results) -> dict[str, str]:
-    """By label the rows without an onset within the run, and in how many of their seeds."""
-    found = {}
-    for row in shown:
-        onsets = ours.values(row.experiment, "onset") if row.experiment else pd.Series(dtype=float)
-        if (onsets == 1).any():
-            found[row.short] = f"{(onsets == 1).sum()} of {len(onsets)} seeds"
-    return found
+def _never(row: Row, ours: Results) -> str:
+    """In how many of a row's seeds the sink has no onset within the run; "" where it has one in each."""
+    onsets = ours.values(row.experiment, "onset")
+    count = (onsets == 1).sum()
+    return f"{count} of {len(onsets)} seeds" if count else ""
 
 
-def _never(shown: Sequence[Row], ours: Results) -> list[str]:
-    cells = [f"{label} ({seeds})" for label, seeds in never(shown, ours).items()]
-    return [f"No onset within the run, so no difference: {'; '.join(cells)}."] if cells else []
+def _without_onset(shown: Sequence[Row], ours: Results) -> list[str]:
+    cells = [f"{row.short} ({seeds})" for row in shown if (seeds := _never(row, ours))]
+    return _listing("No onset within the run, so no difference", cells)
 
 
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
-    other, quantity = reference(shown), human(QUANTITIES[key].heading)
+    other = reference(shown)
     name = {"default": "the default", "window_none": "the base at this T"}.get(other) or of(other, ours.preset)
     lines = _of_base(ours, other, key, name)
     table = differences(shown, ours, key)
     more, less = table[table["low"] > 0], table[table["high"] < 0]
-    undecided = table[(table["low"] <= 0) & (table["high"] >= 0)]
-    which = f" (difference of the {quantity}, 95 % interval)"
-    for words, part in zip(WORDS[key][1:], (more, less), strict=True):
-        if len(part):
-            lines.append(f"{words} than {name}{which}: {_listed(part)}.")
-            which = ""
     decided = pd.concat([more, less])
+    which = f" (difference of the {human(QUANTITIES[key].heading)}, 95 % interval)"  # said once
+    for words, part in zip(CHANGES[key], (more, less), strict=True):
+        if len(part):
+            lines += _listing(f"{words} than {name}{which}", _effects(part))
+            which = ""
     if key == "excess_1":
         lines += _beside_paper(decided)
-    if len(decided) and not decided["alone"].all():
-        unsure = "; ".join(decided.loc[~decided["alone"], "label"])
-        lines.append(f"By the spread of its own seeds alone, not pooled, one could not tell: {unsure}.")
+    unsure = decided.loc[~decided["alone"].astype(bool), "label"]
+    lines += _listing("By the spread of its own seeds alone, not pooled, one could not tell", unsure)
     if key == "onset":
-        lines += _never(shown, ours)
-    if len(undecided):
-        lines.append(f"Not to be told from {name} with these seeds: {_listed(undecided)}.")
+        lines += _without_onset(shown, ours)
+    lines += _listing(f"Not to be told from {name} with these seeds", _effects(table.drop(decided.index)))
     if key == "excess_star":
         lines += _on_the_bias(shown)
     return lines
@@ -158,11 +139,13 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
     runs = [run for run in ours.seeds(other).values() if not run.failed]
     if not runs:
         return [f"{capital(name)} is not recorded yet, so that nothing can be compared with it."]
-    values, unit, digits = list(ours.values(other, key)), "", QUANTITIES[key].digits
     if key == "excess_1":
         values, unit, digits = [value for run in runs if (value := sink(run)) is not None], " %", 1
-    said = WORDS[key][0].format(name=name, value=spread(values, digits, unit)) if values else ""
-    return [capital(said)] if said else []
+    else:
+        values, unit, digits = list(ours.values(other, key)), "", QUANTITIES[key].digits
+    if not values or key not in LEVELS:
+        return []
+    return [capital(LEVELS[key].format(name=name, value=spread(values, digits, unit)))]
 
 
 def spread(values: Sequence[float], digits: int, unit: str) -> str:
@@ -180,17 +163,18 @@ def _beside_paper(decided: pd.DataFrame) -> list[str]:
     """How many of the rows that differ lie on the side of the base on which the paper has them."""
     printed = decided.dropna(subset="paper")
     same = np.sign(printed["mean"]) == np.sign(printed["paper"])
-    count = len(printed)
-    if same.all():
-        which = {2: "both"}.get(count, f"all {count} with a number")
-        several = f"The paper has {which} on the same side of its base as we have."
-        one = f"The paper, too, has {''.join(printed['label'])} on this side of its base."
-        return [one if count == 1 else several] if count else []
-    others = "; ".join(printed.loc[~same, "label"])
+    others, count = "; ".join(printed.loc[~same, "label"]), len(printed)
+    if not count:
+        return []
     if not same.any():
         return [f"The paper has {others} on the other side of its base."]
-    some = f"{same.sum()} of the {count} with a number on the same side of its base"
-    return [f"The paper has {some}; the other way round: {others}."]
+    if not same.all():
+        some = f"{same.sum()} of the {count} with a number on the same side of its base"
+        return [f"The paper has {some}; the other way round: {others}."]
+    if count == 1:
+        return [f"The paper, too, has {printed['label'].iloc[0]} on this side of its base."]
+    which = "both" if count == 2 else f"all {count} with a number"
+    return [f"The paper has {which} on the same side of its base as we have."]
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:
@@ -201,26 +185,25 @@ def _on_the_bias(shown: Sequence[Row]) -> list[str]:
             printed = row.paper.values.get("sink_star")
             paper = "" if printed is None else f", the paper {printed:.0f}"
             cells.append(f"{row.short} {np.mean(values):.0f} %{paper}")
-    return [f"Heads with their sink on the bias or sink token itself: {'; '.join(cells)}."] if cells else []
+    return _listing("Heads with their sink on the bias or sink token itself", cells)
 
 
 def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     """Which rows' level lies above the ledger's threshold of a quantity, by its 95 % interval."""
-    quantity = QUANTITIES[key]
-    threshold = float(quantity.level)
+    quantity, threshold = QUANTITIES[key], float(QUANTITIES[key].level)
     sides: dict[str, list[str]] = {"Above": [], "Not above": [], "Not to be told from": []}
     for row in shown:
-        values = ours.values(row.experiment, key)
-        if len(values) > 1:
-            estimate = level(values, quantity.log)
-            above, below = estimate.low > threshold, estimate.high <= threshold
-            side = "Above" if above else "Not above" if below else "Not to be told from"
-            itself = ""
-            if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
-                norms = [run.report["hidden_norms"] for run in row.trained.values() if "hidden_norms" in run.report]
-                itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
-            sides[side].append(f"{row.short} {_effect(estimate, quantity.digits).removesuffix(')')}{itself})")
-    lines = [f"{side} {threshold:g}: {'; '.join(cells)}." for side, cells in sides.items() if cells]
+        values, itself = ours.values(row.experiment, key), ""
+        if len(values) < 2:
+            continue
+        estimate = level(values, quantity.log)
+        above, below = estimate.low > threshold, estimate.high <= threshold
+        side = "Above" if above else "Not above" if below else "Not to be told from"
+        if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
+            norms = row.values(lambda run: run.report.get("hidden_norms"))
+            itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
+        sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
+    lines = [line for side, cells in sides.items() for line in _listing(f"{side} {threshold:g}", cells)]
     what = "95 % interval" + ("; itself: not divided" if key == "hidden" else "")
     return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
 
@@ -228,18 +211,14 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
 def _missing(shown: Sequence[Row]) -> list[str]:
     """What has no run, one seed, or failed."""
     waiting = [row.short for row in shown if row.state == "not run yet"]
-    many = len(waiting) > 3 and len(waiting) > len(shown) / 2
-    failures = {row.short: len(row.runs) - len(row.trained) for row in shown}
-    parts = {
-        "Not run yet": [] if many else waiting,
-        "Not at this scale": [row.short for row in shown if row.state == "not at this scale"],
-        "One seed so far, so without an interval": [row.short for row in shown if len(row.trained) == 1],
-        "Training failed": [
-            f"{row.short} ({failures[row.short]} of {len(row.runs)} seeds)" for row in shown if failures[row.short]
-        ],
-    }
-    lines = [f"{words}: {'; '.join(labels)}." for words, labels in parts.items() if labels]
-    return [*[f"{len(waiting)} of the {len(shown)} rows are not run yet."] * many, *lines]
+    lines = _listing("Not run yet", waiting)
+    if len(waiting) > 3 and len(waiting) > len(shown) / 2:
+        lines = [f"{len(waiting)} of the {len(shown)} rows are not run yet."]
+    lines += _listing("Not at this scale", [row.short for row in shown if row.state == "not at this scale"])
+    lines += _listing("One seed so far, so without an interval", [row.short for row in shown if len(row.trained) == 1])
+    failures = [(row, len(row.runs) - len(row.trained)) for row in shown]
+    cells = [f"{row.short} ({failed} of {len(row.runs)} seeds)" for row, failed in failures if failed]
+    return lines + _listing("Training failed", cells)
 
 
 def by_position(item: str, preset: str = "laptop") -> list[str]:
@@ -269,9 +248,8 @@ def study(preset: str = "laptop") -> list[str]:
     shown, ours = every(preset), results(preset)
     table = differences(shown, ours, "excess_1").sort_values("mean", ascending=False)
     others = [row for row in shown if not row.base]
-    lines = [
-        f"{sum(bool(row.trained) for row in others)} of the {len(others)} settings that change the base are trained."
-    ]
+    trained = sum(bool(row.trained) for row in others)
+    lines = [f"{trained} of the {len(others)} settings that change the base are trained."]
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
         lines.append(
@@ -286,23 +264,27 @@ def study(preset: str = "laptop") -> list[str]:
         f"Earlier {onset}": later[later["high"] < 0],
         f"Later {onset}": later[later["low"] > 0][::-1],
     }
-    lines += [f"{words} {_listed(part[:3])}." for words, part in parts.items() if len(part)]
-    lines += _never(others, ours)
+    lines += [f"{words} {'; '.join(_effects(part[:3]))}." for words, part in parts.items() if len(part)]
+    lines += _without_onset(others, ours)
     means = means_and_thresholds(shown)
     hidden = means[means["hidden"]]
     if len(means) > 1:
         which = ", ".join(f"{row.label} (mean α₁ {row.alpha:.2f})" for row in hidden.itertuples())
-        lines.append(
-            f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % although their mean α₁ is over twice that of even "
-            f"attention{': ' * bool(which)}{which}."
-        )
+        even = f"although their mean α₁ is over twice that of even attention{': ' * bool(which)}{which}"
+        lines.append(f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % {even}.")
     return lines
 
 
-def _listed(table: pd.DataFrame) -> str:
-    return "; ".join(f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples())
+def _listing(words: str, cells: Iterable[str]) -> list[str]:
+    """A sentence that names something; none where there is nothing to name."""
+    named = "; ".join(cells)
+    return [f"{words}: {named}."] if named else []
 
 
-def _effect(estimate: Any, digits: int, sign: str = "") -> str:
+def _effects(table: pd.DataFrame) -> list[str]:
+    return [f"{row.label} {_effect(row, 3, sign='+')}" for row in table.itertuples()]
+
+
+def _effect(estimate: Any, digits: int, sign: str = "", also: str = "") -> str:
     mean, low, high = (f"{value:{sign}.{digits}f}" for value in (estimate.mean, estimate.low, estimate.high))
-    return f"{mean} ({low} to {high})".replace("-", "\N{MINUS SIGN}")
+    return f"{mean} ({low} to {high}{also})".replace("-", "\N{MINUS SIGN}")

@@ -37,7 +37,7 @@ class Picture:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
-        image, script = base64.b64encode(source(self.drawing).encode()).decode(), ""
+        image, script = base64.b64encode(ET.tostring(self.drawing, "unicode").encode()).decode(), ""
         if self.kind:
             data = json.dumps(self.data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
             call = f"(document.currentScript.parentElement,{json.dumps(self.kind)},{data})"
@@ -65,11 +65,6 @@ def canvas(height: int) -> ET.Element:
     root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {height}"} | fonts)
     add(root, "rect", width=WIDTH, height=height, fill="white")
     return root
-
-
-def source(root: ET.Element) -> str:
-    """A drawing as text."""
-    return ET.tostring(root, encoding="unicode")
 
 
 def add(parent: ET.Element, tag: str, part: str = "", **attributes: Any) -> ET.Element:

@@ -217,7 +217,7 @@ def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     text, page = cards.card(row, ledger.checks("weight_decay", "laptop"), "laptop")
     assert text.startswith("[NOT RUN] Weight decay encourages the sink.")
     assert "three seeds of weight decay 1 (1 so far); weight decay 0.01" in " ".join(text.split())
-    assert ">not run<" in page and cards.COLORS["not run"][0] in page
+    assert ">not run<" in page and cards.CHIPS["not run"][0] in page
 
 
 def test_a_cause_is_named_of_claims_that_there_are_and_only_while_its_test_says_so(runs):
