@@ -5,7 +5,7 @@ alpha_k = mean over i = k..T of A_ik          Sink_k^eps = mean over sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `measure` returns, or `from_dict` of a record; tensors are float32 on the CPU.
+    """What `measure` returns; tensors are float32 on the CPU.
 
     Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
     """
@@ -64,7 +64,6 @@ class Report:
     path: str = ""  # how alpha was computed
     windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
     chunked: bool = False  # windows that do not slide: position k is in the window of its own chunk only (Llama 4)
-    recorded: dict[str, Any] | None = None  # the summary of a report whose alpha is known as a mean over samples only
 
     @property
     def length(self) -> int:
@@ -73,7 +72,7 @@ class Report:
 
     @property
     def samples(self) -> int:
-        return self.alpha.shape[0] if self.recorded is None else self.recorded["samples"]
+        return len(self.alpha)
 
     @property
     def floor(self) -> float:
@@ -83,11 +82,9 @@ class Report:
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
         """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
 
-        At any eps in (0, 1); of a record without alpha by text, at those of its summary. Raises ValueError otherwise.
+        Raises ValueError for a k that was not measured and for an eps outside (0, 1).
         """
-        if self.recorded is not None:
-            return self._recorded_at("sink_star" if k == "star" else "sink", k, eps)
-        return 100 * float(self._active(self._of(k), eps).mean())
+        return 100 * float(self._active(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
         """Sink_*^eps in percent, for models with a key bias, a sink token or a learned sink logit."""
@@ -99,37 +96,25 @@ class Report:
         For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
         """
-        alpha = self._of(k).double()
-        if self.recorded is not None and "excess" in self.recorded:
-            return float(self.recorded["excess"][f"{k}"])
-        windows = self.windows or (None,) * alpha.shape[1]
-        uniform = torch.tensor(
-            [[[uniform_alpha(int(length), k, w, self.chunked)] for w in windows] for length in self.lengths]
-        ).double()  # (samples, layers, 1)
-        return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
+        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
+        return float(((self._of(k) - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
-        if self.recorded is not None and any(self.windows):
-            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None]
-        return self._of(k) / self._cap(k)[..., None]
+        return self._of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
-        return self._cap(k).mean(dim=0).tolist()
+        return self._by_layer(seeing, k).mean(dim=0).tolist()
 
-    def _cap(self, k: int) -> Tensor:
-        """The share of the queries k..T that see key k, (samples, layers)."""
+    def _by_layer(self, of: Callable[..., float], k: int | str) -> Tensor:
+        """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
-        return torch.tensor(
-            [
-                [float((first_key(np.arange(k, int(T) + 1), w, self.chunked) <= k).mean()) for w in windows]
-                for T in self.lengths
-            ]
-        )
+        values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
+        return torch.tensor(values)
 
     def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
         """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
@@ -153,20 +138,15 @@ class Report:
         """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         require(0 < level < 1, f"level must be in (0, 1), got {level}")
         integer("draws", draws, least=1)
-        if self.recorded is not None:
-            return tuple(self._recorded_at("interval", k, eps))
-        each = self._active(self._of(k), eps).flatten(1).mean(dim=1).numpy()
+        each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
         low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
 
     def to_dict(self, digits: int = 5) -> dict[str, Any]:
-        """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
-        if self.recorded is not None:
-            return self.recorded
-        keys: list[int | str] = [*self.targets, *(["star"] if self.star is not None else [])]
+        """A JSON-able summary, which records keep: Sink at every target and eps with intervals, alpha, norms."""
         curve = sorted({*self.epsilons, *CURVE_EPSILONS})
-        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in keys}
+        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in self._keys}
         result: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -179,58 +159,26 @@ class Report:
             "targets": list(self.targets),
             "epsilons": list(self.epsilons),
             "layers": list(self.layers),
-            "excess": {f"{k}": round(self.excess(k), digits) for k in keys},
+            "excess": {f"{k}": round(self.excess(k), digits) for k in self._keys},
             "interval": {
                 f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)] for eps in self.epsilons}
-                for k in keys
+                for k in self._keys
             },
-            "alpha": _rounded(self.alpha.mean(dim=0), digits),
         }
         if self.star is not None:
             result["sink_star"] = sink.pop("star")
-            result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)
         result["sink"] = sink
+
+        def rounded(values: Tensor) -> list:
+            return np.round(values.double().numpy(), digits).tolist()
+
         if any(self.windows):
-            result["windows"], result["chunked"] = list(self.windows), self.chunked
-            result["visible_alpha"] = {
-                f"{k}": _rounded(self.visible_alpha(k).mean(dim=0), digits) for k in self.targets
-            }
-        if self.renormalised is not None:
-            result["alpha_renormalised"] = _rounded(self.renormalised.mean(dim=0), digits)
-        for name in BY_POSITION:
-            rows = getattr(self, name)
-            if rows is not None:
-                result[name] = _rounded(rows, digits)
-        return result
-
-    @classmethod
-    def from_dict(cls, summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
-        """The report of a `to_dict` summary, with the same answers; alpha in it is the mean over samples.
-
-        alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
-        text was kept beside the summary: then Sink is known at any eps, as of a live report.
-        """
-        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
-        for name in ("star", "renormalised"):
-            if f"alpha_{name}" in summary:
-                means[name] = torch.tensor(summary[f"alpha_{name}"])[None]
-        by_text = alpha is not None
-        alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
-        if by_text:
-            means.pop("renormalised", None)
-            means |= {"star": star.float()} if star is not None else {}
-        kept_as_is = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
-        means |= {name: summary[name] for name in kept_as_is if name in summary}
-        return cls(
-            alpha,
-            tuple(summary["targets"])[: alpha.shape[1]],
-            tuple(summary["epsilons"]),
-            torch.full((len(alpha),), summary["T"]),
-            tuple(summary["layers"]),
-            windows=tuple(summary.get("windows", ())),
-            recorded=None if by_text else summary,
-            **means,
-        )
+            result |= {"windows": list(self.windows), "chunked": self.chunked}
+            result["visible_alpha"] = {f"{k}": rounded(self.visible_alpha(k).mean(dim=0)) for k in self.targets}
+        shares = {"alpha": self.alpha, "alpha_star": self.star, "alpha_renormalised": self.renormalised}
+        means = {name: share.mean(dim=0) for name, share in shares.items() if share is not None}
+        means |= {name: rows for name in BY_POSITION if (rows := getattr(self, name)) is not None}
+        return result | {name: rounded(values) for name, values in means.items()}
 
     def __str__(self) -> str:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
@@ -243,10 +191,9 @@ class Report:
         ]
         if self.skipped:
             lines.append(f"skipped {self.skipped} sequences: {self.skipped_why}")
-        lines.append(
-            "  ".join(["key   mean alpha", *(f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons)])
-        )
-        for key in (*self.targets, *(("star",) if self.star is not None else ())):
+        heads = [f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons]
+        lines.append("  ".join(["key   mean alpha", *heads]))
+        for key in self._keys:
             cells = [f"{'*' if key == 'star' else key:<5} {float(self._of(key).mean()):10.4f}"]
             for eps in self.epsilons:
                 low, high = self.interval(key, eps)
@@ -259,16 +206,19 @@ class Report:
         lines = []
         for width in sorted({w for w in self.windows if w is not None}):
             of_width = [index for index, w in enumerate(self.windows) if w == width]
+            layers = ", ".join(str(self.layers[index]) for index in of_width)
             for k in self.targets:
-                cap = self.caps(k)[of_width[0]]
-                if cap < 1:
-                    seeing = float(self.visible_alpha(k)[:, of_width].mean())
-                    layers = ", ".join(str(self.layers[index]) for index in of_width)
+                if (cap := self.caps(k)[of_width[0]]) < 1:
+                    seen = float(self.visible_alpha(k)[:, of_width].mean())
                     lines.append(
                         f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there; "
-                        f"over the queries that see the key its mean is {seeing:.4f}"
+                        f"over the queries that see the key its mean is {seen:.4f}"
                     )
         return lines
+
+    @property
+    def _keys(self) -> tuple[int | str, ...]:
+        return self.targets if self.star is None else (*self.targets, "star")
 
     def _of(self, k: int | str) -> Tensor:
         """alpha_k or alpha_*, (samples, layers, heads)."""
@@ -280,27 +230,21 @@ class Report:
             raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
         return self.alpha[:, self.targets.index(int(k))]
 
-    def _recorded_at(self, table: str, k: int | str, eps: float) -> Any:
-        """What a record's summary says of Sink_k^eps or its interval."""
-        assert self.recorded is not None
-        self._of(k)
+    def _active(self, k: int | str, eps: float) -> Tensor:
         check_epsilons((eps,))
-        values = self.recorded[table] if table == "sink_star" else self.recorded[table].get(f"{k}", {})
-        if f"{eps}" not in values:
-            raise ValueError(f"eps must be one that the record has, {', '.join(values)}; got {eps}")
-        return values[f"{eps}"]
-
-    @staticmethod
-    def _active(alpha: Tensor, eps: float) -> Tensor:
-        check_epsilons((eps,))
-        return (alpha > eps).double()
+        return (self._of(k) > eps).double()
 
 
-def first_key(queries: np.ndarray, window: int | None, chunked: bool = False) -> np.ndarray:
+def first_key(queries: np.ndarray, window: int | None, chunked: bool) -> np.ndarray:
     """The first position that each query sees (all count from 1), through a window or within its chunk."""
     if window is None:
         return np.ones_like(queries)
     return (queries - 1) // window * window + 1 if chunked else np.maximum(1, queries - window + 1)
+
+
+def seeing(length: int, k: int, window: int | None, chunked: bool) -> float:
+    """The share of the queries k..T that see key k."""
+    return float((first_key(np.arange(k, length + 1), window, chunked) <= k).mean())
 
 
 @lru_cache(maxsize=4096)
@@ -342,7 +286,3 @@ def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     require(good, f"targets are positions that count from 1, at least one; got {values}")
     require(max(values) <= length, f"target {max(values):g} is beyond the ids, which have {length} positions")
     return tuple(int(k) for k in values)
-
-
-def _rounded(values: Tensor, digits: int) -> Any:
-    return np.round(values.double().numpy(), digits).tolist()
