@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
 from sinkutils.measuring.report import NotFinite, Report, check_epsilons, check_targets
-from sinkutils.measuring.tally import Request, Tally, refuse_heads, run_own
+from sinkutils.measuring.tally import OwnModel, Tally
 from sinkutils.model.decoder import TransformerLM
+
+if TYPE_CHECKING:
+    from sinkutils.measuring.hf import Capture
 
 KEPT = ("map", "qk")
 TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
@@ -66,46 +68,38 @@ def measure(
     good = isinstance(keep, Sequence) and all(what in KEPT for what in keep)
     require(good, f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
+    pairs = check_heads(heads)
     model = unwrapped(model)
-    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     check_weights(model)
     config = getattr(model, "config", None)
     firsts = token_ids(config, "bos_token_id")
     if attention_mask is None:
         warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
     lengths = torch.tensor([len(row) for row in rows])
-    tally = Tally(int(lengths.max()), norms)
+    tally = Tally(targets, int(lengths.max()), norms, mass, pairs, tuple(keep))
     order: list[int] = []
-    with ONE_AT_A_TIME, ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        path, chunked = "log-mass", False
-        windows: tuple[int | None, ...] = ()
+    with ONE_AT_A_TIME, evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
-            windows = (model.config.attention.window,) * model.config.num_layers
-            check_range(rows, model.config.vocab_size)
-            run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
+            capture: OwnModel | Capture = OwnModel(model, tally)
         else:
             from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
 
-            capture = stack.enter_context(capturing(model, request, tally, exact))
-            check_range(rows, len(capture.embedding))
-            capture.check_positions(int(lengths.max()))
-            capture.check_causal(rows[0])
-            run = capture.run
+            capture = stack.enter_context(capturing(model, tally, exact))
+        check_range(rows, capture.vocabulary)
+        if not isinstance(capture, OwnModel):
+            capture.check(rows[0], tally.length)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
             for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
-                tally.add_batch(len(indices), length)
-                run(torch.stack([rows[i] for i in indices]))
+                capture.run(torch.stack([rows[i] for i in indices]))
                 order += indices.tolist()
-        if not isinstance(model, TransformerLM):
-            path, chunked = capture.path, capture.chunked
-            windows = tuple(capture.windows.get(layer) for layer in sorted(capture.layers.values()))
-    report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
+    report = tally.report(torch.tensor(order).argsort(), lengths, epsilons)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
+    report.path, report.chunked = capture.path, capture.chunked
+    windows = tuple(capture.windows.get(layer) for layer in report.layers)
+    report.windows = windows if any(windows) else ()
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-    report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
     report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
@@ -182,22 +176,14 @@ def token_ids(config: Any, name: str) -> set[int]:
     return set() if ids is None else {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
 
 
-def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The (layer, head) pairs. Raises ValueError unless they are pairs that count from 0, of our own model its own.
-
-    Of other models only a forward pass tells which layers have attention.
-    """
+def check_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The (layer, head) pairs, each once. Raises ValueError unless they are pairs that count from 0."""
     require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     for pair in heads:
         good = isinstance(pair, tuple | list) and len(pair) == 2
         good = good and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair)
         require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
-    chosen = tuple(dict.fromkeys((layer, head) for layer, head in heads))
-    if isinstance(model, TransformerLM):
-        layers, count = model.config.num_layers, model.config.num_heads
-        wrong = [pair for pair in chosen if pair[0] >= layers or pair[1] >= count]
-        refuse_heads(wrong, f"it has {layers} layers of {count} heads, counted from 0")
-    return chosen
+    return tuple(dict.fromkeys((layer, head) for layer, head in heads))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -114,7 +114,6 @@ def _scorer_class() -> type:
         def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
-        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-            raise NotImplementedError("only multiple-choice tasks are scored here")
+        generate_until = loglikelihood_rolling
 
     return Scorer
