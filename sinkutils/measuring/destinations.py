@@ -31,7 +31,7 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         return {}
     shape = (model.config.num_layers, model.config.num_heads)
     pairs = list(np.ndindex(shape))
-    report = measure(model, ids, heads=pairs, norms=False)
+    kept = measure(model, ids, heads=pairs, norms=False, keep=("map",)).kept
     position = torch.arange(length)
     distance = position[:, None] - position
     fits = {
@@ -47,7 +47,7 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         free = free & ~fitting
     shares = {kind: np.zeros(shape) for kind in ("star", *kinds)}
     for pair in pairs:
-        weights = report.kept[pair].map
+        weights = kept[pair].map
         assert weights is not None
         rows = weights[:, FIRST_QUERY - 1 :]
         shares["star"][pair] = 1 - rows.sum(dim=-1).mean()

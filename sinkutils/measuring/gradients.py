@@ -9,20 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.model.attention import AttentionSpec
-from sinkutils.model.decoder import Attention, Observer, TransformerLM
+from sinkutils.model.decoder import Attention, TransformerLM
 
 
-class Values(Observer):
-    """Keeps the values v of each layer, (B, H, T, D)."""
+class Values:
+    """An `Observer` that keeps the values v of each layer, (B, H, T, D)."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
-    ) -> None:
+    def embedding(self, hidden: Tensor) -> None:
+        """Not looked at."""
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
         self.seen.append(v)
+
+    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
+        """Not looked at."""
 
 
 def gradient_norms(model: TransformerLM, ids: Tensor) -> dict[str, list[list[float]]]:

@@ -48,10 +48,7 @@ _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=N
 
 @contextmanager
 def capturing(model: nn.Module, tally: Tally, exact: bool = False) -> Iterator[Capture]:
-    """While this is open, forward passes of `model` (in eval mode) add to the tally; their logits do not change.
-
-    Raises ValueError for a model that is no causal LM with softmax attention.
-    """
+    """While this is open, forward passes of `model` (in eval mode) add to the tally; their logits do not change."""
     capture = Capture(model, tally, exact)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
@@ -165,7 +162,7 @@ class Capture:
             raise ValueError(f"{self.kind} cannot be measured: {which} did not show their weights exactly once")
 
     def check(self, ids: Tensor, length: int) -> None:
-        """Raise ValueError for more positions than are learned (on a GPU, a look-up beyond them ends its use), or if
+        """Raise ValueError for more positions than are learned, a look-up beyond which would end a GPU's use, and if
         another last token changes what earlier positions compute; ids (T,).
         """
         limit = getattr(self.config, "max_position_embeddings", None)
@@ -205,7 +202,7 @@ class Capture:
             self.tally.add_norms(name, layer, x)
         self.tally.add_products(layer, q, k)
         call = Call(module, q, k, v, seen, kwargs)
-        out = self._fused(call, layer) if self._may_fuse(call) else None
+        out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 
     def _check_heads(self, layer: int, count: int) -> None:
@@ -225,25 +222,20 @@ class Capture:
             self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
         return seen
 
-    def _may_fuse(self, call: Call) -> bool:
-        """Whether a fused kernel computes what is asked for, as far as is known before it was compared."""
-        unknown = any(value is not None and name not in KNOWN for name, value in call.kwargs.items())
-        if self.exact or unknown or not self.fused.get((call.module, call.kind), True):
-            return False
-        alike = call.q.shape[-1] == call.v.shape[-1] and call.q.dtype == call.k.dtype == call.v.dtype
-        return alike and not (self.tally.mass or self.tally.heads_of(self.layers[call.module]))
-
     def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         module, q, k, v, mask, kwargs = call
+        unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
+        unlike = q.shape[-1] != v.shape[-1] or not q.dtype == k.dtype == v.dtype
+        maps = self.tally.mass or self.tally.heads_of(layer)
+        if self.exact or unknown or unlike or maps or not self.fused.get((module, call.kind), True):
+            return None
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
             self.fused[module, call.kind] = False
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if mask is None:
-            result = flash.fused(q, keys, values, scale=call.scale)
-        else:
-            result = flash.fused_rows(q, keys, values, mask, call.scale)
+        of = (q, keys, values)
+        result = flash.fused(*of, scale=call.scale) if mask is None else flash.fused_rows(*of, mask, call.scale)
         if result is None:
             return None
         out, lse = result

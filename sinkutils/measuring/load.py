@@ -87,23 +87,25 @@ def load_lm(
     what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do, ValueError for
     another device or dtype.
     """
-    name, kind = str(name_or_path), _dtype(dtype)
-    target = find_device(None if device == "auto" else device)
+    name = str(name_or_path)
+    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    allowed = [None, *(getattr(torch, one) for one in DTYPES)]
+    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    target = None if device == "auto" else find_device(device)
     recorded, is_folder = Runs(runs).named(name), name != "" and Path(name).is_dir()
     here = recorded is not None or is_folder or name.lower() in REAL_MODELS
     require(revision is None or not here, f"revision is of a hub id, and {name!r} has one state only: leave it out")
     if recorded is not None:
-        return _load_record(recorded, target, kind)
-    if is_folder:
-        return _load_transformers(name, device, target, kind, None, trust_remote_code)
-    if here:
-        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
+        return _load_record(recorded, find_device(target), kind)
+    if here and not is_folder:
+        model, tokenizer = _load_transformers(str(installed(name.lower())), target, kind, None, False)
         named: Any = model
         named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
         return model, tokenizer
-    _refuse_unrecorded(name, Runs(runs).folder)
-    known = find(name)
-    return _load_transformers(known.hub_id if known else name, device, target, kind, revision, trust_remote_code)
+    known = None if is_folder else find(name)
+    if not is_folder:
+        _refuse_unrecorded(name, Runs(runs).folder)
+    return _load_transformers(known.hub_id if known else name, target, kind, revision, trust_remote_code)
 
 
 def _refuse_unrecorded(name: str, runs: Path) -> None:
@@ -147,28 +149,24 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
 
 
 def _load_transformers(
-    hub_id: str,
-    device: str | torch.device | None,
-    target: torch.device,
-    dtype: torch.dtype | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    hub_id: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
 ) -> tuple[nn.Module, Any]:
+    """target: None leaves the devices to accelerate."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(f"loading {hub_id!r} needs transformers: pip install transformers") from error
     local = Path(hub_id).is_dir()
-    common = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    common["local_files_only"] = offline = not local and not hub_reachable()
-    kind = dtype or (torch.float32 if target.type == "cpu" else "auto")
-    placement = {"device_map": "auto"} if device == "auto" else {}
+    offline = not local and not hub_reachable()
+    common = {"revision": revision or "main", "trust_remote_code": trust_remote_code, "local_files_only": offline}
+    kind = dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")
+    placement = {} if target else {"device_map": "auto"}
     try:
         model = AutoModelForCausalLM.from_pretrained(hub_id, dtype=kind, **placement, **common)
         tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(hub_id, local, offline, error)) from error
-    if not placement:
+    if target:
         model.to(target)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
@@ -219,13 +217,6 @@ def _why(hub_id: str, local: bool, offline: bool, error: Exception) -> str:
     return f"{what} could not be loaded: {said.strip().splitlines()[0] if said.strip() else kinds[0]}"
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    allowed = [None, *(getattr(torch, name) for name in DTYPES)]
-    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
-    return kind
-
-
 def replace_position(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
     """While open, p_1 is p_t (Table 7 top); t counts from 1. The model's own table is put back."""
     return _edited(model, t, [1, 1])
@@ -252,10 +243,7 @@ def _edited(model: nn.Module, t: int, which: list[int]) -> Iterator[nn.Module]:
 
 
 def position_table(model: nn.Module) -> tuple[Tensor, int]:
-    """The learned position embeddings (positions, d) of a model, and the row of position 1.
-
-    Raises ValueError for models without (only absolute positions can be told apart by their embeddings).
-    """
+    """The learned position embeddings (positions, d) of a model, and the row of position 1."""
     if isinstance(model, TransformerLM):
         if model.config.position == "learnable":
             return model.position_embedding.detach(), int(model.config.sink_token)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
@@ -53,8 +54,8 @@ def measure(
         are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
     exact: never use the fused kernel (transformers models only).
     name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
-    Threads may call this at once, of one model too: they are measured one after the other. Ids that hold the model's
-    padding token, without a mask, are measured with a warning.
+    Threads may call this at once: they are measured one after the other. Ids that hold the model's padding token,
+    without a mask, are measured with a warning.
 
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
@@ -107,11 +108,7 @@ def measure(
 
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
-    """The rows of ids without their padding, and how many were skipped as shorter than the largest target.
-
-    Raises ValueError for wrong shapes or dtypes, a row of padding only, padding inside a row, targets that are not
-    positions of the ids, and when nothing is left to measure.
-    """
+    """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
@@ -127,7 +124,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     real = mask.bool().to(ids.device)
     empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
     require(not empty, f"attention_mask has rows that are all padding: {empty}")
-    starts = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()) == 1
+    starts = F.pad(real.int(), (1, 0)).diff(dim=1) == 1
     whole = bool((starts.sum(dim=1) == 1).all())
     require(whole, "attention_mask has padding between the tokens of a row: put it before or after them")
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
@@ -137,11 +134,8 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that.
-
-    Looked at once for all rows, as it waits for their device.
-    """
-    low, high = torch.cat(list(rows)).aminmax()
+    """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that."""
+    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
     known = 0 <= low <= high < vocabulary
     require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
 
@@ -153,10 +147,8 @@ def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
         if token in used:
             same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
         if same.any():
-            warnings.warn(
-                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
-                stacklevel=4,
-            )
+            hint = "which is measured as text: give attention_mask"
+            warnings.warn(f"ids hold the model's padding token ({token}), {hint}", stacklevel=4)
 
 
 def check_weights(model: nn.Module) -> None:
@@ -165,9 +157,8 @@ def check_weights(model: nn.Module) -> None:
         if weight.is_meta and not hasattr(model, "hf_device_map"):  # which offloads weights and fetches them itself
             raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
         if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"model has {weight.dtype} weights ({name}), too coarse to compute in: model.to(torch.bfloat16)"
-            )
+            what = f"{weight.dtype} weights ({name})"
+            raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
 
 
 def token_ids(config: Any, name: str) -> set[int]:

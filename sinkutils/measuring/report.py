@@ -184,15 +184,13 @@ class Report:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         shortest = int(self.lengths.min())
         length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
-        lines = [
-            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, "
-            f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads, "
-            f"uniform attention: alpha_1 = {self.floor:.3f}"
-        ]
+        heads = f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads"
+        about = f"T = {length}, n = {self.samples}, BOS first: {bos}, {heads}"
+        lines = [f"{self.name or 'model'}: {about}, uniform attention: alpha_1 = {self.floor:.3f}"]
         if self.skipped:
             lines.append(f"skipped {self.skipped} sequences: {self.skipped_why}")
-        heads = [f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons]
-        lines.append("  ".join(["key   mean alpha", *heads]))
+        columns = [f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons]
+        lines.append("  ".join(["key   mean alpha", *columns]))
         for key in self._keys:
             cells = [f"{'*' if key == 'star' else key:<5} {float(self._of(key).mean()):10.4f}"]
             for eps in self.epsilons:
@@ -209,11 +207,9 @@ class Report:
             layers = ", ".join(str(self.layers[index]) for index in of_width)
             for k in self.targets:
                 if (cap := self.caps(k)[of_width[0]]) < 1:
-                    seen = float(self.visible_alpha(k)[:, of_width].mean())
-                    lines.append(
-                        f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there; "
-                        f"over the queries that see the key its mean is {seen:.4f}"
-                    )
+                    seen = f"{float(self.visible_alpha(k)[:, of_width].mean()):.4f}"
+                    line = f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there"
+                    lines.append(f"{line}; over the queries that see the key its mean is {seen}")
         return lines
 
     @property
