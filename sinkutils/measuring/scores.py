@@ -83,8 +83,10 @@ def _scorer_class() -> type:
 
         @torch.no_grad()
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            questions = groupby(requests, key=lambda request: request[1])
-            return [answer for _, choices in questions for answer in self._score([choice[1:] for choice in choices])]
+            answers = []
+            for _, choices in groupby(requests, key=lambda request: request[1]):
+                answers += self._score([choice[1:] for choice in choices])
+            return answers
 
         def _score(self, choices: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
             """The choices of one question in one batch, padded behind their end, which a causal LM does not see."""
