@@ -198,9 +198,7 @@ class Capture:
         layer = self.layers[module]
         self._check_heads(layer, q.shape[1])
         seen = families.chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self.tally.add_norms(name, layer, x)
-        self.tally.add_products(layer, q, k)
+        self.tally.add_qkv(layer, q, k, v)
         call = Call(module, q, k, v, seen, kwargs)
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out

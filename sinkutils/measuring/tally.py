@@ -99,8 +99,12 @@ class Tally:
         padded = F.pad(value.float(), (0, missing, 0, missing))
         self.kept.setdefault((layer, head), {}).setdefault(name, []).append(padded.cpu())
 
-    def add_products(self, layer: int, q: Tensor, k: Tensor) -> None:
-        """Keep cos(q_i, k_j) and ||q_i|| ||k_j|| of the chosen heads (Fig. 2 bottom); (B, H, T, D), k of H or fewer."""
+    def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Add the norms of q (B, H, T, D), k and v (of H heads or fewer), and of the chosen heads cos(q_i, k_j) and
+        ||q_i|| ||k_j|| (Fig. 2 bottom).
+        """
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            self.add_norms(name, layer, x)
         for head in self.heads_of(layer) if "qk" in self.keep else ():
             queries, keys = q[:, head].float(), k[:, head // (q.shape[1] // k.shape[1])].float()
             self.add_map(layer, head, "cosine", F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).mT)
@@ -187,13 +191,13 @@ class OwnModel:
         self.model.hidden(ids.to(self.model.embed.weight.device), self)
 
     def embedding(self, hidden: Tensor) -> None:
-        self._norms("embedding", 0, hidden[:, None])
+        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
     ) -> None:
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self._norms(name, layer, x)
+        own = slice(self.first, None)
+        self.tally.add_qkv(layer, q[:, :, own], k[:, :, own], v[:, :, own])
         given = {name: extra for name, extra in extras.items() if name != "value_bias"}
         mass = fast.log_mass(q, k, spec, **given).float()[..., None]
         shares_of = partial(chosen_shares, q, k, spec, mass, given)
@@ -203,19 +207,14 @@ class OwnModel:
         if self.first:
             star = shares_of(columns.new_zeros(1))[0][..., 0]
         if star is not None:
-            # Only the sequence's own queries: x* seeing itself says nothing.
-            self.tally.add("star", layer, star[:, :, self.first :].mean(dim=-1))
+            self.tally.add("star", layer, star[:, :, own].mean(dim=-1))  # x* seeing itself says nothing
         if self.tally.mass or self.tally.heads_of(layer):
             self._all_keys(layer, torch.arange(self.first, q.shape[2], device=q.device), shares_of)
-            self.tally.add_products(layer, q[:, :, self.first :], k[:, :, self.first :])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])
         if before_norm is not hidden:
-            self._norms("before_norm", layer, before_norm[:, None])
-
-    def _norms(self, name: str, layer: int, x: Tensor) -> None:
-        self.tally.add_norms(name, layer, x[:, :, self.first :])
+            self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
     def _all_keys(self, layer: int, positions: Tensor, shares_of: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
         """alpha of every key, `COLUMNS` at a time, and the maps of the chosen heads."""
