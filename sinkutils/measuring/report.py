@@ -96,8 +96,8 @@ class Report:
         For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
         """
-        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        return float(((self._of(k) - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
+        alpha, uniform = self._of(k), self._by_layer(uniform_alpha, k).double()[..., None]
+        return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
