@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `measure` returns; tensors are float32 on the CPU.
+    """What `measure` returns, or `from_dict` of a record; tensors are float32 on the CPU.
 
     Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
     """
@@ -64,6 +64,7 @@ class Report:
     path: str = ""  # how alpha was computed
     windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
     chunked: bool = False  # windows that do not slide: position k is in the window of its own chunk only (Llama 4)
+    recorded: dict[str, Any] | None = None  # the summary of a report whose alpha is known as a mean over samples only
 
     @property
     def length(self) -> int:
@@ -72,7 +73,7 @@ class Report:
 
     @property
     def samples(self) -> int:
-        return len(self.alpha)
+        return self.alpha.shape[0] if self.recorded is None else self.recorded["samples"]
 
     @property
     def floor(self) -> float:
@@ -82,8 +83,10 @@ class Report:
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
         """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
 
-        Raises ValueError for a k that was not measured and for an eps outside (0, 1).
+        At any eps in (0, 1); of a record without alpha by text, at those of its summary. Raises ValueError otherwise.
         """
+        if self.recorded is not None:
+            return self._recorded_at("sink_star" if k == "star" else "sink", k, eps)
         return 100 * float(self._active(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
@@ -96,7 +99,10 @@ class Report:
         For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
         """
-        alpha, uniform = self._of(k), self._by_layer(uniform_alpha, k).double()[..., None]
+        alpha = self._of(k)
+        if self.recorded is not None and "excess" in self.recorded:
+            return float(self.recorded["excess"][f"{k}"])
+        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
         return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
 
     def visible_alpha(self, k: int = 1) -> Tensor:
@@ -104,6 +110,8 @@ class Report:
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
+        if self.recorded is not None and any(self.windows):
+            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None]
         return self._of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
@@ -138,13 +146,17 @@ class Report:
         """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         require(0 < level < 1, f"level must be in (0, 1), got {level}")
         integer("draws", draws, least=1)
+        if self.recorded is not None:
+            return tuple(self._recorded_at("interval", k, eps))
         each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
         low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
 
     def to_dict(self, digits: int = 5) -> dict[str, Any]:
-        """A JSON-able summary, which records keep: Sink at every target and eps with intervals, alpha, norms."""
+        """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
+        if self.recorded is not None:
+            return self.recorded
         curve = sorted({*self.epsilons, *CURVE_EPSILONS})
         sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in self._keys}
         result: dict[str, Any] = {
@@ -179,6 +191,35 @@ class Report:
         means = {name: share.mean(dim=0) for name, share in shares.items() if share is not None}
         means |= {name: rows for name in BY_POSITION if (rows := getattr(self, name)) is not None}
         return result | {name: rounded(values) for name, values in means.items()}
+
+    @classmethod
+    def from_dict(cls, summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
+        """The report of a `to_dict` summary, with the same answers; alpha in it is the mean over samples.
+
+        alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
+        text was kept beside the summary: then Sink is known at any eps, as of a live report.
+        """
+        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
+        for name in ("star", "renormalised"):
+            if f"alpha_{name}" in summary:
+                means[name] = torch.tensor(summary[f"alpha_{name}"])[None]
+        by_text = alpha is not None
+        alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
+        if by_text:
+            means.pop("renormalised", None)
+            means |= {"star": star.float()} if star is not None else {}
+        kept_as_is = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
+        means |= {name: summary[name] for name in kept_as_is if name in summary}
+        return cls(
+            alpha,
+            tuple(summary["targets"])[: alpha.shape[1]],
+            tuple(summary["epsilons"]),
+            torch.full((len(alpha),), summary["T"]),
+            tuple(summary["layers"]),
+            windows=tuple(summary.get("windows", ())),
+            recorded=None if by_text else summary,
+            **means,
+        )
 
     def __str__(self) -> str:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
@@ -225,6 +266,16 @@ class Report:
         if k not in self.targets:
             raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
         return self.alpha[:, self.targets.index(int(k))]
+
+    def _recorded_at(self, table: str, k: int | str, eps: float) -> Any:
+        """What a record's summary says of Sink_k^eps or its interval."""
+        assert self.recorded is not None
+        self._of(k)
+        check_epsilons((eps,))
+        values = self.recorded[table] if table == "sink_star" else self.recorded[table].get(f"{k}", {})
+        if f"{eps}" not in values:
+            raise ValueError(f"eps must be one that the record has, {', '.join(values)}; got {eps}")
+        return values[f"{eps}"]
 
     def _active(self, k: int | str, eps: float) -> Tensor:
         check_epsilons((eps,))

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.results import EPSILON, Run, sink
-from sinkutils.measuring.report import Report, norm_ratio
+from sinkutils.measuring.report import Report
 from sinkutils.showing.names import Row, human, printed
 from sinkutils.study.grid import config, experiment, largest_alpha
 from sinkutils.study.store import Entry, Runs
@@ -143,8 +143,7 @@ def norm_ratios(rows: Sequence[Row], key: str = "hidden_norms") -> dict[str, lis
     """
 
     def read(run: Run) -> list[float] | None:
-        norms = run.report.get(key)
-        return norm_ratio(norms[:-1] or norms) if norms else None
+        return Report.from_dict(run.report).norm_ratio(key) if key in run.report else None
 
     ratios: dict[str, list[float] | str] = {}
     for row in rows:

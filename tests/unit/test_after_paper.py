@@ -11,6 +11,7 @@ from torch import Tensor
 from sinkutils.measuring.destinations import destinations
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -80,8 +81,8 @@ def test_peaks_are_the_largest_element_over_the_median_one():
     expected = (sizes.amax(-1) / sizes.flatten(1).median(1).values[:, None]).mean(0)
     report = measure(model, ids)
     torch.testing.assert_close(report.hidden_peaks[1], expected)
-    kept = torch.tensor(report.to_dict()["hidden_peaks"])
-    torch.testing.assert_close(kept, report.hidden_peaks, rtol=1e-4, atol=1e-5)
+    again = Report.from_dict(report.to_dict())
+    torch.testing.assert_close(again.hidden_peaks, report.hidden_peaks, rtol=1e-4, atol=1e-5)
     assert measure(model, ids, norms=False).hidden_peaks is None
 
 

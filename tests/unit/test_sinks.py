@@ -206,23 +206,25 @@ def test_a_window_is_named_with_its_cap_and_alpha_over_the_queries_that_see_the_
 
 
 @pytest.mark.parametrize("variant", ["window", "k-bias", "softmax"])
-def test_a_report_says_under_which_conditions_and_its_summary_holds_what_it_answers(variant):
+def test_a_report_says_under_which_conditions_and_a_recorded_one_answers_as_the_live_one(variant):
     mask = torch.ones(3, T, dtype=torch.long)
     mask[0, :3] = 0
     live = measure(build(variant), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True)
     summary = json.loads(json.dumps(live.to_dict(digits=9), allow_nan=False))
+    read = Report.from_dict(summary)
     for k in (*TARGETS, *(["star"] if live.star is not None else [])):
-        sink = summary["sink_star"] if k == "star" else summary["sink"][str(k)]
-        assert summary["excess"][str(k)] == pytest.approx(live.excess(k), abs=1e-6)
+        assert read.excess(k) == pytest.approx(live.excess(k), abs=1e-6)
         for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
-            assert sink[str(eps)] == pytest.approx(live.sink(k, eps), abs=1e-6)
-        assert summary["interval"][str(k)]["0.22"] == pytest.approx(live.interval(k, 0.22), abs=1e-6)
-    if any(live.windows):
-        visible = torch.tensor(summary["visible_alpha"]["2"])
-        torch.testing.assert_close(visible, live.visible_alpha(2).mean(dim=0))
+            assert read.sink(k, eps) == pytest.approx(live.sink(k, eps), abs=1e-6)
+        assert read.interval(k, 0.22) == pytest.approx(live.interval(k, 0.22), abs=1e-6)
+    torch.testing.assert_close(read.visible_alpha(2), live.visible_alpha(2).mean(dim=0, keepdim=True))
     for name in ("hidden_norms", "key_norms", "value_norms"):
-        torch.testing.assert_close(torch.tensor(summary[name]), getattr(live, name))
-    assert (summary["T"], summary["samples"], summary["bos"]) == (T, 3, True)
+        assert read.norm_ratio(name) == pytest.approx(live.norm_ratio(name), rel=1e-6)
+    assert (summary["T"], read.samples, read.bos, read.windows, read.to_dict()) == (T, 3, True, live.windows, summary)
+    with pytest.raises(ValueError, match="eps must be one that the record has"):
+        read.sink(1, 0.123)
+    by_text = Report.from_dict(summary, live.alpha[:, :2].half(), None if live.star is None else live.star.half())
+    assert by_text.targets == (1, 2) and by_text.sink(1, 0.123) == live.sink(1, 0.123)
     for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):
         assert said in str(live)
 
