@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sinkutils.measuring.families import REFUSED
 from sinkutils.measuring.hf import capturing
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.tally import Request, Tally
+from sinkutils.measuring.tally import Tally
 from sinkutils.paths import ROOT
 
 VOCAB = 96
@@ -305,7 +305,7 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
             if report.star is not None:  # what is left of each row, however it was computed
                 both_stars = (report.star - both[0].star).abs().max()
                 result.alpha = max(result.alpha, float(both_stars))
-            with capturing(model, Request(TARGETS), Tally(x.shape[1]), exact):
+            with capturing(model, Tally(TARGETS, x.shape[1]), exact):
                 during = model(x, use_cache=False).logits
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)
     blocks = len(report.hidden_norms)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import TransformerLM
 
-KINDS = ("star", "first", "self", "previous", "line_break", "rest")
 FIRST_QUERY = 3  # from here the first key, the one before and the query's own are three
 
 
@@ -30,26 +30,27 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     if length < FIRST_QUERY:
         return {}
     shape = (model.config.num_layers, model.config.num_heads)
-    pairs = tuple((layer, head) for layer in range(shape[0]) for head in range(shape[1]))
-    report = measure(model, ids, heads=pairs, norms=False)
+    pairs = list(np.ndindex(shape))
+    kept = measure(model, ids, heads=pairs, norms=False, keep=("map",)).kept
     position = torch.arange(length)
-    distance = (position[:, None] - position).expand(len(ids), -1, -1)
-    kinds = {
-        "first": (position == 0).expand_as(distance),
+    distance = position[:, None] - position
+    fits = {
+        "first": position == 0,
         "self": distance == 0,
         "previous": distance == 1,
-        "line_break": torch.isin(ids.cpu(), breaks)[:, None].expand_as(distance),
-        "rest": torch.ones_like(distance, dtype=torch.bool),
+        "line_break": torch.isin(ids.cpu(), breaks)[:, None],
+        "rest": torch.tensor(True),
     }
-    shares = {kind: torch.zeros(shape) for kind in KINDS}
+    kinds, free = {}, torch.ones(len(ids), length, length, dtype=torch.bool)
+    for kind, fitting in fits.items():
+        kinds[kind] = (free & fitting)[:, FIRST_QUERY - 1 :]
+        free = free & ~fitting
+    shares = {kind: np.zeros(shape) for kind in ("star", *kinds)}
     for pair in pairs:
-        weights = report.kept[pair].map
+        weights = kept[pair].map
         assert weights is not None
         rows = weights[:, FIRST_QUERY - 1 :]
         shares["star"][pair] = 1 - rows.sum(dim=-1).mean()
-        free = torch.ones_like(distance, dtype=torch.bool)
-        for kind, fits in kinds.items():
-            chosen = (free & fits)[:, FIRST_QUERY - 1 :]
+        for kind, chosen in kinds.items():
             shares[kind][pair] = (rows * chosen).sum(dim=-1).mean()
-            free = free & ~fits
-    return {kind: [[round(float(x), 4) for x in row] for row in share] for kind, share in shares.items()}
+    return {kind: share.round(4).tolist() for kind, share in shares.items()}

@@ -1,8 +1,6 @@
 """What differs among the families of decoder models in transformers, and what `hf` needs to know of it.
 
-Where a model's softmax attention is, how a module's own attention is asked for some queries' weights, learned sinks,
-sparse attention, and why some families cannot be measured. `benchmarks/families.py` builds every family in small, holds
-it against dense attention and writes docs/families.md.
+`benchmarks/families.py` builds every family in small, holds it against dense attention and writes docs/families.md.
 """
 
 from __future__ import annotations
@@ -42,26 +40,21 @@ REFUSED = {
 
 
 def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
-    """The blocks of a model, and its softmax attention modules with the index of their block.
-
-    Raises ValueError where there are none, or where they do not stand in one list of blocks.
-    """
+    """The blocks of a model, and its softmax attention modules with the index of their block."""
     modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
     # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = {
-        name: module for name, module in modules.items() if not any(other.startswith(name + ".") for other in modules)
-    }
-    places = {name: re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves}
+    leaves = [name for name in modules if not any(other.startswith(name + ".") for other in modules)]
+    places = [re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves]
     kind = type(base).__name__
     require(len(leaves) > 0, f"{kind} has no softmax attention layers, so it has no attention sink")
-    lists = {place.group(1) if place else "" for place in places.values()}
-    inside = len(lists) == 1 and all(places.values())
+    lists = {place[1] if place else "" for place in places}
+    inside = len(lists) == 1 and all(places)
     require(inside, f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder")
-    blocks = base.get_submodule(lists.pop())
-    indices = [int(place.group(2)) for place in places.values() if place]
+    indices = [int(place[2]) for place in places if place]
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
         indices = list(range(len(indices)))
-    return blocks, dict(zip(leaves.values(), indices, strict=True))  # type: ignore[return-value]
+    layers = {modules[name]: index for name, index in zip(leaves, indices, strict=True)}
+    return base.get_submodule(lists.pop()), layers  # type: ignore[return-value]
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -161,7 +154,6 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
     """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
 
     Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
-    Raises ValueError where the output is not that of the scaled weights.
     """
     q, k, v = call.q, *(repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
     logits = q.float() @ k.float().mT * call.scale
@@ -170,10 +162,8 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
     expected = (scaled @ v).transpose(1, 2)
     tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
     if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
-        kind = type(call.module).__name__
-        raise ValueError(
-            f"{kind} has a learned sink whose share is unknown: its weights sum to one, its output differs"
-        )
+        why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
+        raise ValueError(f"{type(call.module).__name__} has {why}")
     return scaled
 
 

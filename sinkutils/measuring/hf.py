@@ -1,11 +1,9 @@
-"""Capture for models of transformers (used by `measure.measure`).
+"""Capture for models of transformers, which let a model choose its attention function by name.
 
-transformers lets a model choose its attention function by name. The one registered here computes the module's own
-output and, beside it, what a report needs, by one of two paths:
+The one registered here computes the module's own output and, beside it, what a report needs, by one of two paths:
 
 - fused: the kernel's log-sum-exp gives A_ik = exp(s_ik - lse_i) of the chosen keys; in every module it is compared
-  with the exact path, on rows that see those keys, before it is trusted under a kind of mask, and not used where a
-  module asks for more than it can do
+  with the exact path, on rows that see those keys, before it is trusted under a kind of mask
 - exact: the family's own eager function on chunks of queries, whose weights are reduced and dropped
 
 Families outside that interface are measured by hooks on the weights that their eager attention returns.
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.tally import Reduction, Request, Tally, keep_products, mean_over_queries, refuse_heads
+from sinkutils.measuring.tally import Tally, mean_over_queries, refuse_heads
 from sinkutils.model import flash
 from sinkutils.model.flash import PositionMask
 
@@ -40,35 +38,22 @@ NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
 CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
 # Keyword arguments that do not change what attention computes, or that the fused path takes into account.
-KNOWN = {
-    "dropout",
-    "scaling",
-    "is_causal",
-    "s_aux",
-    "sliding_window",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-}
+KNOWN = set(
+    "dropout scaling is_causal s_aux sliding_window position_ids cache_position use_cache output_attentions "
+    "output_hidden_states output_router_logits position_embeddings".split()
+)
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 
 
 @contextmanager
-def capturing(model: nn.Module, request: Request, tally: Tally, exact: bool = False) -> Iterator[Capture]:
-    """While this is open, forward passes of `model` (in eval mode) add to the tally; their logits do not change.
-
-    Raises ValueError for a model that is no causal LM with softmax attention.
-    """
-    capture = Capture(model, request, tally, exact)
+def capturing(model: nn.Module, tally: Tally, exact: bool = False) -> Iterator[Capture]:
+    """While this is open, forward passes of `model` (in eval mode) add to the tally; their logits do not change."""
+    capture = Capture(model, tally, exact)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    token = _current.set(capture)
     hooks = {module: set(module._forward_hooks) for module in model.modules()}
+    token = _current.set(capture)
     try:
         for config in configs.values():
             config._attn_implementation = "eager" if capture.legacy else NAME
@@ -112,19 +97,18 @@ AttentionMaskInterface.register(NAME, _mask)
 class Capture:
     """What is known of one model, and what its attention modules report while it runs."""
 
-    def __init__(self, model: nn.Module, request: Request, tally: Tally, exact: bool) -> None:
-        kind = type(model).__name__
+    def __init__(self, model: nn.Module, tally: Tally, exact: bool) -> None:
+        self.kind = kind = type(model).__name__
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a TransformerLM or of transformers: take {kind} out of its wrapper")
-        if model.config.model_type in families.REFUSED:
-            raise ValueError(f"{kind} cannot be measured: {families.REFUSED[model.config.model_type]}")
+        why = families.REFUSED.get(model.config.model_type)
+        require(why is None, f"{kind} cannot be measured: {why}")
         require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
-        self.model, self.base = model, model.base_model
-        self.request, self.tally, self.exact = request, tally, exact
-        self.embedding: Tensor = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[assignment]
-        if self.embedding is None:
-            raise ValueError(f"{type(model).__name__} embeds no tokens: sinks are measured on causal LMs")
-        self.recording = True
+        self.config, self.base, self.tally, self.exact = model.config, model.base_model, tally, exact
+        self.table: Tensor = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[assignment]
+        if self.table is None:
+            raise ValueError(f"{kind} embeds no tokens: sinks are measured on causal LMs")
+        self.vocabulary = len(self.table)
         self.calls: Counter[nn.Module] = Counter()
         self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
@@ -136,7 +120,7 @@ class Capture:
         require(any(eager) == all(eager), f"{kind} mixes attention modules of two kinds, which is not supported")
         self.legacy = not any(eager)
         self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
-        wrong = [pair for pair in request.heads if pair[0] not in self.layers.values()]
+        wrong = [pair for pair in tally.heads if pair[0] not in self.layers.values()]
         refuse_heads(wrong, f"its attention layers are {sorted(self.layers.values())}")
 
     @property
@@ -147,11 +131,6 @@ class Capture:
         kinds_of = {module: [right for (of, _), right in self.fused.items() if of is module] for module in self.layers}
         trusted = sum(bool(kinds) and all(kinds) for kinds in kinds_of.values())
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
-
-    @property
-    def device(self) -> torch.device:
-        """Where the ids go; a model whose embedding is offloaded (accelerate) moves them itself."""
-        return torch.device("cpu") if self.embedding.is_meta else self.embedding.device
 
     def hook(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks for the blocks' inputs and outputs and, outside the interface, for attention weights."""
@@ -169,40 +148,40 @@ class Capture:
         self.calls.clear()
         self.shape = tuple(ids.shape)
         legacy = {"output_attentions": True} if self.legacy else {}
+        # A model whose embedding is offloaded (accelerate) moves the ids itself.
+        device = "cpu" if self.table.is_meta else self.table.device
         try:
-            self.base(input_ids=ids.to(self.device), use_cache=False, **legacy)
+            self.base(input_ids=ids.to(device), use_cache=False, **legacy)
         except IndexError as error:
             raise ValueError(f"ids have {ids.shape[1]} positions, more than the model has embeddings for") from error
-        wrong = [name for module, name in self.names().items() if self.calls[module] != 1]
+        wrong = [
+            name for name, module in self.base.named_modules() if module in self.layers and self.calls[module] != 1
+        ]
         if wrong:
             which = f"{len(wrong)} of {len(self.layers)} attention modules ({wrong[0]}, ..)"
-            kind = type(self.model).__name__
-            raise ValueError(f"{kind} cannot be measured: {which} did not show their weights exactly once")
+            raise ValueError(f"{self.kind} cannot be measured: {which} did not show their weights exactly once")
 
-    def check_positions(self, length: int) -> None:
-        """Raise ValueError for more positions than are learned: on a GPU, a look-up beyond them ends its use."""
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        tables = [m for m in self.base.modules() if isinstance(m, nn.Embedding) and m.weight is not self.embedding]
+    def check(self, ids: Tensor, length: int) -> None:
+        """Raise ValueError for more positions than are learned, a look-up beyond which would end a GPU's use, and if
+        another last token changes what earlier positions compute; ids (T,).
+        """
+        limit = getattr(self.config, "max_position_embeddings", None)
+        tables = [m for m in self.base.modules() if isinstance(m, nn.Embedding) and m.weight is not self.table]
         if isinstance(limit, int) and any(limit <= table.num_embeddings <= limit + 2 for table in tables):
             require(length <= limit, f"ids have {length} positions, and the model has learned {limit}: give fewer")
-
-    def names(self) -> dict[nn.Module, str]:
-        return {module: name for name, module in self.base.named_modules() if module in self.layers}
-
-    def check_causal(self, ids: Tensor) -> None:
-        """Raise ValueError if another last token changes what earlier positions compute; ids (T,)."""
         pair = ids[:8].repeat(2, 1)
-        pair[1, -1] = (pair[1, -1] + 1) % len(self.embedding)
-        self.recording = False
+        pair[1, -1] = (pair[1, -1] + 1) % self.vocabulary
+        asked = self.tally, self.exact
+        self.tally, self.exact = Tally((1,), pair.shape[1], norms=False), True  # nothing of this pass is kept
         self.run(pair)
-        self.recording = True
+        self.tally, self.exact = asked
         assert self.last_hidden is not None
         first, second = self.last_hidden[..., :-1, :].float()
         if not (first.isfinite().all() and second.isfinite().all()):
             raise NotFinite("hidden states are not finite: the model's weights hold nan or infinite values")
         tolerance = 1e-3 if self.last_hidden.dtype == torch.float32 else 5e-2
         if first.numel() and (first - second).abs().max() > tolerance * first.abs().max():
-            raise ValueError(f"{type(self.model).__name__} sees later tokens: it is no causal LM (encoder-only?)")
+            raise ValueError(f"{self.kind} sees later tokens: it is no causal LM (encoder-only?)")
 
     def attention(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
@@ -211,8 +190,7 @@ class Capture:
         if module not in self.layers:
             raise ValueError(f"{type(module).__name__} computes attention but is not among the layers' attention")
         if k.shape[2] != q.shape[2]:
-            kind = type(self.model).__name__
-            raise ValueError(f"{kind} attends to {k.shape[2]} keys for {q.shape[2]} tokens: alpha_k is of tokens")
+            raise ValueError(f"{self.kind} attends to {k.shape[2]} keys for {q.shape[2]} tokens: alpha_k is of tokens")
         causal = kwargs.get("is_causal")
         if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise ValueError(f"{type(module).__name__} sees later tokens: it is no causal LM (encoder-only?)")
@@ -220,25 +198,20 @@ class Capture:
         layer = self.layers[module]
         self._check_heads(layer, q.shape[1])
         seen = families.chosen_keys(module, self._look_at_mask(layer, mask, q.shape[2], kwargs), q, kwargs)
-        if self.recording:
-            for name, x in (("query", q), ("key", k), ("value", v)):
-                self.tally.add_norms(name, layer, x)
-            for head in self.request.heads_of(layer) if "qk" in self.request.keep else ():
-                keep_products(self.tally, layer, head, q[:, head], k[:, head // (q.shape[1] // k.shape[1])])
+        self.tally.add_qkv(layer, q, k, v)
         call = Call(module, q, k, v, seen, kwargs)
-        out = self._fused(call, layer) if self._may_fuse(call) else None
+        out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
 
     def _check_heads(self, layer: int, count: int) -> None:
-        """Raise ValueError for a head that a layer does not have; a first pass that records nothing comes here too."""
-        wrong = [(layer, head) for head in self.request.heads_of(layer) if head >= count]
+        wrong = [(layer, head) for head in self.tally.heads_of(layer) if head >= count]
         refuse_heads(wrong, f"its layer {layer} has heads 0..{count - 1}")
 
     def _look_at_mask(
         self, layer: int, mask: Tensor | None, length: int, kwargs: dict[str, Any]
     ) -> Tensor | PositionMask | None:
         """The mask, as positions where it is a window's, and a note of that window."""
-        seen = masks.by_position(mask, type(self.model).__name__)
+        seen = masks.by_position(mask, self.kind)
         window = seen.window if isinstance(seen, masks.WindowMask) else kwargs.get("sliding_window")
         if window is None and isinstance(seen, Tensor):
             window = masks.window_of(seen)
@@ -247,30 +220,24 @@ class Capture:
             self.chunked |= isinstance(seen, masks.WindowMask) and seen.chunked
         return seen
 
-    def _may_fuse(self, call: Call) -> bool:
-        """Whether a fused kernel computes what is asked for, as far as is known before it was compared."""
-        unknown = any(value is not None and name not in KNOWN for name, value in call.kwargs.items())
-        if self.exact or unknown or not self.recording or not self.fused.get((call.module, call.kind), True):
-            return False
-        alike = call.q.shape[-1] == call.v.shape[-1] and call.q.dtype == call.k.dtype == call.v.dtype
-        layer = self.layers[call.module]
-        return alike and not (self.request.mass or self.request.heads_of(layer))
-
     def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         module, q, k, v, mask, kwargs = call
+        unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
+        unlike = q.shape[-1] != v.shape[-1] or not q.dtype == k.dtype == v.dtype
+        maps = self.tally.mass or self.tally.heads_of(layer)
+        if self.exact or unknown or unlike or maps or not self.fused.get((module, call.kind), True):
+            return None
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
             self.fused[module, call.kind] = False
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if mask is None:
-            result = flash.fused(q, keys, values, scale=call.scale)
-        else:
-            result = flash.fused_rows(q, keys, values, mask, call.scale)
+        of = (q, keys, values)
+        result = flash.fused(*of, scale=call.scale) if mask is None else flash.fused_rows(*of, mask, call.scale)
         if result is None:
             return None
         out, lse = result
-        columns = torch.tensor(self.request.targets, device=q.device) - 1
+        columns = self.tally.columns(q.device)
         logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
         seen = call.mask_of(torch.arange(q.shape[2], device=q.device), columns)
         if seen.dtype != torch.bool:
@@ -304,16 +271,15 @@ class Capture:
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
-        reduce = Reduction(self.request, self.tally, layer, length, sink=families.learned_sink(call.kwargs) is not None)
         outs = []
-        for start in range(0, length, step):
-            rows = torch.arange(start, min(start + step, length), device=call.q.device)
-            out, weights = families.chunk(call, rows)
-            outs.append(out)
-            if self.recording:
-                reduce.take(weights)
-        if self.recording:
-            reduce.report()
+
+        def weights() -> Iterator[Tensor]:
+            for rows in torch.arange(length, device=call.q.device).split(step):
+                out, part = families.chunk(call, rows)
+                outs.append(out)
+                yield part
+
+        self.tally.add_weights(layer, weights(), sink=families.learned_sink(call.kwargs) is not None)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _see_weights(self, module: nn.Module, _: Any, output: tuple | list) -> tuple | list:
@@ -328,20 +294,15 @@ class Capture:
         local = getattr(module, "attention_type", "") == "local"  # of GPT-Neo
         if local and int(module.config.window_size) < length:  # type: ignore[arg-type, union-attr]
             self.windows[layer] = int(module.config.window_size)  # type: ignore[arg-type, union-attr]
-        if self.recording:
-            reduce = Reduction(self.request, self.tally, layer, length, sink=False)
-            reduce.take(output[places[0]])
-            reduce.report()
+        self.tally.add_weights(layer, [output[places[0]]])
         return type(output)(None if i == places[0] else part for i, part in enumerate(output))
 
     def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.recording:
-            self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
+        self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
 
     def _see_block(self, layer: int, output: Any) -> None:
         self.last_hidden = self._streams(output if isinstance(output, Tensor) else output[0])
-        if self.recording:
-            self.tally.add_hidden(layer, self.last_hidden)
+        self.tally.add_hidden(layer, self.last_hidden)
 
     def _streams(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, S, T, C) of a block; most families have one stream, (B, T, C), some several."""

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,23 +87,25 @@ def load_lm(
     what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do, ValueError for
     another device or dtype.
     """
-    name, kind = str(name_or_path), _dtype(dtype)
-    target = find_device(None if device == "auto" else device)
-    folder = Path(name)
-    here = Runs(runs).named(name) is not None or folder.is_dir() or name.lower() in REAL_MODELS
+    name = str(name_or_path)
+    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    allowed = [None, *(getattr(torch, one) for one in DTYPES)]
+    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    target = None if device == "auto" else find_device(device)
+    recorded, is_folder = Runs(runs).named(name), name != "" and Path(name).is_dir()
+    here = recorded is not None or is_folder or name.lower() in REAL_MODELS
     require(revision is None or not here, f"revision is of a hub id, and {name!r} has one state only: leave it out")
-    if (recorded := Runs(runs).named(name)) is not None:
-        return _load_record(recorded, target, kind)
-    if name.lower() in REAL_MODELS and not folder.is_dir():
-        model, tokenizer = _load_transformers(str(installed(name.lower())), device, target, kind, None, False)
+    if recorded is not None:
+        return _load_record(recorded, find_device(target), kind)
+    if here and not is_folder:
+        model, tokenizer = _load_transformers(str(installed(name.lower())), target, kind, None, False)
         named: Any = model
         named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
         return model, tokenizer
-    if not name or not folder.is_dir():
+    known = None if is_folder else find(name)
+    if not is_folder:
         _refuse_unrecorded(name, Runs(runs).folder)
-    known = find(name)
-    hub_id = known.hub_id if known and not folder.is_dir() else name
-    return _load_transformers(hub_id, device, target, kind, revision, trust_remote_code)
+    return _load_transformers(known.hub_id if known else name, target, kind, revision, trust_remote_code)
 
 
 def _refuse_unrecorded(name: str, runs: Path) -> None:
@@ -147,28 +149,24 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
 
 
 def _load_transformers(
-    hub_id: str,
-    device: str | torch.device | None,
-    target: torch.device,
-    dtype: torch.dtype | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    hub_id: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
 ) -> tuple[nn.Module, Any]:
+    """target: None leaves the devices to accelerate."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(f"loading {hub_id!r} needs transformers: pip install transformers") from error
     local = Path(hub_id).is_dir()
-    common = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    common["local_files_only"] = offline = not local and not hub_reachable()
-    kind = dtype or (torch.float32 if target.type == "cpu" else "auto")
-    placement = {"device_map": "auto"} if device == "auto" else {}
+    offline = not local and not hub_reachable()
+    common = {"revision": revision or "main", "trust_remote_code": trust_remote_code, "local_files_only": offline}
+    kind = dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")
+    placement = {} if target else {"device_map": "auto"}
     try:
         model = AutoModelForCausalLM.from_pretrained(hub_id, dtype=kind, **placement, **common)
         tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(hub_id, local, offline, error)) from error
-    if not placement:
+    if target:
         model.to(target)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
@@ -189,77 +187,63 @@ def hub_reachable(seconds: float = 5.0) -> bool:
         return False
 
 
-def _why(hub_id: str, local: bool, offline: bool, error: BaseException) -> str:
+# What is in the text of an error, or is the kind of one behind it -> why the model did not load.
+REASONS = {
+    "weights_only|UnpicklingError": "{what} has weights in a .bin file that holds more than tensors, which could run "
+    "any code: not loaded",
+    r"Unrecognized configuration class <class '[\w.]*?(\w+)'>": "{what} is no causal language model: transformers has "
+    "none for {found[1]}",
+    "requires `accelerate`": "device 'auto' needs accelerate: pip install accelerate",
+    "trust_remote_code": "{hub_id!r} needs code from the hub: read it, then pass trust_remote_code=True",
+    "GatedRepoError": "{hub_id!r} is gated: accept its terms on the hub, then log in with `hf auth login`",
+    "RevisionNotFoundError": "{hub_id!r} has no such revision",
+    "RepositoryNotFoundError": "{hub_id!r} is not on the hub (or is private: log in with `hf auth login`)",
+}
+
+
+def _why(hub_id: str, local: bool, offline: bool, error: Exception) -> str:
     """One line on why a model did not load, from the chain of errors behind it."""
-    causes: list[BaseException] = []
+    what, said = f"{'the folder ' if local else ''}{hub_id!r}", str(error)
+    kinds: list[str] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
+    while cause is not None and len(kinds) < 20:  # errors can stand behind each other in a circle
+        kinds.append(type(cause).__name__)
         cause = cause.__cause__ or cause.__context__
-    kinds = {type(cause).__name__ for cause in causes}
-    what = f"{'the folder ' if local else ''}{hub_id!r}"
-    if "weights_only" in str(error) or "UnpicklingError" in kinds:
-        return f"{what} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
-    if other := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
-        return f"{what} is no causal language model: transformers has none for {other[1]}"
-    if "requires `accelerate`" in str(error):
-        return "device 'auto' needs accelerate: pip install accelerate"
-    if "trust_remote_code" in str(error):
-        return f"{hub_id!r} needs code from the hub: read it, then pass trust_remote_code=True"
-    if "GatedRepoError" in kinds:
-        return f"{hub_id!r} is gated: accept its terms on the hub, then log in with `hf auth login`"
-    if "RevisionNotFoundError" in kinds:
-        return f"{hub_id!r} has no such revision"
-    if "RepositoryNotFoundError" in kinds:
-        return f"{hub_id!r} is not on the hub (or is private: log in with `hf auth login`)"
+    for pattern, reason in REASONS.items():
+        if found := re.search(pattern, "\n".join([said, *kinds])):
+            return reason.format(what=what, hub_id=hub_id, found=found)
     if offline:
         return f"{hub_id!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"{what} could not be loaded: {first}"
+    return f"{what} could not be loaded: {said.strip().splitlines()[0] if said.strip() else kinds[0]}"
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    allowed = [None, *(getattr(torch, name) for name in DTYPES)]
-    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
-    return kind
-
-
-@contextmanager
-def replace_position(model: nn.Module, t: int) -> Iterator[nn.Module]:
+def replace_position(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
     """While open, p_1 is p_t (Table 7 top); t counts from 1. The model's own table is put back."""
-    with _edited(model, t) as (table, first, other):
-        table[first] = table[other]
-        yield model
+    return _edited(model, t, [1, 1])
 
 
-@contextmanager
-def swap_positions(model: nn.Module, t: int) -> Iterator[nn.Module]:
+def swap_positions(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
     """While open, p_1 and p_t have changed places (Table 7 bottom); t counts from 1."""
-    with _edited(model, t) as (table, first, other):
-        table[[first, other]] = table[[other, first]]
-        yield model
+    return _edited(model, t, [1, 0])
 
 
 @contextmanager
-def _edited(model: nn.Module, t: int) -> Iterator[tuple[Tensor, int, int]]:
-    """The table of position embeddings and the rows of positions 1 and t; its rows are put back at the end."""
+def _edited(model: nn.Module, t: int, which: list[int]) -> Iterator[nn.Module]:
+    """While open, positions 1 and t have the embeddings `which` of theirs: 0 is p_1, 1 is p_t."""
     table, offset = position_table(model)
     if not 1 < t <= len(table) - offset:
         raise ValueError(f"t must be a position after the first, 2..{len(table) - offset}, got {t}")
     rows = [offset, offset + t - 1]
-    before = table[rows].clone()
+    before = table[rows]  # a copy
+    table[rows] = before[which]
     try:
-        yield table, rows[0], rows[1]
+        yield model
     finally:
         table[rows] = before
 
 
 def position_table(model: nn.Module) -> tuple[Tensor, int]:
-    """The learned position embeddings (positions, d) of a model, and the row of position 1.
-
-    Raises ValueError for models without (only absolute positions can be told apart by their embeddings).
-    """
+    """The learned position embeddings (positions, d) of a model, and the row of position 1."""
     if isinstance(model, TransformerLM):
         if model.config.position == "learnable":
             return model.position_embedding.detach(), int(model.config.sink_token)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
 from sinkutils.measuring.report import NotFinite, Report, check_epsilons, check_targets
-from sinkutils.measuring.tally import Request, Tally, refuse_heads, run_own
+from sinkutils.measuring.tally import OwnModel, Tally
 from sinkutils.model.decoder import TransformerLM
+
+if TYPE_CHECKING:
+    from sinkutils.measuring.hf import Capture
 
 KEPT = ("map", "qk")
 TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
@@ -51,8 +54,8 @@ def measure(
         are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
     exact: never use the fused kernel (transformers models only).
     name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
-    Threads may call this at once, of one model too: they are measured one after the other. Ids that hold the model's
-    padding token, without a mask, are measured with a warning.
+    Threads may call this at once: they are measured one after the other. Ids that hold the model's padding token,
+    without a mask, are measured with a warning.
 
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
@@ -66,46 +69,38 @@ def measure(
     good = isinstance(keep, Sequence) and all(what in KEPT for what in keep)
     require(good, f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
+    pairs = check_heads(heads)
     model = unwrapped(model)
-    request = Request(targets, norms, mass, check_heads(model, heads), tuple(keep))
     check_weights(model)
     config = getattr(model, "config", None)
     firsts = token_ids(config, "bos_token_id")
     if attention_mask is None:
         warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
     lengths = torch.tensor([len(row) for row in rows])
-    tally = Tally(int(lengths.max()), norms)
+    tally = Tally(targets, int(lengths.max()), norms, mass, pairs, tuple(keep))
     order: list[int] = []
-    with ONE_AT_A_TIME, ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        path, chunked = "log-mass", False
-        windows: tuple[int | None, ...] = ()
+    with ONE_AT_A_TIME, evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
-            windows = (model.config.attention.window,) * model.config.num_layers
-            check_range(rows, model.config.vocab_size)
-            run: Callable[[Tensor], None] = partial(run_own, model, request=request, tally=tally)
+            capture: OwnModel | Capture = OwnModel(model, tally)
         else:
             from sinkutils.measuring.hf import capturing  # transformers is imported for its own models only
 
-            capture = stack.enter_context(capturing(model, request, tally, exact))
-            check_range(rows, len(capture.embedding))
-            capture.check_positions(int(lengths.max()))
-            capture.check_causal(rows[0])
-            run = capture.run
+            capture = stack.enter_context(capturing(model, tally, exact))
+        check_range(rows, capture.vocabulary)
+        if not isinstance(capture, OwnModel):
+            capture.check(rows[0], tally.length)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
             for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
-                tally.add_batch(len(indices), length)
-                run(torch.stack([rows[i] for i in indices]))
+                capture.run(torch.stack([rows[i] for i in indices]))
                 order += indices.tolist()
-        if not isinstance(model, TransformerLM):
-            path, chunked = capture.path, capture.chunked
-            windows = tuple(capture.windows.get(layer) for layer in sorted(capture.layers.values()))
-    report = tally.report(torch.tensor(order).argsort(), targets=request.targets, epsilons=epsilons, lengths=lengths)
+    report = tally.report(torch.tensor(order).argsort(), lengths, epsilons)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
+    report.path, report.chunked = capture.path, capture.chunked
+    windows = tuple(capture.windows.get(layer) for layer in report.layers)
+    report.windows = windows if any(windows) else ()
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-    report.path, report.windows, report.chunked = path, windows if any(windows) else (), chunked
     report.skipped = skipped
     report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
     report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
@@ -113,11 +108,7 @@ def measure(
 
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
-    """The rows of ids without their padding, and how many were skipped as shorter than the largest target.
-
-    Raises ValueError for wrong shapes or dtypes, a row of padding only, padding inside a row, targets that are not
-    positions of the ids, and when nothing is left to measure.
-    """
+    """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
@@ -133,7 +124,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     real = mask.bool().to(ids.device)
     empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
     require(not empty, f"attention_mask has rows that are all padding: {empty}")
-    starts = real.int().diff(dim=1, prepend=torch.zeros_like(real[:, :1]).int()) == 1
+    starts = F.pad(real.int(), (1, 0)).diff(dim=1) == 1
     whole = bool((starts.sum(dim=1) == 1).all())
     require(whole, "attention_mask has padding between the tokens of a row: put it before or after them")
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
@@ -143,11 +134,8 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that.
-
-    Looked at once for all rows, as it waits for their device.
-    """
-    low, high = torch.cat(list(rows)).aminmax()
+    """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that."""
+    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
     known = 0 <= low <= high < vocabulary
     require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
 
@@ -159,10 +147,8 @@ def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
         if token in used:
             same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
         if same.any():
-            warnings.warn(
-                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
-                stacklevel=4,
-            )
+            hint = "which is measured as text: give attention_mask"
+            warnings.warn(f"ids hold the model's padding token ({token}), {hint}", stacklevel=4)
 
 
 def check_weights(model: nn.Module) -> None:
@@ -171,9 +157,8 @@ def check_weights(model: nn.Module) -> None:
         if weight.is_meta and not hasattr(model, "hf_device_map"):  # which offloads weights and fetches them itself
             raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
         if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"model has {weight.dtype} weights ({name}), too coarse to compute in: model.to(torch.bfloat16)"
-            )
+            what = f"{weight.dtype} weights ({name})"
+            raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
 
 
 def token_ids(config: Any, name: str) -> set[int]:
@@ -182,22 +167,14 @@ def token_ids(config: Any, name: str) -> set[int]:
     return set() if ids is None else {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
 
 
-def check_heads(model: nn.Module, heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The (layer, head) pairs. Raises ValueError unless they are pairs that count from 0, of our own model its own.
-
-    Of other models only a forward pass tells which layers have attention.
-    """
+def check_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The (layer, head) pairs, each once. Raises ValueError unless they are pairs that count from 0."""
     require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     for pair in heads:
         good = isinstance(pair, tuple | list) and len(pair) == 2
         good = good and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair)
         require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
-    chosen = tuple(dict.fromkeys((layer, head) for layer, head in heads))
-    if isinstance(model, TransformerLM):
-        layers, count = model.config.num_layers, model.config.num_heads
-        wrong = [pair for pair in chosen if pair[0] >= layers or pair[1] >= count]
-        refuse_heads(wrong, f"it has {layers} layers of {count} heads, counted from 0")
-    return chosen
+    return tuple(dict.fromkeys((layer, head) for layer, head in heads))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

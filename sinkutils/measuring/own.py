@@ -88,7 +88,6 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     if folder is None:
         known = find(name)
         return Subject(known.name if known else Path(name).name, model, tokenizer)
-    record = read_record(folder).config
-    return Subject(
-        record["experiment"], model, tokenizer, record["data"]["fixed_position"], length=record["train"]["eval_length"]
-    )
+    run = read_record(folder).config
+    fixed, length = run["data"]["fixed_position"], run["train"]["eval_length"]
+    return Subject(run["experiment"], model, tokenizer, fixed, length=length)

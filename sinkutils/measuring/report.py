@@ -5,7 +5,7 @@ alpha_k = mean over i = k..T of A_ik          Sink_k^eps = mean over sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -87,7 +87,7 @@ class Report:
         """
         if self.recorded is not None:
             return self._recorded_at("sink_star" if k == "star" else "sink", k, eps)
-        return 100 * float(self._active(self._of(k), eps).mean())
+        return 100 * float(self._active(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
         """Sink_*^eps in percent, for models with a key bias, a sink token or a learned sink logit."""
@@ -99,13 +99,10 @@ class Report:
         For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
         """
-        alpha = self._of(k).double()
+        alpha = self._of(k)
         if self.recorded is not None and "excess" in self.recorded:
             return float(self.recorded["excess"][f"{k}"])
-        windows = self.windows or (None,) * alpha.shape[1]
-        uniform = torch.tensor(
-            [[[uniform_alpha(int(length), k, w, self.chunked)] for w in windows] for length in self.lengths]
-        ).double()  # (samples, layers, 1)
+        uniform = self._by_layer(uniform_alpha, k).double()[..., None]
         return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
 
     def visible_alpha(self, k: int = 1) -> Tensor:
@@ -115,21 +112,17 @@ class Report:
         """
         if self.recorded is not None and any(self.windows):
             return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None]
-        return self._of(k) / self._cap(k)[..., None]
+        return self._of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
-        return self._cap(k).mean(dim=0).tolist()
+        return self._by_layer(seeing, k).mean(dim=0).tolist()
 
-    def _cap(self, k: int) -> Tensor:
-        """The share of the queries k..T that see key k, (samples, layers)."""
+    def _by_layer(self, of: Callable[..., float], k: int | str) -> Tensor:
+        """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
-        return torch.tensor(
-            [
-                [float((first_key(np.arange(k, int(T) + 1), w, self.chunked) <= k).mean()) for w in windows]
-                for T in self.lengths
-            ]
-        )
+        values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
+        return torch.tensor(values)
 
     def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
         """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
@@ -155,7 +148,7 @@ class Report:
         integer("draws", draws, least=1)
         if self.recorded is not None:
             return tuple(self._recorded_at("interval", k, eps))
-        each = self._active(self._of(k), eps).flatten(1).mean(dim=1).numpy()
+        each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
         low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
@@ -164,9 +157,8 @@ class Report:
         """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
         if self.recorded is not None:
             return self.recorded
-        keys: list[int | str] = [*self.targets, *(["star"] if self.star is not None else [])]
         curve = sorted({*self.epsilons, *CURVE_EPSILONS})
-        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in keys}
+        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in self._keys}
         result: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -179,29 +171,26 @@ class Report:
             "targets": list(self.targets),
             "epsilons": list(self.epsilons),
             "layers": list(self.layers),
-            "excess": {f"{k}": round(self.excess(k), digits) for k in keys},
+            "excess": {f"{k}": round(self.excess(k), digits) for k in self._keys},
             "interval": {
                 f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)] for eps in self.epsilons}
-                for k in keys
+                for k in self._keys
             },
-            "alpha": _rounded(self.alpha.mean(dim=0), digits),
         }
         if self.star is not None:
             result["sink_star"] = sink.pop("star")
-            result["alpha_star"] = _rounded(self.star.mean(dim=0), digits)
         result["sink"] = sink
+
+        def rounded(values: Tensor) -> list:
+            return np.round(values.double().numpy(), digits).tolist()
+
         if any(self.windows):
-            result["windows"], result["chunked"] = list(self.windows), self.chunked
-            result["visible_alpha"] = {
-                f"{k}": _rounded(self.visible_alpha(k).mean(dim=0), digits) for k in self.targets
-            }
-        if self.renormalised is not None:
-            result["alpha_renormalised"] = _rounded(self.renormalised.mean(dim=0), digits)
-        for name in BY_POSITION:
-            rows = getattr(self, name)
-            if rows is not None:
-                result[name] = _rounded(rows, digits)
-        return result
+            result |= {"windows": list(self.windows), "chunked": self.chunked}
+            result["visible_alpha"] = {f"{k}": rounded(self.visible_alpha(k).mean(dim=0)) for k in self.targets}
+        shares = {"alpha": self.alpha, "alpha_star": self.star, "alpha_renormalised": self.renormalised}
+        means = {name: share.mean(dim=0) for name, share in shares.items() if share is not None}
+        means |= {name: rows for name in BY_POSITION if (rows := getattr(self, name)) is not None}
+        return result | {name: rounded(values) for name, values in means.items()}
 
     @classmethod
     def from_dict(cls, summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
@@ -236,17 +225,14 @@ class Report:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         shortest = int(self.lengths.min())
         length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
-        lines = [
-            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, "
-            f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads, "
-            f"uniform attention: alpha_1 = {self.floor:.3f}"
-        ]
+        heads = f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads"
+        about = f"T = {length}, n = {self.samples}, BOS first: {bos}, {heads}"
+        lines = [f"{self.name or 'model'}: {about}, uniform attention: alpha_1 = {self.floor:.3f}"]
         if self.skipped:
             lines.append(f"skipped {self.skipped} sequences: {self.skipped_why}")
-        lines.append(
-            "  ".join(["key   mean alpha", *(f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons)])
-        )
-        for key in (*self.targets, *(("star",) if self.star is not None else ())):
+        columns = [f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons]
+        lines.append("  ".join(["key   mean alpha", *columns]))
+        for key in self._keys:
             cells = [f"{'*' if key == 'star' else key:<5} {float(self._of(key).mean()):10.4f}"]
             for eps in self.epsilons:
                 low, high = self.interval(key, eps)
@@ -259,16 +245,17 @@ class Report:
         lines = []
         for width in sorted({w for w in self.windows if w is not None}):
             of_width = [index for index, w in enumerate(self.windows) if w == width]
+            layers = ", ".join(str(self.layers[index]) for index in of_width)
             for k in self.targets:
-                cap = self.caps(k)[of_width[0]]
-                if cap < 1:
-                    seeing = float(self.visible_alpha(k)[:, of_width].mean())
-                    layers = ", ".join(str(self.layers[index]) for index in of_width)
-                    lines.append(
-                        f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there; "
-                        f"over the queries that see the key its mean is {seeing:.4f}"
-                    )
+                if (cap := self.caps(k)[of_width[0]]) < 1:
+                    seen = f"{float(self.visible_alpha(k)[:, of_width].mean()):.4f}"
+                    line = f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there"
+                    lines.append(f"{line}; over the queries that see the key its mean is {seen}")
         return lines
+
+    @property
+    def _keys(self) -> tuple[int | str, ...]:
+        return self.targets if self.star is None else (*self.targets, "star")
 
     def _of(self, k: int | str) -> Tensor:
         """alpha_k or alpha_*, (samples, layers, heads)."""
@@ -290,17 +277,21 @@ class Report:
             raise ValueError(f"eps must be one that the record has, {', '.join(values)}; got {eps}")
         return values[f"{eps}"]
 
-    @staticmethod
-    def _active(alpha: Tensor, eps: float) -> Tensor:
+    def _active(self, k: int | str, eps: float) -> Tensor:
         check_epsilons((eps,))
-        return (alpha > eps).double()
+        return (self._of(k) > eps).double()
 
 
-def first_key(queries: np.ndarray, window: int | None, chunked: bool = False) -> np.ndarray:
+def first_key(queries: np.ndarray, window: int | None, chunked: bool) -> np.ndarray:
     """The first position that each query sees (all count from 1), through a window or within its chunk."""
     if window is None:
         return np.ones_like(queries)
     return (queries - 1) // window * window + 1 if chunked else np.maximum(1, queries - window + 1)
+
+
+def seeing(length: int, k: int, window: int | None, chunked: bool) -> float:
+    """The share of the queries k..T that see key k."""
+    return float((first_key(np.arange(k, length + 1), window, chunked) <= k).mean())
 
 
 @lru_cache(maxsize=4096)
@@ -342,7 +333,3 @@ def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     require(good, f"targets are positions that count from 1, at least one; got {values}")
     require(max(values) <= length, f"target {max(values):g} is beyond the ids, which have {length} positions")
     return tuple(int(k) for k in values)
-
-
-def _rounded(values: Tensor, digits: int) -> Any:
-    return np.round(values.double().numpy(), digits).tolist()

@@ -1,7 +1,6 @@
 """What `measure --save` and `scores` keep: a JSON file a model in data/measurements, which git ignores.
 
-A file is named by the model's full hub id, so that no two models share one. A folder of one's own is named by its name
-and a digest of where it is; whatever it is called, it is no model of the paper.
+A file is named by the model's full hub id, or a folder's name and a digest of where it is, so that no two share one.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def identity(model: str) -> str:
     if folder.is_dir():
         where = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         return f"local:{folder.resolve().name}:{where[:8]}"
-    known = find(model)
-    return known.hub_id if known else model
+    return known.hub_id if (known := find(model)) else model
 
 
 def path_of(model: str, kind: str = "", domain: str = "") -> Path:
@@ -44,34 +42,24 @@ def save_measurement(model: str, reports: dict[str, Report], corpus: str = "docs
     Raises ValueError unless they were made as the paper's were: 100 sequences, T = 64, no BOS, target 1 and eps 0.3,
     on the study's text or a domain of the Pile.
     """
-    if corpus != "docstrings" and not corpus.startswith("pile:"):
+    own, domain = corpus == "docstrings", corpus.removeprefix("pile:")
+    if not own and domain == corpus:
         raise ValueError(f"--save keeps measurements on docstrings or pile:<domain>, not on {corpus}: leave one out")
     for kind, report in reports.items():
         alike = report.samples >= SAMPLES and report.length == LENGTH and not report.bos
         if not alike or 1 not in report.targets or EPSILON not in report.epsilons:
             usual = f"{SAMPLES} sequences at T = {LENGTH} without BOS, with target 1 and eps {EPSILON}"
             raise ValueError(f"--save keeps measurements of {usual}: leave out other options ({kind} input), or --save")
-    path = path_of(model, domain=corpus.removeprefix("pile:") if corpus.startswith("pile:") else "")
+    path = path_of(model, domain="" if own else domain)
     before = _read(path, MEASURING) if path.is_file() else {}
     return _write(path, model, before | {kind: report.to_dict() for kind, report in reports.items()})
 
 
 def measurements(kind: str = "natural", domain: str = "") -> dict[str, dict[str, Any]]:
-    """The reports on one kind of input, and for one domain, of the models in LISTED, by the paper's name of a model.
-
-    Raises ValueError for a file that `measure --save` did not write.
-    """
-    reports = {}
-    for path in sorted(MEASUREMENTS.glob("*.json")):
-        if path.stem.partition("@")[2] == quote(domain):
-            saved = _read(path, MEASURING)
-            try:
-                if saved["model"] in LISTED and kind in saved:
-                    measured_sink(saved[kind])
-                    reports[_name(saved["model"])] = saved[kind]
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"{path.name} in data/measurements {ADVICE}{MEASURING}") from error
-    return reports
+    """The reports on one kind of input, and for one domain, of the models in LISTED, by the paper's name of a model."""
+    paths = [path for path in sorted(MEASUREMENTS.glob("*.json")) if path.stem.partition("@")[2] == quote(domain)]
+    saved = [_read(path, MEASURING, kind) for path in paths]
+    return {_name(one["model"]): one[kind] for one in saved if one["model"] in LISTED and kind in one}
 
 
 def measured_domains(model: str) -> dict[str, dict[str, Any]]:
@@ -92,10 +80,7 @@ def save_scores(model: str, scores: dict[str, Any]) -> Path:
 
 
 def saved_scores(task: str = "hellaswag") -> dict[str, dict[str, Any]]:
-    """The kept scores on a task, by the paper's name of a model where it has one.
-
-    Raises ValueError for a file that `save_scores` did not write.
-    """
+    """The kept scores on a task, by the paper's name of a model where it has one."""
     saved = [_read(path, "scores MODEL") for path in sorted((MEASUREMENTS / task).glob("*.json"))]
     return {_name(scores["model"]): scores for scores in saved}
 
@@ -111,9 +96,12 @@ def _write(path: Path, model: str, values: dict[str, Any]) -> Path:
     return path
 
 
-def _read(path: Path, command: str) -> dict[str, Any]:
+def _read(path: Path, command: str, kind: str = "") -> dict[str, Any]:
+    """What a file holds. Raises ValueError for one that the `command` did not write: of a `kind` it reads Sink_1."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
+        if kind in saved:
+            measured_sink(saved[kind])
         if isinstance(saved["model"], str):
             return saved
     except (ValueError, KeyError, TypeError, RecursionError):

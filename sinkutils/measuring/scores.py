@@ -62,9 +62,7 @@ def evaluate(
 
 @lru_cache
 def _scorer_class() -> type:
-    """lm-eval's interface to a causal LM: log-likelihoods of continuations. It serves our models and
-    those of transformers. A class made on first use, because its base is in the optional package.
-    """
+    """lm-eval's interface to a causal LM, made on first use, because its base is in the optional package."""
     from lm_eval.api.model import TemplateLM
 
     class Scorer(TemplateLM):
@@ -86,17 +84,14 @@ def _scorer_class() -> type:
         @torch.no_grad()
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             answers = []
-            for _context, choices in groupby(requests, key=lambda request: request[1]):
-                answers += self._score([(context, continuation) for _texts, context, continuation in choices])
+            for _, choices in groupby(requests, key=lambda request: request[1]):
+                answers += self._score([choice[1:] for choice in choices])
             return answers
 
         def _score(self, choices: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
             """The choices of one question in one batch, padded behind their end, which a causal LM does not see."""
-            device = next(self.model.parameters()).device
-            rows = [
-                torch.tensor([*context, *continuation], device=device)[-(self.context_length + 1) :]
-                for context, continuation in choices
-            ]
+            device, most = next(self.model.parameters()).device, self.context_length + 1
+            rows = [torch.tensor([*context, *choice], device=device)[-most:] for context, choice in choices]
             inputs = pad_sequence([row[:-1] for row in rows], batch_first=True)
             # A long continuation loses its beginning.
             starts = [max(0, len(row) - 1 - len(choice[1])) for row, choice in zip(rows, choices, strict=True)]
@@ -114,7 +109,6 @@ def _scorer_class() -> type:
         def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
             raise NotImplementedError("only multiple-choice tasks are scored here")
 
-        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-            raise NotImplementedError("only multiple-choice tasks are scored here")
+        generate_until = loglikelihood_rolling
 
     return Scorer

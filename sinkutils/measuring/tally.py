@@ -5,7 +5,9 @@ A_ik needs no attention map: it is |f(s_ik)| exp(-log_mass_i), with log_mass_i t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,23 +42,33 @@ def lower_median(x: Tensor) -> Tensor:
     return torch.from_numpy(np.partition(x.numpy(), middle, axis=1)[:, middle])
 
 
+@dataclass
 class Tally:
-    """A report in the making: batches add values a sample and sums of norms, a layer at a time."""
+    """A report in the making: what is asked for and, added a layer and a batch at a time, what came of it."""
 
-    def __init__(self, length: int, norms: bool = True) -> None:
-        self.length = length  # positions of the longest sequence
-        self.norms = norms
+    targets: tuple[int, ...]
+    length: int  # positions of the longest sequence
+    norms: bool = True
+    mass: bool = False
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs of which `keep` is kept
+    keep: tuple[str, ...] = ("map", "qk")
+
+    def __post_init__(self) -> None:
         self.values: dict[str, dict[int, list[Tensor]]] = {}  # name -> layer -> a (B, ..) for each batch
-        self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,)
-        self.counts = torch.zeros(length)  # sequences that have each position
+        self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,), over samples
         self.kept: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
 
-    def add_batch(self, samples: int, length: int) -> None:
-        """Note that a batch of equally long sequences was run."""
-        self.counts[:length] += samples
+    def heads_of(self, layer: int) -> list[int]:
+        return [head for chosen, head in self.heads if chosen == layer]
+
+    def columns(self, device: torch.device) -> Tensor:
+        """The targets' 0-based positions, (K,)."""
+        return torch.tensor(self.targets, device=device) - 1
 
     def add(self, name: str, layer: int, value: Tensor) -> None:
-        """Add (B, ..) values of a layer."""
+        """Add (B, ..) values of a layer; mass, which is by position, is padded with zeros."""
+        if name == "mass":
+            value = F.pad(value, (0, self.length - value.shape[-1]))
         self.values.setdefault(name, {}).setdefault(layer, []).append(value.float())
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
@@ -78,59 +90,82 @@ class Tally:
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add a number a position, (B, T), to the sum over samples."""
         total = rows.sum(dim=0).float()
-        total = F.pad(total, (0, self.length - len(total)))
         layers = self.sums.setdefault(name, {})
-        layers[layer] = layers[layer] + total if layer in layers else total
+        layers[layer] = layers.get(layer, 0) + F.pad(total, (0, self.length - len(total)))
 
-    def keep(self, layer: int, head: int, name: str, value: Tensor) -> None:
+    def add_map(self, layer: int, head: int, name: str, value: Tensor) -> None:
         """Keep (B, T, T) of one head for figures; shorter sequences are padded with zeros."""
         missing = self.length - value.shape[-1]
         padded = F.pad(value.float(), (0, missing, 0, missing))
         self.kept.setdefault((layer, head), {}).setdefault(name, []).append(padded.cpu())
 
-    def report(self, order: Tensor, targets: tuple[int, ...], epsilons: tuple[float, ...], lengths: Tensor) -> Report:
-        """The report; `order` (samples,) says where each sample stands in the order of the batches."""
-        heads = {batches[0].shape[-1] for batches in self.values["alpha"].values()}
+    def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Add the norms of q (B, H, T, D), k and v (of H heads or fewer), and of the chosen heads cos(q_i, k_j) and
+        ||q_i|| ||k_j|| (Fig. 2 bottom).
+        """
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            self.add_norms(name, layer, x)
+        for head in self.heads_of(layer) if "qk" in self.keep else ():
+            queries, keys = q[:, head].float(), k[:, head // (q.shape[1] // k.shape[1])].float()
+            self.add_map(layer, head, "cosine", F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).mT)
+            self.add_map(layer, head, "norm_product", queries.norm(dim=-1)[:, :, None] * keys.norm(dim=-1)[:, None])
+
+    def add_weights(self, layer: int, chunks: Iterable[Tensor], sink: bool = False) -> None:
+        """Add what is asked for of a layer's attention weights, given in chunks of rows (B, H, R, T).
+
+        sink: what a row lacks to one is a learned sink logit's. Weights of hidden keys are 0, so that sums run over
+        i >= k.
+        """
+        heads = self.heads_of(layer) if "map" in self.keep else []
+        sums: dict[str, Tensor] = {}
+        maps: list[Tensor] = []
+        for weights in chunks:
+            columns, length = self.columns(weights.device), weights.shape[-1]
+            parts = {"alpha": weights[..., columns].float()}
+            if sink:
+                rest = weights.float().sum(dim=-1, keepdim=True)
+                parts |= {"renormalised": parts["alpha"] / rest, "star": 1 - rest}
+            if self.mass:
+                parts["mass"] = weights
+            for name, rows in parts.items():
+                sums[name] = sums.get(name, 0) + rows.sum(dim=2, dtype=torch.float32)
+            maps.append(weights[:, heads])
+        for name, total in sums.items():
+            if name == "star":
+                mean = total[..., 0] / length
+            elif name == "mass":
+                mean = total / torch.arange(length, 0, -1, device=total.device)
+            else:
+                mean = (total / (length - columns)).transpose(1, 2)
+            self.add(name, layer, mean)
+        for head, whole in zip(heads, torch.cat(maps, dim=2).unbind(1), strict=True):
+            self.add_map(layer, head, "map", whole)
+
+    def report(self, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]) -> Report:
+        """The report on samples of these lengths; `order` (samples,) says where each stands in that of the batches."""
+        alphas = self.values["alpha"]
+        heads = {batches[0].shape[-1] for batches in alphas.values()}
         if len(heads) > 1:
             raise ValueError(f"layers have different numbers of heads ({sorted(heads)}), which a report cannot hold")
         if "star" in self.values:  # a layer without a sink logit leaves nothing to it
-            for layer, alpha in self.values["alpha"].items():
+            for layer, alpha in alphas.items():
                 self.values.get("renormalised", {}).setdefault(layer, alpha)
                 self.values["star"].setdefault(layer, [torch.zeros_like(batch[:, 0]) for batch in alpha])
-        stacked = {
-            name: torch.stack([torch.cat(batches).cpu() for _, batches in sorted(layers.items())], dim=1)[order]
-            for name, layers in self.values.items()
+        fields: dict[str, Any] = {}
+        for name, by_layer in self.values.items():
+            values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
+            fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
+        counts = (lengths[:, None] > torch.arange(self.length)).sum(dim=0)  # sequences that have each position
+        for name, sums in self.sums.items():
+            fields[name] = torch.stack([total.cpu() / counts for _, total in sorted(sums.items())])
+        if self.norms:
+            fields["embedding_norms"] = fields["embedding_norms"][0]
+        fields["kept"] = {
+            pair: Kept(**{name: torch.cat(batches)[order] for name, batches in maps.items()})
+            for pair, maps in self.kept.items()
         }
-        for name in ("alpha", "renormalised"):
-            if name in stacked:
-                stacked[name] = stacked[name].transpose(1, 2)  # (samples, layers, targets, heads) before
-        mean = {
-            name: torch.stack([total.cpu() / self.counts for _, total in sorted(layers.items())])
-            for name, layers in self.sums.items()
-        }
-        if "embedding_norms" in mean:
-            mean["embedding_norms"] = mean["embedding_norms"][0]
-        heads_shown = {
-            pair: Kept(**{name: torch.cat(batches)[order] for name, batches in values.items()})
-            for pair, values in self.kept.items()
-        }
-        layers = tuple(sorted(self.values["alpha"]))
-        more: dict[str, Any] = {**stacked, **mean, "kept": heads_shown}
-        return Report(more.pop("alpha"), targets, epsilons, lengths, layers, **more)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `measure` is asked for, checked."""
-
-    targets: tuple[int, ...]
-    norms: bool = True
-    mass: bool = False
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs whose maps are kept
-    keep: tuple[str, ...] = ("map", "qk")
-
-    def heads_of(self, layer: int) -> list[int]:
-        return [head for chosen, head in self.heads if chosen == layer]
+        layers = tuple(sorted(alphas))
+        return Report(fields.pop("alpha"), self.targets, epsilons, lengths, layers, **fields)
 
 
 def refuse_heads(pairs: list[tuple[int, int]], has: str) -> None:
@@ -138,72 +173,66 @@ def refuse_heads(pairs: list[tuple[int, int]], has: str) -> None:
     require(not pairs, f"heads names (layer, head) pairs that the model does not have: {pairs}; {has}")
 
 
-def keep_products(tally: Tally, layer: int, head: int, q: Tensor, k: Tensor) -> None:
-    """Keep cos(q_i, k_j) and ||q_i|| ||k_j|| of one head (Fig. 2 bottom); q, k: (B, T, D)."""
-    q, k = q.float(), k.float()
-    tally.keep(layer, head, "cosine", F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT)
-    tally.keep(layer, head, "norm_product", q.norm(dim=-1)[:, :, None] * k.norm(dim=-1)[:, None])
+class OwnModel:
+    """Adds to a tally what a `TransformerLM` shows while it runs (an `Observer`), without an attention map."""
 
+    path, chunked = "log-mass", False
 
-class OwnModelObserver:
-    """Adds to a tally what `TransformerLM.forward` shows; no attention map is kept that was not asked for."""
+    def __init__(self, model: TransformerLM, tally: Tally) -> None:
+        self.model, self.tally = model, tally
+        self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
+        self.vocabulary, layers, heads = model.config.vocab_size, model.config.num_layers, model.config.num_heads
+        wrong = [pair for pair in tally.heads if pair[0] >= layers or pair[1] >= heads]
+        refuse_heads(wrong, f"it has {layers} layers of {heads} heads, counted from 0")
+        self.windows = dict.fromkeys(range(layers), model.config.attention.window)
 
-    def __init__(self, tally: Tally, request: Request, first: int) -> None:
-        self.tally, self.request = tally, request
-        self.first = first  # 1 where x* stands at position 0
+    def run(self, ids: Tensor) -> None:
+        """One forward pass of ids (B, T)."""
+        self.model.hidden(ids.to(self.model.embed.weight.device), self)
 
     def embedding(self, hidden: Tensor) -> None:
-        self._norms("embedding", 0, hidden[:, None])
+        self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
     ) -> None:
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self._norms(name, layer, x)
-        columns = torch.tensor(self.request.targets, device=q.device) - 1 + self.first
+        own = slice(self.first, None)
+        self.tally.add_qkv(layer, q[:, :, own], k[:, :, own], v[:, :, own])
         given = {name: extra for name, extra in extras.items() if name != "value_bias"}
         mass = fast.log_mass(q, k, spec, **given).float()[..., None]
-        shares, star = chosen_shares(q, k, columns, spec, mass, **given)
+        shares_of = partial(chosen_shares, q, k, spec, mass, given)
+        columns = self.tally.columns(q.device) + self.first
+        shares, star = shares_of(columns)
         self.tally.add("alpha", layer, mean_over_queries(shares, columns, self.first))
         if self.first:
-            star = chosen_shares(q, k, columns.new_zeros(1), spec, mass, **given)[0][..., 0]
+            star = shares_of(columns.new_zeros(1))[0][..., 0]
         if star is not None:
-            # Only the sequence's own queries: x* seeing itself says nothing.
-            self.tally.add("star", layer, star[:, :, self.first :].mean(dim=-1))
-        if self.request.mass or self.request.heads_of(layer):
-            self._all_keys(layer, q, k, spec, mass, given)
+            self.tally.add("star", layer, star[:, :, own].mean(dim=-1))  # x* seeing itself says nothing
+        if self.tally.mass or self.tally.heads_of(layer):
+            self._all_keys(layer, torch.arange(self.first, q.shape[2], device=q.device), shares_of)
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])
         if before_norm is not hidden:
-            self._norms("before_norm", layer, before_norm[:, None])
+            self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
-    def _norms(self, name: str, layer: int, x: Tensor) -> None:
-        self.tally.add_norms(name, layer, x[:, :, self.first :])
-
-    def _all_keys(
-        self, layer: int, q: Tensor, k: Tensor, spec: AttentionSpec, mass: Tensor, given: dict[str, Any]
-    ) -> None:
+    def _all_keys(self, layer: int, positions: Tensor, shares_of: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
         """alpha of every key, `COLUMNS` at a time, and the maps of the chosen heads."""
-        positions = torch.arange(self.first, q.shape[2], device=q.device)
+        heads = self.tally.heads_of(layer) if "map" in self.tally.keep else []
         masses: list[Tensor] = []
         maps: list[Tensor] = []
         for columns in positions.split(COLUMNS):
-            shares = chosen_shares(q, k, columns, spec, mass, **given)[0]
+            shares = shares_of(columns)[0]
             masses.append(mean_over_queries(shares, columns, self.first))
-            maps.append(shares[:, self.request.heads_of(layer), self.first :])
-        if self.request.mass:
+            maps.append(shares[:, heads, self.first :])
+        if self.tally.mass:
             self.tally.add("mass", layer, torch.cat(masses, dim=1).transpose(1, 2))
-        own = slice(self.first, None)
-        for index, head in enumerate(self.request.heads_of(layer)):
-            if "map" in self.request.keep:
-                self.tally.keep(layer, head, "map", torch.cat([part[:, index] for part in maps], dim=-1))
-            if "qk" in self.request.keep:
-                keep_products(self.tally, layer, head, q[:, head, own], k[:, head, own])
+        for head, whole in zip(heads, torch.cat(maps, dim=-1).unbind(1), strict=True):
+            self.tally.add_map(layer, head, "map", whole)
 
 
 def chosen_shares(
-    q: Tensor, k: Tensor, columns: Tensor, spec: AttentionSpec, mass: Tensor, **extras: Any
+    q: Tensor, k: Tensor, spec: AttentionSpec, mass: Tensor, extras: dict[str, Any], columns: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A_ik (proxy scores where weights do not sum to one) of the keys at `columns` (K,), 0-based.
 
@@ -216,8 +245,8 @@ def chosen_shares(
         parts, plain = halves(q, spec)
         masses = (fast.log_mass(part, k, plain, distance_bias=distance_bias).float()[..., None] for part in parts)
         first, second = (
-            chosen_shares(part, k, columns, plain, mass, distance_bias=distance_bias)[0]
-            for part, mass in zip(parts, masses, strict=True)
+            chosen_shares(part, k, plain, own, {"distance_bias": distance_bias}, columns)[0]
+            for part, own in zip(parts, masses, strict=True)
         )
         return (first - mix * second).abs() * torch.exp(-mass), None
     # phi in the model's own precision, everything after it in float32.
@@ -240,54 +269,3 @@ def chosen_shares(
 def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
     """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
     return torch.exp(spec.f.log(logits) - mass.masked_fill(mass == -torch.inf, 0))
-
-
-def run_own(model: TransformerLM, ids: Tensor, request: Request, tally: Tally) -> None:
-    """Run one batch of ids (B, T) through our own model and add what the request asks for to the tally."""
-    model.hidden(ids.to(model.embed.weight.device), OwnModelObserver(tally, request, int(model.config.sink_token)))
-
-
-class Reduction:
-    """Sums over queries of one layer's attention weights, given in chunks of rows."""
-
-    def __init__(self, request: Request, tally: Tally, layer: int, length: int, sink: bool) -> None:
-        self.request, self.tally, self.layer, self.length, self.sink = request, tally, layer, length, sink
-        self.sums: dict[str, Tensor] = {}
-        self.maps: list[Tensor] = []
-
-    def take(self, weights: Tensor) -> None:
-        """Add rows of weights, (B, H, R, T)."""
-        columns = torch.tensor(self.request.targets, device=weights.device) - 1
-        chosen = weights[..., columns].float()
-        self._sum("alpha", chosen)
-        if self.sink:
-            rest = weights.float().sum(dim=-1, keepdim=True)  # what the learned sink logit left
-            self._sum("renormalised", chosen / rest)
-            self._sum("star", 1 - rest)
-        if self.request.mass:
-            self._sum("mass", weights)
-        if self.request.heads_of(self.layer) and "map" in self.request.keep:
-            self.maps.append(weights[:, self.request.heads_of(self.layer)])
-
-    def _sum(self, name: str, rows: Tensor) -> None:
-        total = rows.sum(dim=2, dtype=torch.float32)
-        self.sums[name] = self.sums[name] + total if name in self.sums else total
-
-    def report(self) -> None:
-        """Add to the tally alpha (B, K, H) and what else was asked for; weights of hidden keys are 0, so that sums run
-        over i >= k.
-        """
-        device = self.sums["alpha"].device
-        columns = torch.tensor(self.request.targets, device=device) - 1
-        for name, total in self.sums.items():
-            if name == "star":
-                mean = total[..., 0] / self.length
-            elif name == "mass":
-                mean = total / torch.arange(self.length, 0, -1, device=device)
-            else:
-                mean = (total / (self.length - columns)).transpose(1, 2)
-            self.tally.add(name, self.layer, mean)
-        if self.maps:
-            maps = torch.cat(self.maps, dim=2).unbind(1)
-            for head, whole in zip(self.request.heads_of(self.layer), maps, strict=True):
-                self.tally.keep(self.layer, head, "map", whole)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sinkutils.measuring import families, hf, masks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite
-from sinkutils.measuring.tally import Request, Tally
+from sinkutils.measuring.tally import Tally
 from sinkutils.model import flash
 
 T, VOCAB = 24, 96
@@ -157,7 +157,7 @@ def test_alpha_is_that_of_the_dense_eager_maps_and_logits_do_not_change(family, 
         model.config._attn_implementation = "eager"
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
-        with hf.capturing(model, Request(TARGETS), Tally(T), exact):
+        with hf.capturing(model, Tally(TARGETS, T), exact):
             during = model(ids, use_cache=False).logits
     if exact:
         assert torch.equal(during, before)

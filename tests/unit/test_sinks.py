@@ -168,7 +168,8 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
 def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share():
     mask = torch.ones(3, T, dtype=torch.long)
     mask[1, 9:] = 0  # sequences of unequal length have unequal floors
-    report = measure(build("softmax"), tokens(), TARGETS, attention_mask=mask)
+    report = measure(build("softmax"), tokens(), TARGETS, attention_mask=mask, mass=True)
+    assert report.mass[1, :, :, 9:].abs().max() == 0  # beyond the end of a shorter sequence
     for k in TARGETS:
         each = []
         for row, length in enumerate((T, 9, T)):
