@@ -85,8 +85,8 @@ def same_as_record(name: str) -> bool:
             "metrics": again.metrics == record.metrics,
             "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays),
         }
-    machines = [r.provenance["instruction_set"] for r in (record, again)]
-    print(f"{name}: {same}; made on {machines[0]}, again on {machines[1]}")
+    before, now = (one.provenance["instruction_set"] for one in (record, again))
+    print(f"{name}: {same}; made on {before}, again on {now}")
     return all(same.values())
 
 

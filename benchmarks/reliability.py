@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,11 +163,9 @@ def tree(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Every file below a folder with its size and time of change, whatever comes and goes meanwhile."""
     for parent, _, files in os.walk(folder):
         for file in files:
-            try:
+            with suppress(FileNotFoundError):
                 stat = os.stat(os.path.join(parent, file))
-            except FileNotFoundError:
-                continue
-            yield os.path.join(parent, file), stat.st_size, stat.st_mtime_ns
+                yield os.path.join(parent, file), stat.st_size, stat.st_mtime_ns
 
 
 def what_was_hit(folder: Path, began: float) -> str:
@@ -179,8 +178,7 @@ def what_was_hit(folder: Path, began: float) -> str:
 
 def two_at_once(sweeps: Sweeps, name: str = "twice") -> dict[str, int]:
     """Start two sweeps of the same runs at the same time; returns how often each run was trained."""
-    processes = [sweeps.start(name) for _ in range(2)]
-    codes = [process.wait() for process in processes]
+    codes = [process.wait() for process in [sweeps.start(name) for _ in range(2)]]
     assert codes == [0, 0], sweeps.log(name).read_text()[-2000:]
     return sweeps.trainings(name)
 
