@@ -7,17 +7,16 @@ which knows nothing of a kernel's own workspace.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench import keep, parser, seconds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec
@@ -42,6 +41,7 @@ OPERATIONS: dict[str, tuple[AttentionSpec, str | None]] = {
     "kernel_elu": (AttentionSpec(similarity="linear", kernel="elu"), None),
     "kernel_mlp": (AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"), None),
 }
+COLUMNS = "{:<16} {:>9} {:>14} {:>8} {:>14}"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,7 +55,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
+        for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self._add(x.untyped_storage())
         return result
@@ -103,16 +103,6 @@ def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtyp
     return step
 
 
-def seconds(step: Callable[[], None], device: str) -> float:
-    """Wall time on CUDA; on a CPU the time of this one thread, which other processes do not stretch."""
-    clock = time.perf_counter if device == "cuda" else time.process_time
-    start = clock()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return clock() - start
-
-
 def peak_bytes(step: Callable[[], None], device: str) -> int:
     """What one step holds at its peak beyond what lived before it."""
     if device == "cuda":
@@ -127,34 +117,34 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
-    parser.add_argument("--batch", type=int, default=None, help="default: 8 on CUDA, 1 on the CPU")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048, help="C")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each; the fastest counts")
-    parser.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
-    parser.add_argument("--json", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
+    arguments.add_argument("--batch", type=int, default=None, help="default: 8 on CUDA, 1 on the CPU")
+    arguments.add_argument("--heads", type=int, default=8)
+    arguments.add_argument("--length", type=int, default=2048, help="C")
+    arguments.add_argument("--head-dim", type=int, default=64)
+    arguments.add_argument("--rounds", type=int, default=10, help="steps of each; the fastest counts")
+    arguments.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
+    options = arguments.parse_args()
     torch.set_num_threads(1)
-    cuda = options.device == "cuda"
+    device, cuda = options.device, options.device == "cuda"
+    clock = time.perf_counter if cuda else time.process_time  # of this one thread, which other processes do not stretch
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
     shape = (options.batch or (8 if cuda else 1), options.heads, options.length, options.head_dim)
-    print(f"(B, H, T, D) = {shape}, {dtype}, {options.device}")
-    print(f"{'operation':<16} {'ms':>9} {'times softmax':>14} {'MB':>8} {'times softmax':>14}")
-    softmax = training_step("softmax", shape, DTYPES[dtype], options.device)
+    print(f"(B, H, T, D) = {shape}, {dtype}, {device}")
+    print(COLUMNS.format("operation", "ms", "times softmax", "MB", "times softmax"))
+    softmax = training_step("softmax", shape, DTYPES[dtype], device)
     rows = []
     for name in options.only:
-        step = training_step(name, shape, DTYPES[dtype], options.device)
-        took = {step: float("inf"), softmax: float("inf")}
-        for warm_up in took:
+        step = training_step(name, shape, DTYPES[dtype], device)
+        for warm_up in (step, softmax):
             warm_up()
-        memory = {each: peak_bytes(each, options.device) for each in took}
+        memory = {each: peak_bytes(each, device) for each in (step, softmax)}
+        took = {step: float("inf"), softmax: float("inf")}
         for _ in range(options.rounds):
             for each in took:
-                took[each] = min(took[each], seconds(each, options.device))
+                took[each] = min(took[each], seconds(each, device=device, clock=clock))
         row = {
             "operation": name,
             "milliseconds": round(1e3 * took[step], 3),
@@ -163,14 +153,8 @@ def main() -> None:
             "memory_times_softmax": round(memory[step] / memory[softmax], 2),
         }
         rows.append(row)
-        print(
-            f"{name:<16} {row['milliseconds']:>9} {row['times_softmax']:>14} {row['megabytes']:>8} "
-            f"{row['memory_times_softmax']:>14}",
-            flush=True,
-        )
-    if options.json:
-        table = {"shape": shape, "dtype": dtype, "device": options.device, "rows": rows}
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        print(COLUMNS.format(*row.values()), flush=True)
+    keep(options.json, {"shape": shape, "dtype": dtype, "device": device, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,25 +9,21 @@ computes as an older one would, and says at which step the loss first differs an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from pathlib import Path
 
 import torch
+from bench import keep, parser, seconds, show
 
-ROOT = Path(__file__).resolve().parent.parent
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}
 MACHINES = {
     "as it is": {},
     "again": {},
     "without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
-    "AVX2 only": AVX2,
+    "AVX2 only": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
 }
 
 
@@ -43,12 +39,8 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size, progress=False)
     run = Run(config, corpus, torch.device("cpu"))
-    forward, best = torch.compile(run.loss), float("inf")
-    for _ in range(steps // 10):
-        start = time.perf_counter()
-        for _ in range(10):
-            run.advance(forward)
-        best = min(best, time.perf_counter() - start)
+    forward = torch.compile(run.loss)
+    best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
     return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
 
 
@@ -60,21 +52,20 @@ def machines(steps: int) -> list[dict[str, object]]:
             command = [sys.executable, __file__, "losses", precision, "--steps", str(steps)]
             out = subprocess.run(command, env=os.environ | limits, check=True, capture_output=True, text=True).stdout
             runs[precision, name] = json.loads(out.splitlines()[-1])
-    default, rows = min(runs["bf16", name]["seconds"] for name in ("as it is", "again")), []
+    default = min(runs["bf16", name]["seconds"] for name in ("as it is", "again"))
+    rows = []
     for (precision, name), mine in runs.items():
         pairs = zip(mine["losses"], runs[precision, "as it is"]["losses"], strict=True)
-        differs = next((step for step, (a, b) in enumerate(pairs, start=1) if a != b), None)
-        rows.append(
-            {
-                "precision": precision,
-                "instructions": name,
-                "steps": steps,
-                "first_step_with_another_loss": differs,
-                "loss": mine["losses"][-1],
-                "time": round(mine["seconds"] / default, 2),
-            }
-        )
-        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        row = {
+            "precision": precision,
+            "instructions": name,
+            "steps": steps,
+            "first_step_with_another_loss": next((step for step, (a, b) in enumerate(pairs, 1) if a != b), None),
+            "loss": mine["losses"][-1],
+            "time": round(mine["seconds"] / default, 2),
+        }
+        rows.append(row)
+        show(row)
     return rows
 
 
@@ -94,26 +85,23 @@ def same_as_record(name: str) -> bool:
             "metrics": again.metrics == record.metrics,
             "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays),
         }
-    machines = [r.provenance["instruction_set"] for r in (record, again)]
-    print(f"{name}: {same}; made on {machines[0]}, again on {machines[1]}")
+    before, now = (one.provenance["instruction_set"] for one in (record, again))
+    print(f"{name}: {same}; made on {before}, again on {now}")
     return all(same.values())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "machines", "losses"))
-    parser.add_argument("which", nargs="?", help="a record, or the precision of losses")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--json", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("what", choices=("record", "machines", "losses"))
+    arguments.add_argument("which", nargs="?", help="a record, or the precision of losses")
+    arguments.add_argument("--steps", type=int, default=100)
+    options = arguments.parse_args()
     if options.what == "losses":
         print(json.dumps(losses(options.which or "bf16", options.steps)))
     elif options.what == "record":
         return int(not same_as_record(options.which or "laptop/fixed_1/0"))
     else:
-        rows = machines(options.steps)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        keep(options.json, machines(options.steps))
     return 0
 
 

@@ -38,33 +38,32 @@ from sinkutils.paths import ROOT
 VOCAB = 96
 WINDOW = 7
 # A small value for whatever a family's configuration calls it; a name that it does not have is left out.
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "backbone_hidden_size", "embed_dim",
-                     "projection_dim", "out_hidden_size", "decoder_hidden_size", "cross_attention_hidden_size",
-                     "word_embed_proj_dim", "hidden_size_global",
-                     "embedding_size", "output_dim", "adapter_out_dim", "adapter_in_dim", "adapter_input_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers",
-                     "num_decoder_layers", "num_encoder_layers", "conf_num_hidden_layers", "depth"), 2),
-    **dict.fromkeys(("num_attention_heads", "attention_heads", "num_heads", "n_head", "n_heads",
-                     "decoder_attention_heads", "encoder_attention_heads", "num_encoder_attention_heads",
-                     "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "kv_n_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff", "dim_ff", "d_inner",
-                     "decoder_ffn_dim", "encoder_ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size",
-                     "expert_ffn_hidden_size", "feed_forward_size", "shared_experts_intermediate_size"), 48),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions",
-                     "model_max_length"), 320),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim", "rotary_dim"), 8),
-    "qk_rope_head_dim": 4,
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16), "mamba_d_ssm": 32, "mamba_n_heads": 4,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("index_n_heads", "index_topk_heads", "hc_mult"), 2), "index_topk": 8,
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
-}  # fmt: skip
+SMALL: dict[str, int] = {
+    name: value
+    for value, names in {
+        VOCAB: "vocab_size vocab_size_per_layer_input",
+        32: """hidden_size d_model n_embd emb_dim dim backbone_hidden_size embed_dim projection_dim out_hidden_size
+            decoder_hidden_size cross_attention_hidden_size word_embed_proj_dim hidden_size_global embedding_size
+            output_dim adapter_out_dim adapter_in_dim adapter_input_size mamba_d_ssm""",
+        2: """num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers
+            num_encoder_layers conf_num_hidden_layers depth num_key_value_heads kv_n_heads swa_num_key_value_heads
+            num_experts_per_tok moe_topk moe_top_k moe_k num_experts_per_token index_n_heads index_topk_heads
+            hc_mult eos_token_id""",
+        4: """num_attention_heads attention_heads num_heads n_head n_heads decoder_attention_heads
+            encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads qk_rope_head_dim
+            mamba_n_heads num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num""",
+        48: """intermediate_size ffn_dim ffn_hidden_size n_inner dff dim_ff d_inner decoder_ffn_dim encoder_ffn_dim
+            moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size feed_forward_size
+            shared_experts_intermediate_size""",
+        320: "max_position_embeddings n_positions max_seq_len max_target_positions model_max_length",
+        8: "head_dim qk_nope_head_dim v_head_dim index_head_dim rotary_dim index_topk",
+        16: "mamba_chunk_size chunk_size q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input",
+        1: "bos_token_id n_group topk_group num_expert_group",
+        0: "pad_token_id",
+        WINDOW: "sliding_window window_size attention_window_size",
+    }.items()
+    for name in names.split()
+}
 MIXED = ["sliding_attention", "full_attention"]
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
@@ -98,7 +97,9 @@ def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrained
 
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": HYBRID,
+    **dict.fromkeys(("bailing_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), HYBRID),
+    **{family: {"text_config": HYBRID} for family in ("qwen3_5", "qwen3_5_moe")},
+    **{family: {"head_dim": 8} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 8, "patcher_config": {"vocab_size": 260}},
@@ -113,8 +114,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48, "layer_types": MIXED},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": HYBRID | {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -123,14 +122,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 8,
                            "index_topk_blocks": 2},
-    "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
-    "qwen3_5": {"text_config": HYBRID},
-    "qwen3_5_moe": {"text_config": HYBRID},
-    "qwen3_5_moe_text": HYBRID,
-    "qwen3_5_text": HYBRID,
-    "qwen3_next": HYBRID,
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -185,26 +178,22 @@ class Oracle:
         group = q.shape[1] // k.shape[1]
         logits = torch.einsum("bhid,bhjd->bhij", q.double(), k.repeat_interleave(group, 1).double())
         logits = logits * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if kwargs.get("softcap") is not None:
-            logits = kwargs["softcap"] * torch.tanh(logits / kwargs["softcap"])
-        if kwargs.get("position_bias") is not None:
-            logits = logits + kwargs["position_bias"]
-        mask = attention_mask
-        if mask is None:
-            mask = torch.full(logits.shape[-2:], -torch.inf).triu(1)
-        if kwargs.get("indices") is not None:  # sparse attention: the keys that each query chose
-            chosen = (kwargs["indices"][:, :, :, None] == torch.arange(k.shape[2])).any(dim=2)
+        if (cap := kwargs.get("softcap")) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        if (bias := kwargs.get("position_bias")) is not None:
+            logits = logits + bias
+        mask = torch.full(logits.shape[-2:], -torch.inf).triu(1) if attention_mask is None else attention_mask
+        if (indices := kwargs.get("indices")) is not None:  # sparse attention: the keys that each query chose
+            chosen = (indices[:, :, :, None] == torch.arange(k.shape[2])).any(dim=2)
             logits = logits.masked_fill(~chosen[:, None], -torch.inf)
-        if kwargs.get("block_indices") is not None:  # the blocks of keys that each group of heads chose
-            block = torch.arange(k.shape[2]) // module.config.index_block_size
-            chosen = (kwargs["block_indices"][..., None] == block).any(dim=3)
+        if (blocks := kwargs.get("block_indices")) is not None:  # the blocks of keys that each group of heads chose
+            chosen = (blocks[..., None] == torch.arange(k.shape[2]) // module.config.index_block_size).any(dim=3)
             logits = logits.masked_fill(~chosen.repeat_interleave(q.shape[1] // chosen.shape[1], 1), -torch.inf)
         logits = logits.masked_fill(mask < -1e30, -torch.inf) + mask.masked_fill(mask < -1e30, 0)
         total = logits.logsumexp(dim=-1, keepdim=True)
         sink = kwargs.get("s_aux", kwargs.get("sinks"))
         if sink is not None:
-            sink = sink.double().reshape(1, -1, 1, 1) if sink.ndim == 1 else sink.double()
-            total = torch.logaddexp(total, sink)
+            total = torch.logaddexp(total, (sink.reshape(1, -1, 1, 1) if sink.ndim == 1 else sink).double())
         weights = torch.exp(logits - total)
         self.maps.append(weights)
         out = torch.einsum("bhij,bhjd->bihd", weights, v.repeat_interleave(group, 1).double())
@@ -243,15 +232,14 @@ def attention(model: nn.Module, name: str) -> Iterator[None]:
 
 def dense(model: nn.Module, ids: Tensor, legacy: bool) -> tuple[Tensor, Tensor, list[int]]:
     """By dense attention: logits, alpha (samples, targets, layers, heads), and how many keys the last query sees."""
-    record: Oracle | Softmaxes = Softmaxes(ids.shape[1]) if legacy else Oracle()
-    if isinstance(record, Softmaxes):
-        with record:
-            logits = model(ids, use_cache=False).logits
+    if legacy:
+        record = watched = Softmaxes(ids.shape[1])
     else:
+        record, watched = Oracle(), attention(model, "dense")
         AttentionInterface.register("dense", record.attend)
         AttentionMaskInterface.register("dense", eager_mask)
-        with attention(model, "dense"):
-            logits = model(ids, use_cache=False).logits
+    with watched:
+        logits = model(ids, use_cache=False).logits
     weights = torch.stack(record.maps, dim=1)  # (samples, layers, heads, T, T)
     alpha = torch.stack([weights[..., k - 1 :, k - 1].mean(dim=-1) for k in TARGETS], dim=1)
     seen = [sum(bool(x) for x in layer) for layer in (weights[0, :, :, -1] > 0).any(dim=1)]  # keys of the last query
@@ -293,27 +281,26 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
         reports = [[measure(model, x, TARGETS, exact=exact) for exact in (False, True)] for x in ids]
     except ValueError as error:
         return replace(result, refused=str(error))
-    report = reports[-1][0]
-    result.path = report.path
+    result.path = reports[-1][0].path
     for x, both in zip(ids, reports, strict=True):
         eager = model(x, use_cache=False).logits
         scale = float(eager.abs().max())
         logits, alpha, seen = dense(model, x, legacy=result.path == "eager weights")
         result.definition = max(result.definition, float((logits - eager).abs().max()) / scale)
         for exact, report in zip((False, True), both, strict=True):
-            result.alpha = max(result.alpha, float((report.alpha - alpha).abs().max()))
+            gaps = [report.alpha - alpha]
             if report.star is not None:  # what is left of each row, however it was computed
-                both_stars = (report.star - both[0].star).abs().max()
-                result.alpha = max(result.alpha, float(both_stars))
+                gaps.append(report.star - both[0].star)
+            result.alpha = max(result.alpha, *(float(gap.abs().max()) for gap in gaps))
             with capturing(model, Tally(TARGETS, x.shape[1]), exact):
                 during = model(x, use_cache=False).logits
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)
     blocks = len(report.hidden_norms)  # type: ignore[arg-type]
     remarks = [f"attention in {len(report.layers)} of {blocks} blocks"] if len(report.layers) < blocks else []
-    hidden = sorted({count for count in seen if count < lengths[-1]})
+    hidden = [count for count in seen if count < lengths[-1]]
     if hidden:
-        layers = sum(count < lengths[-1] for count in seen)
-        remarks.append(f"{layers} of {len(seen)} layers see {' or '.join(map(str, hidden))} of {lengths[-1]} keys")
+        keys = " or ".join(map(str, sorted(set(hidden))))
+        remarks.append(f"{len(hidden)} of {len(seen)} layers see {keys} of {lengths[-1]} keys")
     remarks += ["learned sink logit"] if report.star is not None else []
     result.remarks = ", ".join(remarks)
     return result

@@ -23,11 +23,10 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from bench import keep, parser, seconds
 
 WAYS = ("blocks", "forward", "measure", "window", "published")
 SETTINGS = ((100, 64), (4, 1024))
@@ -69,132 +68,96 @@ def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
 def published(model: torch.nn.Module, ids: torch.Tensor) -> float:
     """Sink_1 in percent the way of the published evaluation."""
     maps = []
-    for prompt in ids:
-        output = model.generate(
-            prompt[None],
-            attention_mask=torch.ones_like(prompt[None]),
-            max_new_tokens=1,
-            do_sample=False,
-            output_attentions=True,
-            return_dict_in_generate=True,
-        )
+    for prompt in ids[:, None]:
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 1, "do_sample": False}
+        output = model.generate(prompt, **options, output_attentions=True, return_dict_in_generate=True)
         maps.append(output.attentions[0])
     alpha = torch.stack([torch.stack([layer[0, :, :, 0].mean(dim=-1) for layer in layers]) for layers in maps])
     return 100 * float((alpha > 0.3).double().mean())
 
 
-def child(way: str, samples: int, length: int, repeats: int, threads: int | None) -> None:
+def child(way: str, samples: int, length: int, repeats: int) -> None:
     """Time one cell in this process and print it as JSON."""
-    if threads:
-        torch.set_num_threads(threads)
     ids = torch.randint(0, 50257, (samples, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         build(way, ids[:1, :16])()  # imports and first calls
-        work, seconds = build(way, ids), []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - started)
+        work = build(way, ids)
+        took = statistics.median(seconds(work) for _ in range(repeats))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    print(
-        json.dumps(
-            {
-                "way": way,
-                "samples": samples,
-                "length": length,
-                "seconds": statistics.median(seconds),
-                "peak_gib": peak,
-                "threads": torch.get_num_threads(),
-            }
-        )
-    )
+    cell = {"way": way, "samples": samples, "length": length, "seconds": took, "peak_gib": peak}
+    print(json.dumps(cell | {"threads": torch.get_num_threads()}))
 
 
-def run(settings: list[tuple[int, int]], repeats: int, threads: int | None) -> list[dict]:
-    """Every cell, each in a process of its own."""
+def run(settings: list[tuple[int, int]], repeats: int) -> list[dict]:
+    """Every cell, each in a process of its own; ratios are to the blocks alone on the same tokens."""
     cells = []
+    print("samples x T   way            time      ratio     peak memory  ratio")
     for samples, length in settings:
+        blocks: dict = {}
         for way in WAYS:
             if way == ("published" if (samples, length) == LONG else "window"):
                 continue  # the maps of the long text would take 576 GiB; windows are for long texts
             command = [sys.executable, __file__, "--child", way, str(samples), str(length), "--repeats", str(repeats)]
-            command += ["--threads", str(threads)] if threads else []
+            command += ["--threads", str(torch.get_num_threads())]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"{samples} x {length} {way}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
                 continue
-            cells.append(json.loads(done.stdout.splitlines()[-1]))
-            print(row(cells[-1], cells), flush=True)
+            cell = json.loads(done.stdout.splitlines()[-1])
+            cells.append(cell)
+            blocks = blocks or cell
+            time = f"{cell['seconds']:8.2f} s {cell['seconds'] / blocks['seconds']:6.2f} x"
+            memory = f"{cell['peak_gib']:6.2f} GiB {cell['peak_gib'] / blocks['peak_gib']:6.2f} x"
+            print(f"{samples:4d} x {length:<6d} {way:10s} {time}   {memory}", flush=True)
     return cells
 
 
-def in_turns(name: str, rounds: int, threads: int | None) -> dict:
+def in_turns(name: str, rounds: int) -> dict:
     """The blocks and `measure` of a real model on 100 x 64 tokens, in one process and in turns.
 
     The ratio is the median of the rounds' own: over a minute the machine drifts by more than the two differ.
     """
     import sinkutils
 
-    if threads:
-        torch.set_num_threads(threads)
     model, _ = sinkutils.load_lm(name)
     ids = torch.randint(0, model.config.vocab_size, (100, 64), generator=torch.Generator().manual_seed(0))
     ways = {
         "blocks": lambda: model.model(ids, use_cache=False),
         "measure": lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink(),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
     with torch.no_grad():
-        for _ in range(rounds + 1):
-            for way, work in ways.items():
-                started = time.perf_counter()
-                work()
-                seconds[way].append(time.perf_counter() - started)
-    rounds_taken = list(zip(seconds["blocks"][1:], seconds["measure"][1:], strict=True))  # the first one warms up
+        taken = [{way: seconds(work) for way, work in ways.items()} for _ in range(rounds + 1)][1:]  # first: warm-up
     return {
         "model": name,
         "samples": 100,
         "length": 64,
         "threads": torch.get_num_threads(),
-        "blocks_seconds": [blocks for blocks, _ in rounds_taken],
-        "measure_seconds": [measure for _, measure in rounds_taken],
-        "ratio": statistics.median(measure / blocks for blocks, measure in rounds_taken),
+        "blocks_seconds": [took["blocks"] for took in taken],
+        "measure_seconds": [took["measure"] for took in taken],
+        "ratio": statistics.median(took["measure"] / took["blocks"] for took in taken),
     }
 
 
-def row(cell: dict, cells: list[dict]) -> str:
-    """One line of the table; ratios are to the blocks alone on the same tokens."""
-    base = next(
-        c for c in cells if (c["way"], c["samples"], c["length"]) == ("blocks", cell["samples"], cell["length"])
-    )
-    return (
-        f"{cell['samples']:4d} x {cell['length']:<6d} {cell['way']:10s} {cell['seconds']:8.2f} s "
-        f"{cell['seconds'] / base['seconds']:6.2f} x   {cell['peak_gib']:6.2f} GiB "
-        f"{cell['peak_gib'] / base['peak_gib']:6.2f} x"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of a cell, of which the median is shown")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
-    parser.add_argument("--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns")
-    parser.add_argument("--json", type=Path, help="also write the cells to this file")
-    parser.add_argument("--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        way, samples, length = arguments.child
-        child(way, int(samples), int(length), arguments.repeats, arguments.threads)
+    arguments = parser(__doc__)
+    arguments.add_argument("--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)")
+    arguments.add_argument("--repeats", type=int, default=3, help="runs of a cell, of which the median is shown")
+    arguments.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    arguments.add_argument("--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns")
+    arguments.add_argument("--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.child:
+        way, samples, length = options.child
+        child(way, int(samples), int(length), options.repeats)
         return
-    if arguments.model:
-        cells = [in_turns(arguments.model, arguments.repeats, arguments.threads)]
+    if options.model:
+        cells = [in_turns(options.model, options.repeats)]
         print(json.dumps(cells[0]))
     else:
-        print("samples x T   way            time      ratio     peak memory  ratio")
-        cells = run([*SETTINGS, *([LONG] if arguments.long else [])], arguments.repeats, arguments.threads)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(cells, indent=1) + "\n")
+        cells = run([*SETTINGS, *([LONG] if options.long else [])], options.repeats)
+    keep(options.json, cells)
 
 
 if __name__ == "__main__":

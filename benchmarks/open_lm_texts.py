@@ -31,13 +31,13 @@ DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in flo
 QUESTIONS = "hellaswag_1000.jsonl"
 
 
-def pieces(texts: list[str], tokenizer: Any, length: int = LENGTH, n: int = PIECES) -> torch.Tensor:
-    """n pieces of `length` tokens, drawn from all non-overlapping ones of all texts, (n, length)."""
+def pieces(texts: list[str], tokenizer: Any) -> torch.Tensor:
+    """PIECES of LENGTH tokens, drawn from all non-overlapping ones of all texts, (PIECES, LENGTH)."""
     found = []
     for text in texts:
         ids = encode(tokenizer, text)
-        found += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
-    chosen = np.random.default_rng(0).permutation(len(found))[:n]
+        found += [ids[start : start + LENGTH] for start in range(0, len(ids) - LENGTH + 1, LENGTH)]
+    chosen = np.random.default_rng(0).permutation(len(found))[:PIECES]
     return torch.tensor([found[index] for index in chosen])
 
 
@@ -45,28 +45,21 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
     """Sink_1 by kind of text (Fig. 9), with what stood first in training."""
     model, tokenizer = load_lm(name)
     first = BOS if REAL_MODELS[name].bos else TEXT
-    result: dict[str, Any] = {
-        "T": LENGTH,
-        "first": first,
-        "epsilons": list(EPSILONS),
-        "pieces": "drawn from within documents",
-    }
     by: dict[str, Any] = {}
     for entry in json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8")):
         if entry["file"] == QUESTIONS:
             continue
         raw = (folder / entry["file"]).read_bytes()
         ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
-        one = {
-            "sha256": hashlib.sha256(raw).hexdigest(),
-            "from": [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]],
-        }
+        source = [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]
         if first == BOS:
             ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
         report = measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
-        by[entry["pile_domain"]] = one | {first: summary(report)}
+        digest = hashlib.sha256(raw).hexdigest()
+        by[entry["pile_domain"]] = {"sha256": digest, "from": source, first: summary(report)}
         print(name, entry["pile_domain"], report.curve(epsilons=EPSILONS), flush=True)
-    return result | {"by": by}
+    how = {"T": LENGTH, "first": first, "epsilons": list(EPSILONS), "pieces": "drawn from within documents"}
+    return how | {"by": by}
 
 
 def hellaswag(name: str, folder: Path) -> dict[str, Any]:

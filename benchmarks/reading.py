@@ -8,16 +8,15 @@ processes, wall seconds. The ledger of the present code is read from as many rec
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent
+from bench import ROOT, keep, parser, show
+
 RECORDS = 135
 TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 WAYS = {
@@ -43,34 +42,31 @@ def copies(home: Path) -> int:
     from sinkutils.study.grid import config, resolve
     from sinkutils.study.record import read_record, record_folder, write_record
 
-    template = read_record(next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json"))))
+    like = read_record(next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json"))))
     names = [e.name for e in EXPERIMENTS if "laptop" in e.presets and resolve(e.name, "laptop") == e.name]
     plan = [(name, seed) for seed in range(3) for name in names][:RECORDS]
     for name, seed in plan:
         run = dataclasses.replace(config(name, "laptop"), seed=seed)
         target = record_folder("laptop", name, seed, home / "runs")
-        write_record(
-            target, run, template.metrics, template.provenance, corpus=template.config["corpus"], arrays=template.arrays
-        )
+        text = like.config["corpus"]
+        write_record(target, run, like.metrics, like.provenance, corpus=text, arrays=like.arrays)
     return len(plan)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
-    parser.add_argument("--json", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--before", type=Path, help="a checkout of an earlier commit")
+    options = arguments.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         count = copies(Path(folder))
         for way, code in WAYS.items():
-            row = {"what": way, "records": count, "now": round(seconds(code, HERE, Path(folder)), 3)}
+            row = {"what": way, "records": count, "now": round(seconds(code, ROOT, Path(folder)), 3)}
             if options.before:
                 row["before"] = round(seconds(code, options.before, None), 3)
             rows.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            show(row)
+    keep(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Counts of other parts that are in the JSON already stay there. In short: tests/e
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,13 +22,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import ROOT, parser
+
 from sinkutils.study.record import CorruptRecord, read_record
 
-ROOT = Path(__file__).resolve().parent.parent
 WORDS = "attention sink token head query key value softmax norm layer train loss weight decay window prefix".split()
+HITS = {
+    "*/.0-*.tmp": "writing a record",
+    "*/0.partial/*.tmp": "writing a checkpoint",
+    "*/0.partial/*.safetensors": "training, after a checkpoint",
+    "*/0.partial/lock": "training, before a checkpoint",
+}
 SMALLEST_WAIT = 0.002  # between two looks at the files
 
 
@@ -46,40 +53,26 @@ class Sweeps:
 
     def start(self, name: str) -> subprocess.Popen:
         """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
-        command = [
-            sys.executable,
-            "-m",
-            "sinkutils",
-            "sweep",
-            "--preset",
-            self.preset,
-            "--jobs",
-            str(self.jobs),
-            "--seeds",
-            "0",
-            "--only",
-            *self.only,
-            "--runs",
-            str(self.runs(name)),
-            "--engine",
-            self.engine,
-            "--checkpoint-seconds",
-            "0",
-        ]
+        options = f"--preset {self.preset} --jobs {self.jobs} --engine {self.engine} --seeds 0 --checkpoint-seconds 0"
+        command = [sys.executable, "-m", "sinkutils", "sweep", *options.split(), "--runs", str(self.runs(name))]
+        command += ["--only", *self.only]
         environment = dict(os.environ)
         if self.own_text:
             command += ["--corpus", f"path:{self.texts()}"]
             environment["SINKUTILS_CACHE"] = str(self.folder / "cache")
         self.runs(name).mkdir(parents=True, exist_ok=True)
-        with open(self.runs(name).parent / "sweep.log", "ab") as log:
+        with self.log(name).open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=log, stderr=log)
 
     def finish(self, name: str) -> float:
         """Run one sweep to its end; returns the seconds. Raises RuntimeError with its output if it failed."""
         began = time.monotonic()
         if self.start(name).wait() != 0:
-            raise RuntimeError((self.runs(name).parent / "sweep.log").read_text()[-2000:])
+            raise RuntimeError(self.log(name).read_text()[-2000:])
         return time.monotonic() - began
+
+    def log(self, name: str) -> Path:
+        return self.folder / name / "sweep.log"
 
     def runs(self, name: str) -> Path:
         """The folder of the records of the sweeps of that name."""
@@ -95,8 +88,7 @@ class Sweeps:
         if not folder.exists():
             new = Path(tempfile.mkdtemp(dir=self.folder))
             for index in range(400):
-                text = " ".join(rng.choices(WORDS, k=rng.randint(100, 300)))
-                (new / f"{index}.txt").write_text(text)
+                (new / f"{index}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(100, 300))))
             new.rename(folder)
         return folder
 
@@ -111,10 +103,8 @@ class Sweeps:
 
     def trainings(self, name: str) -> dict[str, int]:
         """How often each run was begun: every training shows a progress bar, which the log of the run keeps."""
-        logs = self.runs(name).parent / "logs" / self.preset
-        return {
-            one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", (logs / f"{one}-0.log").read_text())) for one in self.only
-        }
+        logs = {one: self.folder / name / "logs" / self.preset / f"{one}-0.log" for one in self.only}
+        return {one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", log.read_text())) for one, log in logs.items()}
 
 
 def kill_at_random(
@@ -126,29 +116,26 @@ def kill_at_random(
     and none that was there may be missing, and at the end of a round all must be `expected`, byte for byte. Returns
     counts. Raises AssertionError or CorruptRecord, which names the file, for the first that is not so.
     """
-    rng, hit, rounds, before = random.Random(seed), Counter[str](), 0, {}
-    name = ""
-    for _start in range(20 * kills + 20):
-        if not name:
-            rounds, before = rounds + 1, {}
-            name = f"killed-{rounds}"
-        began, process = time.time(), sweeps.start(name)
-        if hit.total() < kills and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            hit[what_was_hit(sweeps.records(name), began)] += 1
-        else:
-            process.wait()
-            seconds = max(time.time() - began, seconds / 2)  # what else runs on the machine changes with time
-        after = sweeps.results(name)
-        assert before.items() <= after.items(), f"a record was lost or changed: {set(before) - set(after)}"
-        assert after.items() <= expected.items(), f"other results: {[k for k in after if after[k] != expected[k]]}"
-        before = after
-        if len(after) == len(expected):
-            name = ""
-            if hit.total() == kills:
-                return {"kills": kills, "rounds": rounds, "records": rounds * len(expected), "hit": dict(hit)}
-    raise AssertionError(f"after {rounds} rounds and {hit.total()} kills {name} is not complete")
+    rng, hit, rounds, starts = random.Random(seed), Counter[str](), 0, 0
+    while hit.total() < kills:
+        rounds += 1
+        name, before = f"killed-{rounds}", {}
+        while len(before) < len(expected):
+            starts += 1
+            assert starts <= 20 * kills + 20, f"after {rounds} rounds and {hit.total()} kills {name} is not complete"
+            began, process = time.time(), sweeps.start(name)
+            if hit.total() < kills and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                hit[what_was_hit(sweeps.records(name), began)] += 1
+            else:
+                process.wait()
+                seconds = max(time.time() - began, seconds / 2)  # what else runs on the machine changes with time
+            after = sweeps.results(name)
+            assert before.items() <= after.items(), f"a record was lost or changed: {set(before) - set(after)}"
+            assert after.items() <= expected.items(), f"other results: {[k for k in after if after[k] != expected[k]]}"
+            before = after
+    return {"kills": kills, "rounds": rounds, "records": rounds * len(expected), "hit": dict(hit)}
 
 
 def wait_for_an_instant(process: subprocess.Popen, runs: Path, seconds: float, rng: random.Random) -> bool:
@@ -176,21 +163,14 @@ def tree(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Every file below a folder with its size and time of change, whatever comes and goes meanwhile."""
     for parent, _, files in os.walk(folder):
         for file in files:
-            try:
+            with suppress(FileNotFoundError):
                 stat = os.stat(os.path.join(parent, file))
-            except FileNotFoundError:
-                continue
-            yield os.path.join(parent, file), stat.st_size, stat.st_mtime_ns
+                yield os.path.join(parent, file), stat.st_size, stat.st_mtime_ns
 
 
 def what_was_hit(folder: Path, began: float) -> str:
     """What a kill interrupted, by the files that the killed sweep had touched since it began."""
-    for pattern, what in (
-        ("*/.0-*.tmp", "writing a record"),
-        ("*/0.partial/*.tmp", "writing a checkpoint"),
-        ("*/0.partial/*.safetensors", "training, after a checkpoint"),
-        ("*/0.partial/lock", "training, before a checkpoint"),
-    ):
+    for pattern, what in HITS.items():
         if any(path.stat().st_mtime >= began for path in folder.glob(pattern)):
             return what
     return "starting or ending"
@@ -198,9 +178,8 @@ def what_was_hit(folder: Path, began: float) -> str:
 
 def two_at_once(sweeps: Sweeps, name: str = "twice") -> dict[str, int]:
     """Start two sweeps of the same runs at the same time; returns how often each run was trained."""
-    processes = [sweeps.start(name) for _ in range(2)]
-    codes = [process.wait() for process in processes]
-    assert codes == [0, 0], (sweeps.runs(name).parent / "sweep.log").read_text()[-2000:]
+    codes = [process.wait() for process in [sweeps.start(name) for _ in range(2)]]
+    assert codes == [0, 0], sweeps.log(name).read_text()[-2000:]
     return sweeps.trainings(name)
 
 
@@ -214,11 +193,10 @@ def damage(folder: Path) -> dict[str, int]:
     for path in sorted(folder.iterdir()):
         blob = path.read_bytes()
         counts["files"] += 1
-        flips = ((b"%b%c%b" % (blob[:i], blob[i] ^ 1, blob[i + 1 :]), "flipped") for i in range(len(blob)))
-        cuts = ((blob[:i], "cut") for i in range(len(blob)))
-        for damaged in (flips, cuts):
-            for data, kind in damaged:
-                path.write_bytes(data)
+        for i, byte in enumerate(blob):
+            flipped = b"%b%c%b" % (blob[:i], byte ^ 1, blob[i + 1 :])
+            for kind, damaged in (("flipped", flipped), ("cut", blob[:i])):
+                path.write_bytes(damaged)
                 counts[kind] += 1
                 try:
                     read_record(folder)
@@ -256,15 +234,16 @@ def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int)
-    parser.add_argument("--damage", action="store_true")
-    parser.add_argument("--cases", type=int)
-    parser.add_argument("--efficiency", action="store_true")
-    parser.add_argument("--preset", default="laptop", help="of --efficiency")
-    parser.add_argument("--only", nargs="+", default=["fixed_1", "k_bias", "kv_bias", "v_bias"], help="of --efficiency")
-    parser.add_argument("--json", type=Path, help="also write the counts to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--kills", type=int)
+    arguments.add_argument("--damage", action="store_true")
+    arguments.add_argument("--cases", type=int)
+    arguments.add_argument("--efficiency", action="store_true")
+    arguments.add_argument("--preset", default="laptop", help="of --efficiency")
+    arguments.add_argument(
+        "--only", nargs="+", default=["fixed_1", "k_bias", "kv_bias", "v_bias"], help="of --efficiency"
+    )
+    options = arguments.parse_args()
     made: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -7,17 +7,16 @@ peers so that a busy machine slows both; the best round of each counts. The matm
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.training.run import next_token_loss
@@ -26,14 +25,14 @@ SHAPES = {64: (4, 64, 32), 128: (6, 128, 16), 256: (6, 256, 8)}  # d: (layers, c
 HEADS, VOCAB = 4, 1024
 
 
-def llama_step(hidden_size: int, layers: int, context: int, batch: int) -> Callable[[], None]:
-    """One training step of the peer, in float32 as it comes."""
+def peers(size: int, compiled: bool) -> dict[str, Callable[[], None]]:
+    """A training step of the peer, in float32 as it comes, and of ours in both precisions, eager and compiled."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
+    layers, context, batch = SHAPES[size]
+    common = {"vocab_size": VOCAB, "hidden_size": size, "intermediate_size": 2 * size}
+    theirs = LlamaConfig(
+        **common,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         max_position_embeddings=context,
@@ -41,31 +40,20 @@ def llama_step(hidden_size: int, layers: int, context: int, batch: int) -> Calla
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config)
-    ids = torch.randint(0, VOCAB, (batch, context))
-    return _step(model, lambda: model(input_ids=ids, labels=ids).loss)
+    ours = LMConfig(**common, num_layers=layers, num_heads=HEADS, context_length=context)
+    ids, chunks = torch.randint(0, VOCAB, (batch, context)), torch.randint(0, VOCAB, (batch, context + 1))
+    llama = LlamaForCausalLM(theirs)
+    steps = {"llama fp32": _step(llama, lambda: llama(input_ids=ids, labels=ids).loss)}
+    for name in ("ours fp32", "ours bf16", *(["ours compiled bf16"] if compiled else [])):
+        steps[name] = _our_step(TransformerLM(ours), chunks, name)
+    return steps
 
 
-def our_step(
-    hidden_size: int, layers: int, context: int, batch: int, precision: str, compiled: bool = False
-) -> Callable[[], None]:
-    """One training step of TransformerLM, in float32 or under bf16 autocast, eager or compiled."""
-    model = TransformerLM(
-        LMConfig(
-            vocab_size=VOCAB,
-            hidden_size=hidden_size,
-            intermediate_size=2 * hidden_size,
-            num_layers=layers,
-            num_heads=HEADS,
-            context_length=context,
-        )
-    )
-    chunks = torch.randint(0, VOCAB, (batch, context + 1))
-
-    forward = torch.compile(next_token_loss) if compiled else next_token_loss
+def _our_step(model: TransformerLM, chunks: torch.Tensor, name: str) -> Callable[[], None]:
+    forward = torch.compile(next_token_loss) if "compiled" in name else next_token_loss
 
     def loss() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=name.endswith("bf16")):
             return forward(model, chunks)
 
     return _step(model, loss)
@@ -83,14 +71,6 @@ def _step(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[
     return step
 
 
-def seconds(work: Callable[[], None], repeats: int) -> float:
-    """Mean seconds of `work` over `repeats` calls."""
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    return (time.perf_counter() - start) / repeats
-
-
 def before(checkout: Path, size: int) -> int:
     """Tokens/s of the compiled bf16 step of an earlier commit, by its own benchmark."""
     with tempfile.TemporaryDirectory() as folder:
@@ -102,42 +82,27 @@ def before(checkout: Path, size: int) -> int:
     return next(row["tokens_per_second"] for row in rows if row["who"] == "ours compiled bf16")
 
 
-def matmul_peak(dtype: torch.dtype) -> float:
-    """The best matmul rate this thread reaches, in FLOP/s."""
-    a, b = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
-    a @ b
-    return 2 * 2048**3 / min(seconds(lambda: a @ b, 3) for _ in range(3))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="steps a round")
-    parser.add_argument("--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)")
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit; implies --compile")
-    parser.add_argument("--json", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=10, help="steps a round")
+    arguments.add_argument("--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)")
+    arguments.add_argument("--before", type=Path, help="a checkout of an earlier commit; implies --compile")
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     peaks = {"fp32": matmul_peak(torch.float32), "bf16": matmul_peak(torch.bfloat16)}
     print(f"matmul peak, one thread: fp32 {peaks['fp32'] / 1e9:.0f}, bf16 {peaks['bf16'] / 1e9:.0f} GFLOP/s")
     rows = []
     for size in options.sizes:
         layers, context, batch = SHAPES[size]
-        shape = (size, layers, context, batch)
         torch.compiler.reset()  # or the second size would be compiled for shapes that vary, which no training is
-        peers = {
-            "llama fp32": llama_step(*shape),
-            "ours fp32": our_step(*shape, "fp32"),
-            "ours bf16": our_step(*shape, "bf16"),
-        }
-        if options.compile or options.before:
-            peers["ours compiled bf16"] = our_step(*shape, "bf16", compiled=True)
-        best = dict.fromkeys(peers, float("inf"))
-        for step in peers.values():
+        steps = peers(size, compiled=bool(options.compile or options.before))
+        best = dict.fromkeys(steps, float("inf"))
+        for step in steps.values():
             seconds(step, 2)
         for _ in range(options.rounds):
-            for name, step in peers.items():
+            for name, step in steps.items():
                 best[name] = min(best[name], seconds(step, options.steps))
         if options.before:
             best["before, compiled bf16"] = batch * context / before(options.before.resolve(), size)
@@ -154,9 +119,8 @@ def main() -> None:
                 "share_of_matmul_peak": round(flops / took / peaks[name.split()[-1]], 2),
             }
             rows.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"peaks_flops": peaks, "rows": rows}, indent=1) + "\n")
+            show(row)
+    keep(options.json, {"peaks_flops": peaks, "rows": rows})
 
 
 if __name__ == "__main__":

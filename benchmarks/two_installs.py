@@ -8,7 +8,6 @@ differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import ROOT, keep, parser
+
 TEN_MORE = "attrs requests click jinja2 scipy rich pytz docutils simplejson tabulate".split()
 HASHES = """
 import hashlib, json
@@ -42,15 +42,12 @@ def hashes(folder: Path, more: list[str]) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the hashes here")
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         plain, more = (hashes(Path(folder, name), extra) for name, extra in (("plain", []), ("more", TEN_MORE)))
     for name in plain:
         print(f"{'same' if plain[name] == more[name] else 'DIFFERENT'}: {name} {plain[name]}")
-    if options.json:
-        options.json.write_text(json.dumps({"plain": plain, "more": more}, indent=1) + "\n", encoding="utf-8")
+    keep(options.json, {"plain": plain, "more": more})
     return int(plain != more)
 
 

@@ -77,18 +77,16 @@ def device(name: str | torch.device | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = "device must be cpu, cuda, cuda:0, .. or mps"
     try:
         target = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps; got {name!r}") from error
-    if target.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise ValueError(f"device must be cpu, cuda, cuda:0, .. or mps, where a model has weights; got {name!r}")
+        raise ValueError(f"{wanted}; got {name!r}") from error
+    has_weights = target.type in ("cpu", "cuda", "mps", "xpu")
+    require(has_weights, f"{wanted}, where a model has weights; got {name!r}")
     if target.type != "cpu":
         module = torch.get_device_module(target)
         count = module.device_count() if module.is_available() else 0
-        require(
-            (target.index or 0) < count,
-            f"device {str(name)!r} was asked for, but PyTorch sees "
-            f"{count or 'none'} of that kind here: give another, or cpu",
-        )
+        seen = f"PyTorch sees {count or 'none'} of that kind here: give another, or cpu"
+        require((target.index or 0) < count, f"device {str(name)!r} was asked for, but {seen}")
     return target

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sinkutils.checks import require
+
 if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
 
@@ -36,38 +38,37 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
     """Let `build` fill a temporary folder and give it its name when it is complete and on disk.
 
     A process that builds the same corpus at the same time does so in its own folder; the first to finish wins.
-    Raises OSError where the files cannot be written; nothing half-written is left then.
     """
+    root = folder.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for old in folder.parent.glob(".build-*"):  # left by processes that were killed
+        root.mkdir(parents=True, exist_ok=True)
+        for old in root.glob(".build-*"):  # left by processes that were killed
             if time.time() - old.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(old, ignore_errors=True)
-        new = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+        scratch = tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True)
     except OSError as error:
-        reason = f"cannot write the token cache below {folder.parent}: set SINKUTILS_CACHE"
-        raise OSError(error.errno, reason) from error
+        raise OSError(error.errno, f"cannot write the token cache below {root}: set SINKUTILS_CACHE") from error
     try:
-        build(new)
-        for file in new.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        _put_in_place(new, folder)
+        with scratch:
+            new = Path(scratch.name)
+            build(new)
+            for file in new.iterdir():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+            _put_in_place(new, folder)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            reason = f"no room for the token cache of {name!r} below {folder.parent}: free some or set SINKUTILS_CACHE"
-            raise OSError(error.errno, reason) from error
-        raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        reason = f"no room for the token cache of {name!r} below {root}: free some or set SINKUTILS_CACHE"
+        raise OSError(error.errno, reason) from error
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
     try:
         new.rename(folder)
-    except OSError:  # there is one already
+    except OSError:
         try:
-            verified(folder)  # of another process that was faster
+            verified(folder)  # another process was faster
         except ValueError:
             damaged = folder.rename(new.with_name(f"{new.name}-damaged"))
             new.rename(folder)
@@ -76,10 +77,17 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write meta.json, with the SHA-256 of every other file in the folder and of itself."""
-    states = {file.name: _state(file, _file_digest(file)) for file in sorted(folder.iterdir()) if file.name != HASHED}
+    files = [file for file in sorted(folder.iterdir()) if file.name != HASHED]
+    states = {file.name: [_file_digest(file), *file_state(file)] for file in files}
     meta = meta | {"files": {name: digest for name, (digest, *_) in states.items()}}
     (folder / "meta.json").write_text(json.dumps(meta | {"sha256": _meta_digest(meta)}, indent=1), encoding="utf-8")
     _write_hashed(folder, states)
+
+
+def file_state(file: Path) -> list[int]:
+    """Size and time of change, which tell a file from what stood there before."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def verified(folder: Path) -> dict[str, Any]:
@@ -90,15 +98,14 @@ def verified(folder: Path) -> dict[str, Any]:
     try:
         hashed = json.loads((folder / HASHED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        hashed = None
+        hashed = {}
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta.pop("sha256") != _meta_digest(meta):
             raise ValueError("meta.json does not match its checksum")
-        states = {name: _state(folder / name, digest) for name, digest in meta["files"].items()}
+        states = {name: [digest, *file_state(folder / name)] for name, digest in meta["files"].items()}
         for name, state in states.items():
-            known = isinstance(hashed, dict) and hashed.get(name) == state
-            if not known and _file_digest(folder / name) != state[0]:
+            if hashed.get(name) != state and _file_digest(folder / name) != state[0]:
                 raise ValueError(f"{name} does not match its checksum")
     except (OSError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -114,16 +121,16 @@ def pack_corpus(corpus: Corpus, file: str | Path) -> None:
     """
     folder, file = corpus.folder, Path(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    sizes = {name: (folder / name).stat().st_size for name in CACHE_FILES}
     # Tuned to 16-bit tokens (lp, pb: aligned to two bytes); documents are in random order, so the window is as large
     # as the files, up to 256 MiB (which is what reading takes; writing takes ten times as much).
-    size = sum((folder / name).stat().st_size for name in CACHE_FILES)
-    window = min(max(size, 2**16), 2**28)
+    window = min(max(sum(sizes.values()), 2**16), 2**28)
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": window, "lc": 3, "lp": 1, "pb": 1}]
     try:
         with lzma.open(temporary, "wb", filters=filters) as xz, tarfile.open(fileobj=xz, mode="w|") as tar:
-            for name in CACHE_FILES:
+            for name, size in sizes.items():
                 member = tarfile.TarInfo(name)
-                member.size = (folder / name).stat().st_size
+                member.size = size
                 with (folder / name).open("rb") as opened:
                     tar.addfile(member, opened)
         temporary.replace(file)
@@ -132,7 +139,7 @@ def pack_corpus(corpus: Corpus, file: str | Path) -> None:
 
 
 def unpack(file: Path, vocab_size: int, folder: Path) -> None:
-    """The reverse of `pack_corpus`. Raises ValueError for a file that is not whole or has too large a vocabulary."""
+    """The reverse of `pack_corpus`."""
     try:
         with lzma.open(file) as xz, tarfile.open(fileobj=xz, mode="r|") as tar:
             for member in tar:
@@ -141,20 +148,15 @@ def unpack(file: Path, vocab_size: int, folder: Path) -> None:
         meta = verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
         raise ValueError(f"{file} is not a complete file of pack_corpus: {error}") from error
-    if meta["vocab_size"] > vocab_size:
-        raise ValueError(f"{file} has a vocabulary of {meta['vocab_size']}: vocab_size must be at least that")
+    size = meta["vocab_size"]
+    require(size <= vocab_size, f"{file} has a vocabulary of {size}: vocab_size must be at least that")
 
 
 def _meta_digest(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
 
 
-def _state(file: Path, digest: str) -> list[str | int]:
-    stat = file.stat()
-    return [digest, stat.st_size, stat.st_mtime_ns]
-
-
-def _write_hashed(folder: Path, states: dict[str, list[str | int]]) -> None:
+def _write_hashed(folder: Path, states: dict[str, list]) -> None:
     with contextlib.suppress(OSError):  # a cache that cannot be written is hashed each time; half a file counts as none
         (folder / HASHED).write_text(json.dumps(states), encoding="utf-8")
 

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, write_whole
+from sinkutils.data.cache import SPLITS, cache_root, file_state, unpack, verified, write_meta, write_whole
 from sinkutils.data.embedded import split_fraction, text_digest
 from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
 
@@ -33,23 +33,18 @@ FORMAT = 4  # raised when the files or the way they are made change
 
 
 class Corpus:
-    """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS.
-
-    Attributes: name, vocab_size, tokenizer, eos_id, bos_id, fix_id (x_fix of Section 5, a token that occurs in no
-    text), first_text_id (the first id that is not special), fingerprint (SHA-256 of text and tokenizer).
-    """
+    """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS."""
 
     def __init__(self, folder: Path) -> None:
         """Open a cache folder. Raises ValueError where it is not complete and intact."""
-        meta = verified(folder)
-        self.folder = folder
+        self.folder, meta = folder, verified(folder)
         self.name: str = meta["name"]
-        self.fingerprint: str = meta["fingerprint"]
+        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of text and tokenizer
         self.vocab_size: int = meta["vocab_size"]
         self.eos_id: int = meta["eos_id"]
         self.bos_id: int = meta["bos_id"]
-        self.fix_id: int = meta["fix_id"]
-        self.first_text_id: int = meta["first_text_id"]
+        self.fix_id: int = meta["fix_id"]  # x_fix of Section 5, a token that occurs in no text
+        self.first_text_id: int = meta["first_text_id"]  # the first that is not special
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
         self._tokens: dict[tuple[str, bool], np.ndarray] = {
             (split, False): np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS
@@ -92,8 +87,8 @@ class Corpus:
 class Source:
     """What a corpus is made of: its documents, what they depend on, and a default cap on the tokens."""
 
-    documents: Callable[[bool], Iterator[str]]
-    version: Callable[[], object]
+    documents: Callable[[], Iterator[str]]
+    version: object
     max_tokens: int | None = None
 
 
@@ -103,15 +98,13 @@ EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
     "embedded": embedded.everything,
     **{f"domain:{name}": partial(embedded.domain, name) for name in embedded.DOMAINS},
 }
+ON_THE_HUB = {"wikitext": "hub:Salesforce/wikitext/wikitext-103-raw-v1"}
 
 
 def corpus_names() -> list[str]:
     """What load_corpus takes: names, and forms with what to fill in between < and >."""
-    return [
-        *EMBEDDED,
-        *("wikitext", "pile", "pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>"),
-        "packed:<file of pack_corpus>",
-    ]
+    forms = ["pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>", "packed:<file of pack_corpus>"]
+    return [*EMBEDDED, *ON_THE_HUB, "pile", *forms]
 
 
 def public_name(name: str) -> str:
@@ -153,12 +146,11 @@ def load_corpus(
         file = Path(name.removeprefix("packed:"))
         if not file.is_file():
             raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
-        version: object = [file.stat().st_size, file.stat().st_mtime_ns]
+        version: object = file_state(file)
         build = partial(unpack, file, vocab_size)
     else:
-        source = _source(name)
-        version = source.version()
-        max_tokens = max_tokens or source.max_tokens
+        source = _source(name, progress)
+        version, max_tokens = source.version, max_tokens or source.max_tokens
         build = partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
@@ -173,34 +165,25 @@ def load_corpus(
     return Corpus(folder)
 
 
-def _source(name: str) -> Source:
-    kind, _, rest = name.partition(":")
+def _source(name: str, progress: bool) -> Source:
+    kind, _, rest = ON_THE_HUB.get(name, name).partition(":")
     if name in EMBEDDED:
-        return Source(EMBEDDED[name], embedded.installed_versions)
-    if name == "wikitext":
-        return _hub_source(lambda: external.hub("Salesforce/wikitext", "wikitext-103-raw-v1"))
+        return Source(partial(EMBEDDED[name], progress), embedded.installed_versions())
     if name == "pile":
-        return _hub_source(external.pile)
+        return Source(external.pile, "hub", HUB_TOKENS)
     if kind == "pile" and rest in external.PILE_WEIGHTS:
-        return _hub_source(lambda: external.pile_domain(rest))
+        return Source(partial(external.pile_domain, rest), "hub", HUB_TOKENS)
     if kind == "hub" and rest:
-        owner, *more = rest.split("/", 2)
-        dataset, config = "/".join([owner, *more[:1]]), more[1] if len(more) > 1 else None
-        return _hub_source(lambda: external.hub(dataset, config))
+        owner, *more = rest.split("/", 2)  # a config may have a slash in its name
+        return Source(partial(external.hub, "/".join([owner, *more[:1]]), *more[1:]), "hub", HUB_TOKENS)
     if kind == "path" and rest:
         path = Path(rest).expanduser()
-        return Source(
-            lambda progress: external.local(path),
-            lambda: [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in external.local_files(path)],
-        )
+        version = [[str(file.resolve()), *file_state(file)] for file in external.local_files(path)]
+        return Source(lambda: external.local(path), version)
     if name and os.path.exists(os.path.expanduser(name)):
         raise ValueError(f"unknown corpus {name!r}: for the text in that folder or file say 'path:{name}'")
     hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})" if kind == "pile" else ""
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(corpus_names())}{hint}")
-
-
-def _hub_source(documents: Callable[[], Iterator[str]]) -> Source:
-    return Source(lambda progress: documents(), lambda: "hub", HUB_TOKENS)
 
 
 def _build(
@@ -217,17 +200,12 @@ def _build(
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    unique = _unique(source.documents(progress))
-    sample, size = [], 0
-    for digest, text in unique:
-        sample.append((digest, text))
-        size += len(text)
-        if size >= SAMPLE_CHARACTERS:
-            break
+    unique = _unique(source.documents())
+    sample = next(_batches(unique, SAMPLE_CHARACTERS))
     if len(sample) < len(SPLITS):
         few = f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one a split"
         raise ValueError(f"{few}: give more text, or cut it into more files or lines")
-    complete = size < SAMPLE_CHARACTERS
+    complete = sum(len(text) for _, text in sample) < SAMPLE_CHARACTERS
     probe_below, valid_below = _thresholds([split_fraction(digest) for digest, _ in sample], complete)
 
     def split_of(digest: bytes) -> str:
@@ -236,26 +214,27 @@ def _build(
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     special = special_ids(tokenizer, tokenizer_name)
-    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    vocabulary = tokenizer.get_vocab_size()
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
-    fingerprint, written = hashlib.sha256(serialised), 0
+    fingerprint, written = hashlib.sha256(serialised), dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         options = {"unit": "tokens", "unit_scale": True, "disable": not progress, "leave": False}
         bar = stack.enter_context(tqdm(desc=f"tokenising {name}", **options))
         for digest, ids in _encode(tokenizer, chain(sample, unique)):
-            if max_tokens and written + len(ids) + 1 > max_tokens:
+            size, split = len(ids) + 1, split_of(digest)
+            if max_tokens and sum(written.values()) + size > max_tokens:
                 break
-            files[split_of(digest)].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
+            files[split].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
             fingerprint.update(digest)
-            written += len(ids) + 1
-            bar.update(len(ids) + 1)
-    empty = [split for split in SPLITS if (folder / f"{split}.bin").stat().st_size == 0]
-    lacking = f"corpus {name!r} has no document for {', '.join(empty)} in {written} tokens"
-    require(not empty, f"{lacking}: give more text or a larger max_tokens")
+            written[split] += size
+            bar.update(size)
+    lacking = ", ".join(split for split, size in written.items() if size == 0)
+    few = f"corpus {name!r} has no document for {lacking} in {sum(written.values())} tokens"
+    require(not lacking, f"{few}: give more text or a larger max_tokens")
     meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
     write_meta(folder, meta | special)
 
@@ -271,18 +250,23 @@ def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
             yield digest, text
 
 
+def _batches(documents: Iterable[tuple[bytes, str]], characters: int) -> Iterator[list[tuple[bytes, str]]]:
+    """The documents in lists of at least so many characters; the last has what is left."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
 def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
     """The token ids of each document, without special tokens; many at once, because the tokenizer has threads."""
-    batch: list[tuple[bytes, str]] = []
-    size = 0
-    for document in chain(documents, [None]):
-        if document is not None:
-            batch.append(document)
-            size += len(document[1])
-        if document is None or size >= BATCH_CHARACTERS:
-            encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-            yield from ((digest, encoding.ids) for (digest, _), encoding in zip(batch, encodings, strict=True))
-            batch, size = [], 0
+    for batch in _batches(documents, BATCH_CHARACTERS):
+        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        yield from ((digest, encoding.ids) for (digest, _), encoding in zip(batch, encodings, strict=True))
 
 
 def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:

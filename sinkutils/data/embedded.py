@@ -54,8 +54,10 @@ def installed() -> dict[str, Distribution | None]:
     """The distributions whose text is used, by name; None for those that are not installed with a list of files."""
     packages: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
-        with contextlib.suppress(PackageNotFoundError):  # .files would parse every line, at each opening of the text
-            packages[name] = package if (package := distribution(name)).read_text("RECORD") is not None else None
+        with contextlib.suppress(PackageNotFoundError):
+            package = distribution(name)
+            if package.read_text("RECORD") is not None:  # .files would parse every line, at each opening of the text
+                packages[name] = package
     return packages
 
 
@@ -109,7 +111,6 @@ def domain(name: str, progress: bool = True) -> Iterator[str]:
     prose: docstrings; python: code without comments and docstrings; c-headers: from the first declaration on;
     licences: LICENSE, COPYING and NOTICE files; data: JSON, CSV, TOML and the like.
     In the order of split_fraction of the whole file, so those that a corpus keeps for probing come first.
-    Raises ValueError for an unknown name.
     """
     choice("domain", name, DOMAINS)
     if name == "prose":
@@ -130,8 +131,7 @@ def docstrings_of(source: str) -> list[str]:
     Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
     all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    texts = [inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source)]
-    return [text for text in texts if text]
+    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source))))
 
 
 def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
@@ -164,10 +164,9 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
 def code_only(source: str) -> str:
     """Python source without comments and docstrings, so that it shares no text with the prose domain."""
     comments = (match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
-    removed = sorted(match.span() for match in (*comments, *_docstring_matches(source)))
     code, end = "", 0
-    for start, next_end in removed:
-        code += source[end:start].rstrip("rRuU") if source[start] != "#" else source[end:start]
+    for start, next_end in sorted(match.span() for match in (*comments, *_docstring_matches(source))):
+        code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
         end = next_end
     code += source[end:]
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
@@ -202,11 +201,8 @@ def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
     files = [path for path in _standard_library() if wanted(path.name)]
     distributions = installed()
     if missing := [name for name, package in distributions.items() if package is None]:
-        warnings.warn(
-            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what pyproject.toml "
-            "pins, or bring a file of pack_corpus",
-            stacklevel=2,
-        )
+        lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
+        warnings.warn(f"{lacking}: install what pyproject.toml pins, or bring a file of pack_corpus", stacklevel=2)
     for package in filter(None, distributions.values()):
         for file in package.files or ():
             outside = file.parts[0] == ".." or (not dist_info and file.parts[0].endswith("-info"))

@@ -12,6 +12,7 @@ from sinkutils.checks import first_line
 
 TEXT_FIELDS = ("text", "content")
 TEXT_SUFFIXES = (".txt", ".md")
+ROLES = ("system", "user", "assistant")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
 
 # The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
@@ -45,10 +46,7 @@ PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its shar
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
-    """The documents of the train split of a hub data set, streamed; the text field is "text" or "content".
-
-    Raises ConnectionError where the hub cannot be reached, ValueError for an unknown config or text field.
-    """
+    """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
     field = None
     for row in _stream(dataset, config):
         field = field or next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
@@ -63,11 +61,11 @@ def pile() -> Iterator[str]:
 
     A document is taken where its domain is not ahead of its share of the text so far, counted in characters.
     """
-    total_weight = sum(PILE_WEIGHTS.values())
+    whole = sum(PILE_WEIGHTS.values())
     taken: Counter[str] = Counter()
     for row in _stream(PILE, None):
         text, name = row["text"], row["meta"]["pile_set_name"]
-        share = PILE_WEIGHTS.get(name, 0) / total_weight
+        share = PILE_WEIGHTS.get(name, 0) / whole
         if share and taken[name] <= share * (taken.total() + PILE_SLACK):
             taken[name] += len(text)
             yield text
@@ -79,19 +77,13 @@ def pile_domain(name: str) -> Iterator[str]:
 
 
 def conversations(dataset: str, split: str = "train") -> Iterator[list[dict[str, str]]]:
-    """The conversations of a hub data set of chats, streamed: lists of messages, each with a role and its content.
-
-    Raises ConnectionError where the hub cannot be reached, ValueError for an unknown split or where there are none.
-    """
-    for number, row in enumerate(_stream(dataset, None, split), start=1):
-        yield messages_of(row, f"data set {dataset!r}, row {number}")
+    """The conversations of a hub data set of chats, streamed: lists of messages, each with a role and its content."""
+    rows = enumerate(_stream(dataset, None, split), start=1)
+    return (messages_of(row, f"data set {dataset!r}, row {number}") for number, row in rows)
 
 
 def local_conversations(file: Path) -> Iterator[list[dict[str, str]]]:
-    """The conversations of a .jsonl file, a line each, of the same shape as `conversations`.
-
-    Raises FileNotFoundError where there is no such file, ValueError for a line that is not what it should be.
-    """
+    """The conversations of a .jsonl file, a line each, of the same shape as `conversations`."""
     if not file.is_file() or file.suffix.lower() != ".jsonl":
         raise FileNotFoundError(f"instructions path:{file}: there is no such .jsonl file")
     return (messages_of(row, where) for where, row in _json_lines(file))
@@ -101,14 +93,10 @@ def messages_of(row: Any, where: str) -> list[dict[str, str]]:
     """The messages of a row, as ultrachat has them. Raises ValueError, saying where, for any other shape."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not all(
-        isinstance(message, dict)
-        and message.get("role") in ("system", "user", "assistant")
-        and isinstance(message.get("content"), str)
-        for message in messages
+        isinstance(one, dict) and one.get("role") in ROLES and isinstance(one.get("content"), str) for one in messages
     ):
-        raise ValueError(
-            f'{where}: expected "messages", a list of {{"role": system, user or assistant, "content": text}}'
-        )
+        shape = '"messages", a list of {"role": system, user or assistant, "content": text}'
+        raise ValueError(f"{where}: expected {shape}")
     return messages
 
 
@@ -117,7 +105,6 @@ def local(path: Path) -> Iterator[str]:
 
     A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs where they are longer
     than PIECE_CHARACTERS, because the splits are made by document: a novel or three have text for each.
-    Raises ValueError for a line or file that is not what its name says.
     """
     for file in local_files(path):
         if file.suffix.lower() == ".jsonl":
@@ -125,24 +112,20 @@ def local(path: Path) -> Iterator[str]:
                 if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                     raise ValueError(f'{where}: expected an object with a string under "text", got {row!r:.60}')
                 yield row["text"]
-            continue
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-        yield from _pieces(text)
+        else:
+            try:
+                yield from _pieces(file.read_text(encoding="utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def local_files(path: Path) -> list[Path]:
-    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name.
-
-    Raises FileNotFoundError where there are none.
-    """
+    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
     suffixes = (*TEXT_SUFFIXES, ".jsonl")
     if not path.exists():
         raise FileNotFoundError(f"corpus path:{path}: there is no such folder or file")
-    candidates = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    files = [file for file in candidates if file.suffix.lower() in suffixes and file.stat().st_size > 0]
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in found if file.suffix.lower() in suffixes and file.is_file() and file.stat().st_size > 0]
     if not files:
         raise FileNotFoundError(f"corpus path:{path}: no {', '.join(suffixes)} file with text in it")
     return files
@@ -155,10 +138,9 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
             where = f"{file}, line {number}"
             if line.strip():
                 try:
-                    value = json.loads(line)
+                    yield where, json.loads(line)
                 except ValueError as error:
                     raise ValueError(f"{where}: not JSON ({error})") from error
-                yield where, value
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -34,10 +34,8 @@ class Pairs(Batches):
     """Conversations as rows (2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
 
     def __init__(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        self.rows = rows
-        self.length = len(rows)
+        self.rows, self.length = rows, len(rows)
         self.tokens = rows[:, 0][np.arange(rows.shape[2]) < lengths[:, None]]
-        self._orders = {}
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Rows by index, (n, 2, C + 1) int64."""
@@ -88,10 +86,8 @@ def conversations_of(source: str) -> Iterator[Conversation]:
     for kind, name, docstring in embedded.definitions_of(source):
         words = docstring.split("\n\n")[0].split()
         if len(words) >= MIN_WORDS:
-            yield [
-                {"role": "user", "content": QUESTIONS[kind].format(name)},
-                {"role": "assistant", "content": " ".join(words)},
-            ]
+            question, answer = QUESTIONS[kind].format(name), " ".join(words)
+            yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[int], list[int]] | None:
@@ -102,15 +98,13 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     """
     ids, targets = list(layout.first), [IGNORED] * len(layout.first)
     for message in messages:
-        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(message["content"].strip()))
-        answer: list[int] = []
-        if message["role"] == "assistant":
-            answer = [*encode(layout.tokenizer, " " + message["content"].strip()), layout.eos_id]
+        role, content = message["role"], message["content"].strip()
+        prompt = encode(layout.tokenizer, TEMPLATES[role].format(content))
+        answer = [*encode(layout.tokenizer, " " + content), layout.eos_id] if role == "assistant" else []
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer
     end = layout.context_length + 1
-    ids, targets = ids[:end], targets[:end]
-    return (ids, targets) if any(target != IGNORED for target in targets) else None
+    return (ids[:end], targets[:end]) if any(target != IGNORED for target in targets[:end]) else None
 
 
 def make_pairs(
@@ -120,11 +114,10 @@ def make_pairs(
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """
-    needed, seen = sum(counts), set()
+    needed, seen, read = sum(counts), set(), 0
     rows = np.empty((needed, 2, layout.context_length + 1), dtype=np.int32)
     rows[:, 0], rows[:, 1] = layout.eos_id, IGNORED
-    lengths = np.zeros(needed, dtype=np.int64)
-    count = read = 0
+    lengths: list[int] = []
     with tqdm(total=needed, desc=f"instructions from {name}", unit="pair", disable=not progress, leave=False) as bar:
         for messages in source:
             read += 1
@@ -134,15 +127,14 @@ def make_pairs(
             if encoded is None:
                 continue
             seen.add(digest)
-            lengths[count] = len(encoded[0])
-            rows[count, :, : lengths[count]] = encoded
-            count += 1
+            rows[len(lengths), :, : len(encoded[0])] = encoded
+            lengths.append(len(encoded[0]))
             bar.update()
-            if count == needed:
+            if len(lengths) == needed:
                 break
-    if count < needed:
+    if len(lengths) < needed:
         within = f"with different answers that begin within C = {layout.context_length} tokens (of {read})"
-        few = f"instructions {name!r} have {count} conversations {within}, and {needed} are needed"
+        few = f"instructions {name!r} have {len(lengths)} conversations {within}, and {needed} are needed"
         raise ValueError(f"{few}: give more, or ask for fewer pairs")
     edges = np.cumsum([0, *counts])
-    return [Pairs(rows[a:b], lengths[a:b]) for a, b in itertools.pairwise(edges)]
+    return [Pairs(rows[a:b], np.array(lengths[a:b])) for a, b in itertools.pairwise(edges)]

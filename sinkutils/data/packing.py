@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -45,7 +46,6 @@ class Batches:
 
     tokens: np.ndarray  # all that the rows hold
     length: int  # number of rows
-    _orders: dict[tuple[int, int], np.ndarray]
 
     def __len__(self) -> int:
         return self.length
@@ -56,19 +56,14 @@ class Batches:
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
-        positions = np.arange(step * size, (step + 1) * size)
-        epochs = positions // self.length
-        indices = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            indices[chosen] = self._permutation(seed, int(epoch))[positions[chosen] % self.length]
-        return self.take(indices)
+        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
+        orders = {epoch: _permutation(self.length, seed, epoch) for epoch in np.unique(epochs).tolist()}
+        return self.take(np.concatenate([order[places[epochs == epoch]] for epoch, order in orders.items()]))
 
-    def _permutation(self, seed: int, epoch: int) -> np.ndarray:
-        if (seed, epoch) not in self._orders:
-            order = np.random.default_rng([seed, 1, epoch]).permutation(self.length)
-            self._orders = {(seed, epoch): order}  # one is kept
-        return self._orders[seed, epoch]
+
+@lru_cache(maxsize=2)  # a step may stand in two epochs
+def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1, epoch]).permutation(length)
 
 
 class Chunks(Batches):
@@ -93,10 +88,8 @@ class Chunks(Batches):
         last = max((*data.random_positions, data.fixed_position or 1))
         require(last <= context_length, f"position {last} is beyond context_length={context_length}")
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
-        generator = np.random.default_rng([seed, 5])
         size = (self.length, len(data.random_positions))
-        self.redrawn = generator.integers(corpus.first_text_id, corpus.vocab_size, size=size)
-        self._orders = {}
+        self.redrawn = np.random.default_rng([seed, 5]).integers(corpus.first_text_id, corpus.vocab_size, size=size)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""

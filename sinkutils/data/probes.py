@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, integer, require
 from sinkutils.data.corpus import Corpus, load_corpus
-from sinkutils.data.tokenizer import bos_id
+from sinkutils.data.tokenizer import bos_id, marked_special
 
 KINDS = ("natural", "random", "repeat")
 CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
@@ -42,10 +42,8 @@ def probe(
     documents.
     """
     choice("kind", kind, KINDS)
-    require(
-        hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
-        f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}",
-    )
+    known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
+    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}")
     flag("bos", bos)
     integer("n", n, least=1)
     integer("length", length, least=1 + bos)
@@ -55,8 +53,8 @@ def probe(
     if kind == "natural":
         ids = _natural(tokenizer, n, needed, generator, corpus, texts)
     else:
-        vocabulary = text_ids(tokenizer)
-        require(len(vocabulary) > 0, "the tokenizer has special tokens only, none that could stand in a text")
+        vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
+        require(bool(vocabulary), "the tokenizer has special tokens only, none that could stand in a text")
         drawn = generator.choice(vocabulary, size=(n, needed if kind == "random" else 1))
         ids = np.broadcast_to(drawn, (n, needed))
     if bos:
@@ -85,10 +83,9 @@ def _natural(
     drawn = (items[index] for index in generator.permutation(len(items)))
     ids = (head(tokenizer, item, needed) if isinstance(item, str) else item for item in drawn)
     chosen = list(islice((document[:needed] for document in ids if len(document) >= needed), n))
-    if len(chosen) < n:
-        few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(items)}), n={n} are needed"
-        raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
-    return np.stack([np.asarray(document) for document in chosen])
+    few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(items)}), n={n} are needed"
+    require(len(chosen) == n, f"{few}: give more text, a smaller n or a smaller length")
+    return np.array(chosen)
 
 
 def head(tokenizer: Any, text: str, needed: int) -> list[int]:
@@ -102,13 +99,3 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text without special tokens, for both kinds of tokenizer."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids.ids if isinstance(tokenizer, Tokenizer) else list(ids)
-
-
-def text_ids(tokenizer: Any) -> np.ndarray:
-    """The vocabulary without special tokens: what random and repeated tokens are drawn from."""
-    if isinstance(tokenizer, Tokenizer):
-        vocabulary = tokenizer.get_vocab().values()
-        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    else:
-        vocabulary, special = tokenizer.get_vocab().values(), set(tokenizer.all_special_ids)
-    return np.array(sorted(set(vocabulary) - special), dtype=np.int64)

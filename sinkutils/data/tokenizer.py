@@ -50,9 +50,9 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
         failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
         advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
         raise ConnectionError(f"{failure}: {advice}") from error
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
-    fits = size <= vocab_size
-    require(fits, f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}")
+    size = tokenizer.get_vocab_size()
+    least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
+    require(size <= vocab_size, least)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -65,9 +65,15 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
         if token is None:
             raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
         ids[key] = token
-    special = {*ids.values(), *(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)}
-    ids["first_text_id"] = next(i for i in count() if i not in special)
-    return ids
+    special = marked_special(tokenizer) | {*ids.values()}
+    return ids | {"first_text_id": next(i for i in count() if i not in special)}
+
+
+def marked_special(tokenizer: Any) -> set[int]:
+    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer calls special."""
+    if isinstance(tokenizer, Tokenizer):
+        return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return set(tokenizer.all_special_ids)
 
 
 def bos_id(tokenizer: Any) -> int:
