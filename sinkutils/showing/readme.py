@@ -25,6 +25,7 @@ from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
 from sinkutils.showing import cards, names
 from sinkutils.showing.explorer import kept_map, side_by_side
+from sinkutils.showing.scale import scope
 from sinkutils.showing.tables import records
 from sinkutils.study.cost import cost
 from sinkutils.study.grid import config, plan
@@ -34,6 +35,11 @@ from sinkutils.study.store import Runs
 PRESET = "laptop"
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
+
+
+def scope_part() -> str:
+    """At which scale each kind of sink is seen, in two lines."""
+    return "\n".join(f"- {line}" for line in scope())
 
 
 def headlines_part() -> str:
@@ -292,7 +298,7 @@ def digits_part() -> str:
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
 WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
-OF_RECORDS = (state_part, headlines_part, differences_part, notebooks_part)
+OF_RECORDS = (scope_part, state_part, headlines_part, differences_part, notebooks_part)
 OF_BENCHMARKS = (training_part, measure_part, reading_part, attention_part, reliability_part, digits_part)
 PARTS = {part.__name__.removesuffix("_part"): part for part in (*OF_RECORDS, *OF_BENCHMARKS)}
 

@@ -145,7 +145,32 @@ def ladder() -> pd.DataFrame:
         for kind, first in ((TEXT, ANY), (BOS, ONE)):
             if kind in natural:
                 rows.append((title, size, first, measured_sink(natural[kind]), "measured"))
-    return pd.DataFrame(rows, columns=["model", "parameters", "first", "sink_1", "of"]).sort_values("parameters")
+    return pd.DataFrame(rows, columns=["model", "parameters", "first", "sink_1", "of"]).sort_values(
+        "parameters", kind="stable"
+    )
+
+
+def scope() -> list[str]:
+    """At which scale each kind of sink is seen, a line each: the ladder's numbers, and what the desk's default has."""
+    table, lines = ladder(), []
+    for first, words in ((ANY, "any first token"), (ONE, "one fixed first token, or a BOS")):
+        cells = []
+        for row in table[table["first"] == first].itertuples():
+            model = f"ours of {_size(row.parameters)}" if row.model == "ours" else row.model
+            cells.append(f"{row.sink_1:.1f} % in {model}")
+        lines.append(f"**A sink on {words}**: {', '.join(cells)}.")
+    if runs := trained("default", "desk"):
+        size, ends = cost(config("default", "desk")).parameters, [heads(run)[-1].max() for run in runs.values()]
+        even = uniform_alpha(next(iter(runs.values())).report["T"])
+        largest = " and ".join(f"{end:.2f}" for end in ends)
+        lines[0] += (
+            f" In ours of {_size(size)} it begins: α₁ of the largest head is {largest} (even attention: {even:.3f})."
+        )
+    return lines
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e6:.{0 if parameters > 1e7 else 1}f}M"
 
 
 def draw_ladder(table: pd.DataFrame) -> Figure:
