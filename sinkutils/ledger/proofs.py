@@ -144,8 +144,8 @@ class _Stepped:
         if optimizer == "sgd":
             sgd([self.weight], [gradient], [None], momentum=0.0, dampening=0.0, nesterov=False, **options)
         else:
-            state: tuple[list[Tensor], ...] = ([self.first], [self.second], [], [self.count])
-            adamw([self.weight], [gradient], *state, amsgrad=False, beta1=0.9, beta2=0.95, **options)
+            step = partial(adamw, amsgrad=False, beta1=0.9, beta2=0.95, **options)
+            step([self.weight], [gradient], [self.first], [self.second], [], [self.count])
 
 
 @lru_cache
