@@ -39,7 +39,7 @@ class Measured:
     """What is kept of one model: reports (`Report.to_dict`) by kind of input, with and without BOS."""
 
     name: str
-    parameters: float
+    parameters: float = float("inf")
     family: str = ""
     in_paper: bool = False
     chat: bool = False
@@ -79,16 +79,17 @@ def _measured(files: tuple[tuple[Path, int], ...]) -> tuple[Measured, ...]:
     for name in dict.fromkeys(name for reports in by_kind.values() for name in reports):
         known = find(name)
         probes = {kind: {"text": reports[name]} for kind, reports in by_kind.items() if name in reports}
-        facts = {key: getattr(known, key) for key in ("parameters", "family", "in_paper", "chat") if known}
+        facts: dict[str, Any] = {
+            key: getattr(known, key) for key in ("parameters", "family", "in_paper", "chat") if known
+        }
         more = {"hellaswag": scores[name]} if name in scores else {}
-        models.append(Measured(**{"name": name, "parameters": float("inf"), **facts}, probes=probes, more=more))
+        models.append(Measured(name, probes=probes, more=more, **facts))
     return tuple(models)
 
 
-def measure_command(model: str, domain: str = "") -> str:
-    """How a missing measurement is made; with a domain of the Pile, that of Fig. 9."""
-    inputs = f"--corpus 'pile:{domain}'" if domain else "--probe natural random repeat"
-    return f"python -m sinkutils measure {model} {inputs} --save"
+def measure_command(model: str) -> str:
+    """How a missing measurement is made."""
+    return f"python -m sinkutils measure {model} --probe natural random repeat --save"
 
 
 # --- the claims: each judge yields the outcomes of the claim whose id it is named by ---------------------------------
@@ -164,9 +165,8 @@ def repeated_massive() -> Iterable[Outcome]:
             least = [min(row) for row in repeated["hidden_norms"][:-1]]
             ratio = max(low / mean for low, mean in zip(least, usual, strict=True))
             facts = f"least norm of a repeated token of {model.name}, times the usual: {ratio:.1f}"
-            yield told(
-                f"{model.name}: every repeated token over {MASSIVE:g} times the usual norm", ratio > MASSIVE, facts
-            )
+            says = f"{model.name}: every repeated token over {MASSIVE:g} times the usual norm"
+            yield told(says, ratio > MASSIVE, facts)
 
 
 @judge()

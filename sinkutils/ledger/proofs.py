@@ -57,12 +57,12 @@ def equal_states() -> list[Outcome]:
     ]
 
 
-def uniform_without_positions() -> list[Outcome]:
+def proposition_1() -> list[Outcome]:
     """Proposition 1: A_ti = 1/t."""
     return [_proved("attention is 1/t", _follows("nope", 64), _said("nope", 64))]
 
 
-def relative_has_no_sink() -> list[Outcome]:
+def proposition_2() -> list[Outcome]:
     """Proposition 2 for T5's bucket numbers, which the published code adds: the closed form, the proof's premise, and
     the conclusion at lengths below and far beyond D = 128, for which the proof argues.
     """
@@ -77,7 +77,7 @@ def relative_has_no_sink() -> list[Outcome]:
     return outcomes
 
 
-def alibi_has_no_sink() -> list[Outcome]:
+def proposition_3() -> list[Outcome]:
     """Proposition 3: attention falls with the distance, so that x_1 gets less than uniform attention gives it."""
     below = _alpha_1("alibi", 64) < _alpha_1("nope", 64)
     return [
@@ -86,7 +86,7 @@ def alibi_has_no_sink() -> list[Outcome]:
     ]
 
 
-def rotary_is_bounded() -> list[Outcome]:
+def proposition_4() -> list[Outcome]:
     """Proposition 4: the bound of Eq. 28, and attention that falls with t."""
     short, long = (_seen("rotary", length) for length in (16, 160))
     facts = f"{_said('rotary', 16)}; {_said('rotary', 160)}"
@@ -144,8 +144,8 @@ class _Stepped:
         if optimizer == "sgd":
             sgd([self.weight], [gradient], [None], momentum=0.0, dampening=0.0, nesterov=False, **options)
         else:
-            step = partial(adamw, amsgrad=False, beta1=0.9, beta2=0.95, **options)
-            step([self.weight], [gradient], [self.first], [self.second], [], [self.count])
+            options |= {"amsgrad": False, "beta1": 0.9, "beta2": 0.95}
+            adamw([self.weight], [gradient], [self.first], [self.second], [], [self.count], **options)
 
 
 @lru_cache
@@ -154,7 +154,7 @@ def scaling_difference(optimizer: str) -> float:
     return max(scaling_differences(optimizer))
 
 
-def scaling_is_rescaling() -> list[Outcome]:
+def scale_is_rescaling() -> list[Outcome]:
     """Eqs. 32-42."""
     largest = {title: scaling_difference(name) for name, title in (("sgd", "plain SGD"), ("adamw", "AdamW"))}
     return [
@@ -167,11 +167,5 @@ def scaling_is_rescaling() -> list[Outcome]:
     ]
 
 
-PROOFS: dict[str, Callable[[], list[Outcome]]] = {
-    "equal_states": equal_states,
-    "proposition_1": uniform_without_positions,
-    "proposition_2": relative_has_no_sink,
-    "proposition_3": alibi_has_no_sink,
-    "proposition_4": rotary_is_bounded,
-    "scale_is_rescaling": scaling_is_rescaling,
-}
+_PROOFS = (equal_states, proposition_1, proposition_2, proposition_3, proposition_4, scale_is_rescaling)
+PROOFS: dict[str, Callable[[], list[Outcome]]] = {proof.__name__: proof for proof in _PROOFS}  # by claim
