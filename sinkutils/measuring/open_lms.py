@@ -135,8 +135,9 @@ def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     return result
 
 
-def _measured(measured: Subject, kind: str, n: int, length: int, first: str, **options: Any) -> Report:
-    texts = options.pop("texts", None)
+def _measured(
+    measured: Subject, kind: str, n: int, length: int, first: str, texts: list[str] | None = None, **options: Any
+) -> Report:
     ids = measured.inputs(kind, n, length, first=first, texts=texts)
     return measured.measure(ids, **{"epsilons": EPSILONS, "norms": False, "bos": first == BOS, **options})
 
