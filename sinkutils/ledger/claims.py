@@ -29,6 +29,9 @@ PRINTED = {
     **{f"excess_{k}": (f"sink_{k}", f"Sink_{k} %") for k in (2, 3)},
     "valid_loss": ("valid_loss", "valid loss"),
 }
+# Where the alpha of a quantity is, for those beside which Sink at three eps is shown.
+POSITION: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
+ELSEWHERE = {**proofs.PROOFS, **open_models.JUDGES}  # by id, how claims without checks are judged
 PARTS = {"paper": CLAIMS, "later": LATER}  # the paper's own claims, and those of later papers
 Judged = dict[str, tuple[str, list[tuple[Check | None, Outcome]]]]  # by claim: its verdict, and each check's outcome
 
@@ -78,13 +81,14 @@ def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> p
     rows, ours = [], results(preset, runs)
     for check, outcome in _judged(ours)[id][1]:
         asked = (check.kind, tuple(map(ours.label, check.runs)), check.key) if check else ("", (), "")
-        estimate = outcome.effect
-        numbers = (
-            (estimate.mean, estimate.low, estimate.high, estimate.seeds) if estimate else (np.nan, np.nan, np.nan, 0)
-        )
+        seeds = outcome.effect.seeds if outcome.effect else 0
         why = "; ".join(filter(None, (outcome.facts, outcome.why)))
-        rows.append((outcome.says, outcome.state, *numbers, why, *asked))
+        rows.append((outcome.says, outcome.state, *_numbers(outcome.effect), seeds, why, *asked))
     return pd.DataFrame(rows, columns=["check", "outcome", *("mean", "low", "high", "seeds"), "why", *ASKED])
+
+
+def _numbers(estimate: Effect | None) -> tuple[float, float, float]:
+    return (estimate.mean, estimate.low, estimate.high) if estimate else (np.nan, np.nan, np.nan)
 
 
 def _claim(id: str) -> Claim:
@@ -103,32 +107,24 @@ def _judged(ours: Results) -> Judged:
 
 
 def _judged_part(part: tuple[Claim, ...], ours: Results) -> Judged:
-    visible = {claim.id: _held(claim, ours) for claim in part if ours.preset not in GATES[claim.gate][0]}
-    asked = dict.fromkeys(check for checks in visible.values() for check in checks)
-    raw = {check: p for check in asked if (p := judge(check, ours, {}).p) is not None}
-    corrected = _holm(raw)
-    judged: Judged = {}
-    for claim in part:
-        outcomes: list[tuple[Check | None, Outcome]] = []
-        for check in visible.get(claim.id, ()):
-            outcomes.append((check, judge(check, ours, corrected)))
-        if claim.elsewhere and claim.id in visible:
-            outcomes += [(None, outcome) for outcome in _elsewhere(claim.elsewhere)]
-        result = of_outcomes([outcome for _, outcome in outcomes]) if claim.id in visible else NOT_VISIBLE
-        judged[claim.id] = result, outcomes
+    visible = [claim for claim in part if not claim.checks or ours.preset not in GATES[claim.gate][0]]
+    held = {claim.id: _held(claim, ours) for claim in visible}
+    asked = dict.fromkeys(check for checks in held.values() for check in checks)
+    corrected = _holm({check: p for check in asked if (p := judge(check, ours, {}).p) is not None})
+    judged: Judged = {claim.id: (NOT_VISIBLE, []) for claim in part}
+    for claim in visible:
+        outcomes: list[tuple[Check | None, Outcome]] = [(c, judge(c, ours, corrected)) for c in held[claim.id]]
+        if not claim.checks:
+            outcomes = [(None, outcome) for outcome in ELSEWHERE[claim.id]()]
+        judged[claim.id] = of_outcomes([outcome for _, outcome in outcomes]), outcomes
     return judged
-
-
-def _elsewhere(name: str) -> list[Outcome]:
-    return proofs.PROOFS[name]() if name in proofs.PROOFS else open_models.JUDGES[name]()
 
 
 def _holm(raw: dict[Check, float]) -> dict[Check, float]:
     from statsmodels.stats.multitest import multipletests
 
-    if not raw:
-        return {}
-    return dict(zip(raw, map(float, multipletests(list(raw.values()), method="holm")[1]), strict=True))
+    adjusted = multipletests(list(raw.values()), method="holm")[1].tolist() if raw else []
+    return dict(zip(raw, adjusted, strict=True))
 
 
 def _held(claim: Claim, ours: Results) -> list[Check]:
@@ -137,9 +133,7 @@ def _held(claim: Claim, ours: Results) -> list[Check]:
     checks: dict[tuple[str, tuple[str, ...], str], Check] = {}
     for check in claim.checks:
         labels = tuple(map(ours.label, check.runs))
-        is_base = any(
-            label == base and name not in ("base", base) for name, label in zip(check.runs, labels, strict=True)
-        )
+        is_base = base in map(ours.label, set(check.runs) - {"base", base})
         if not is_base and len(set(labels)) == len(labels) and not set(check.runs) & set(refused):
             checks.setdefault((check.kind, labels, check.key), check)
     return list(checks.values())
@@ -148,10 +142,9 @@ def _held(claim: Claim, ours: Results) -> list[Check]:
 def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, Any]:
     outcomes = [outcome for _, outcome in judged]
     shown = [check for check, _ in judged if check is not None and check.kind not in TRAINED]
-    estimate = _effect(shown, ours)
     facts = [outcome.facts for outcome in outcomes if outcome.facts]
-    mean, low, high = (estimate.mean, estimate.low, estimate.high) if estimate else (np.nan, np.nan, np.nan)
-    return {
+    numbers = dict(zip(("effect", "low", "high"), _numbers(_effect(shown, ours)), strict=True))
+    return numbers | {
         "id": claim.id,
         "source": claim.source,
         "claim": claim.text,
@@ -160,9 +153,6 @@ def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | No
         "interval": "; ".join(_figures(shown, ours, interval=True)),
         "verdict": result,
         "holds": f"{sum(outcome.state == HOLDS for outcome in outcomes)} of {len(outcomes)}",
-        "effect": mean,
-        "low": low,
-        "high": high,
         "reason": _reason(claim, ours, result, outcomes),
     }
 
@@ -183,7 +173,7 @@ def _reason(claim: Claim, ours: Results, result: str, outcomes: list[Outcome]) -
 def _runs_by_key(shown: list[Check]) -> dict[str, dict[str, None]]:
     by_key: dict[str, dict[str, None]] = {}
     for check in shown:
-        by_key.setdefault(check.key, {}).update(dict.fromkeys(check.reads if check.by_base else check.runs))
+        by_key.setdefault(check.key, {}).update(dict.fromkeys(check.reads))
     return by_key
 
 
@@ -196,15 +186,13 @@ def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[
             values = ours.values(name, key)
             if len(values) > interval:
                 estimate = level(values, quantity.log) if len(values) > 1 else None
+                numbers = [estimate.mean if estimate else values.mean()]
                 if interval and estimate:
-                    text = f"{estimate.low:.{quantity.digits}f} to {estimate.high:.{quantity.digits}f}"
-                else:
-                    text = f"{estimate.mean if estimate else values.mean():.{quantity.digits}f}"
-                cells.append(f"{ours.label(name)} {text}")
+                    numbers = [estimate.low, estimate.high]
+                cells.append(f"{ours.label(name)} {' to '.join(f'{x:.{quantity.digits}f}' for x in numbers)}")
         lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
-    position: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
-    for k in dict.fromkeys(position[check.key] for check in shown if check.key in position and not interval):
-        names = dict.fromkeys(name for check in shown if position.get(check.key) == k for name in check.reads)
+    for k in dict.fromkeys(POSITION[check.key] for check in shown if check.key in POSITION and not interval):
+        names = dict.fromkeys(name for check in shown if POSITION.get(check.key) == k for name in check.reads)
         cells = [f"{ours.label(name)} {'/'.join(cell)}" for name in names if (cell := _sinks(name, ours, k))]
         symbol = "*" if k == "star" else k
         lines += [f"Sink_{symbol} % at eps {'/'.join(map(str, EPSILONS))}: {', '.join(cells)}"] if cells else []
@@ -225,7 +213,7 @@ def _effect(shown: list[Check], ours: Results) -> Effect | None:
     if not shown:
         return None
     name, key = shown[0].runs[0], shown[0].key
-    if name != "base" and key in ("excess_1", "learned_1", "excess_star", "learned_star"):
+    if name != "base" and key in POSITION:
         return paired(ours, name, "base" if experiment(name).base else "default", "excess_1")
     values = ours.values(name, key)
     return level(values, QUANTITIES[key].log) if len(values) > 1 else None

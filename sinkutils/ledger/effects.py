@@ -47,10 +47,6 @@ class Effect:
         """The one-sided p-value of "not below the margin"."""
         return replace(self, mean=-self.mean).p_above(-margin)
 
-    def p_equivalent(self, margin: float) -> float:
-        """The p-value of two one-sided tests (TOST) that the mean lies within -margin and margin."""
-        return max(self.p_above(-margin), self.p_below(margin))
-
 
 def _effect(mean: float, seeds: int, error: float, freedom: float) -> Effect:
     from scipy import stats

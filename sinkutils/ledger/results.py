@@ -47,6 +47,11 @@ class Run:
         return self.final.get("report", {})
 
     @property
+    def model(self) -> str:
+        """The `LMConfig`, as JSON."""
+        return json.dumps(self.record.config["model"], sort_keys=True)
+
+    @property
     def failed(self) -> bool:
         """Whether training failed: it diverged, or its loss is still that of a uniform guess."""
         loss = self.final.get("valid_loss", math.inf)
@@ -96,13 +101,11 @@ def _turn(run: Run) -> float | None:
 
 
 def _peak(run: Run) -> float | None:
-    values = [point["excess_1"] for point in run.curve if "excess_1" in point]
-    return max(values, default=None)
+    return max((point["excess_1"] for point in run.curve if "excess_1" in point), default=None)
 
 
 def _largest(run: Run, positions: range) -> float | None:
-    values = [excess(run, k) for k in positions]
-    return max((value for value in values if value is not None), default=None)
+    return max((value for k in positions if (value := excess(run, k)) is not None), default=None)
 
 
 def _difference(run: Run, k: int | str, other: int | str) -> float | None:
@@ -117,8 +120,12 @@ def _visible(run: Run) -> float | None:
         return None
     length = run.report["T"]
     seen = min(window or length, length)
-    mean, uniform = _mean(alpha[0]) * length / seen, uniform_alpha(seen)
-    return (mean - uniform) / (1 - uniform) if seen > 1 else 0.0
+    return _over_uniform(_mean(alpha[0]) * length / seen, seen)
+
+
+def _over_uniform(mean: float, length: int) -> float:
+    uniform = uniform_alpha(length)
+    return (mean - uniform) / (1 - uniform) if length > 1 else 0.0
 
 
 def _gap(run: Run) -> float | None:
@@ -132,9 +139,8 @@ def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | No
     norms = run.report.get(name)
     if not norms:
         return None
-    model = json.dumps(run.record.config["model"], sort_keys=True)
     largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
-    return largest / trials.untrained_ratio(model, run.report["T"], name, positions)
+    return largest / trials.untrained_ratio(run.model, run.report["T"], name, positions)
 
 
 def _peak_of(run: Run) -> float | None:
@@ -142,10 +148,7 @@ def _peak_of(run: Run) -> float | None:
     untrained model: massive activations as Sun et al. (2024) define them.
     """
     rows = run.report.get("hidden_peaks")
-    if not rows:
-        return None
-    model = json.dumps(run.record.config["model"], sort_keys=True)
-    return max(map(max, rows[:-1] or rows)) / trials.untrained_peak(model, run.report["T"])
+    return max(map(max, rows[:-1] or rows)) / trials.untrained_peak(run.model, run.report["T"]) if rows else None
 
 
 def _gradient(run: Run) -> float | None:
@@ -159,8 +162,7 @@ def _in_block(run: Run, block: int) -> float | None:
     alpha = run.report.get("alpha")
     if alpha is None:
         return None
-    mean, uniform = _mean([alpha[0][min(block, len(alpha[0])) - 1]]), uniform_alpha(run.report["T"])
-    return (mean - uniform) / (1 - uniform)
+    return _over_uniform(_mean([alpha[0][min(block, len(alpha[0])) - 1]]), run.report["T"])
 
 
 def _ratio_at_sink(run: Run, name: str) -> float | None:
@@ -196,14 +198,10 @@ def _mean(rows: list[list[float]]) -> float:
     return sum(map(sum, rows)) / sum(map(len, rows))
 
 
-def _from_weights(name: str) -> Callable[[Run], float | None]:
+def _tried(run: Run, name: str) -> float | None:
     """A trial on a record's weights; None where they were not kept."""
-
-    def read(run: Run) -> float | None:
-        path = run.record.weights
-        return trials.trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
-
-    return read
+    path = run.record.weights
+    return trials.trial(name, run.record.folder, path.stat().st_mtime_ns) if path else None
 
 
 @dataclass(frozen=True)
@@ -220,55 +218,51 @@ class Quantity:
     log: bool = False
 
 
+_sink_of = partial(Quantity, level="sink")
+_ratio_of = partial(Quantity, level=1.0, digits=2, log=True)
+_massive = partial(Quantity, level=2.0, digits=2, log=True)
 QUANTITIES: dict[str, Quantity] = {
-    **{f"excess_{k}": Quantity(f"excess alpha_{k}", partial(excess, k=k), "sink") for k in (1, 2, 3)},
-    "excess_star": Quantity("excess alpha_*", lambda r: excess(r, "star"), "sink"),
-    "learned_1": Quantity("excess alpha_1 over the untrained model's", lambda r: _learned(r, 1), "sink"),
-    "learned_star": Quantity("excess alpha_* over the untrained model's", lambda r: _learned(r, "star"), "sink"),
-    "late_1": Quantity("excess alpha_1 gained after a tenth of the steps", _late, "sink"),
-    "peak_1": Quantity("largest excess alpha_1 on the way", _peak, "sink"),
-    "visible_1": Quantity("excess alpha_1 over the queries that see x_1", _visible, "sink"),
-    "largest": Quantity("largest excess alpha_k, k = 1..10", lambda r: _largest(r, range(1, 11)), "sink"),
-    "inside": Quantity("largest excess alpha_k, k = 2..5", lambda r: _largest(r, range(2, 6)), "sink"),
-    "beyond": Quantity("largest excess alpha_k, k = 6..10", lambda r: _largest(r, range(6, 11)), "sink"),
-    "second_over_first": Quantity("excess alpha_2 less alpha_1", lambda r: _difference(r, 2, 1), 0.0),
-    "star_over_first": Quantity("excess alpha_* less alpha_1", lambda r: _difference(r, "star", 1), 0.0),
+    **{f"excess_{k}": _sink_of(f"excess alpha_{k}", partial(excess, k=k)) for k in (1, 2, 3)},
+    "excess_star": _sink_of("excess alpha_*", partial(excess, k="star")),
+    "learned_1": _sink_of("excess alpha_1 over the untrained model's", partial(_learned, k=1)),
+    "learned_star": _sink_of("excess alpha_* over the untrained model's", partial(_learned, k="star")),
+    "late_1": _sink_of("excess alpha_1 gained after a tenth of the steps", _late),
+    "peak_1": _sink_of("largest excess alpha_1 on the way", _peak),
+    "visible_1": _sink_of("excess alpha_1 over the queries that see x_1", _visible),
+    "largest": _sink_of("largest excess alpha_k, k = 1..10", partial(_largest, positions=range(1, 11))),
+    "inside": _sink_of("largest excess alpha_k, k = 2..5", partial(_largest, positions=range(2, 6))),
+    "beyond": _sink_of("largest excess alpha_k, k = 6..10", partial(_largest, positions=range(6, 11))),
+    "second_over_first": Quantity("excess alpha_2 less alpha_1", partial(_difference, k=2, other=1), 0.0),
+    "star_over_first": Quantity("excess alpha_* less alpha_1", partial(_difference, k="star", other=1), 0.0),
     "onset": Quantity("onset, share of the steps", _onset),
     "turn": Quantity("least validation loss at, share of the steps", _turn),
-    "valid_loss": Quantity("valid loss", lambda r: r.final.get("valid_loss")),
+    "valid_loss": Quantity("valid loss", lambda run: run.final.get("valid_loss")),
     "gap": Quantity("valid minus train loss", _gap),
-    "hidden": Quantity("norm ratio of h_1, times the untrained", lambda r: _ratio(r, "hidden_norms"), 2.0, 2, log=True),
-    "before_norm": Quantity(
-        "norm ratio of h_1 before LN, times the untrained", lambda r: _ratio(r, "before_norm_norms"), 2.0, 2, log=True
+    "hidden": _massive("norm ratio of h_1, times the untrained", partial(_ratio, name="hidden_norms")),
+    "before_norm": _massive(
+        "norm ratio of h_1 before LN, times the untrained", partial(_ratio, name="before_norm_norms")
     ),
-    "peak": Quantity("largest element of h over the median, times the untrained", _peak_of, 2.0, 2, log=True),
+    "peak": _massive("largest element of h over the median, times the untrained", _peak_of),
     "gathered": Quantity("gradient at x_1 over that at x_2 to x_32", _gradient, digits=2, log=True),
-    "third_block": Quantity("excess alpha_1 in the third block", lambda r: _in_block(r, 3), "sink"),
-    "key": Quantity("norm ratio of k_1 where the sink is", lambda r: _ratio_at_sink(r, "key_norms"), 1.0, 2, log=True),
-    "value": Quantity(
-        "norm ratio of v_1 where the sink is", lambda r: _ratio_at_sink(r, "value_norms"), 1.0, 2, log=True
-    ),
-    "hidden_prefix": Quantity(
+    "third_block": _sink_of("excess alpha_1 in the third block", partial(_in_block, block=3)),
+    "key": _ratio_of("norm ratio of k_1 where the sink is", partial(_ratio_at_sink, name="key_norms")),
+    "value": _ratio_of("norm ratio of v_1 where the sink is", partial(_ratio_at_sink, name="value_norms")),
+    "hidden_prefix": _massive(
         "largest norm ratio of h_2 to h_5, times the untrained",
-        lambda r: _ratio(r, "hidden_norms", (2, 3, 4, 5)),
-        2.0,
-        2,
-        log=True,
+        partial(_ratio, name="hidden_norms", positions=(2, 3, 4, 5)),
     ),
-    "depths": Quantity("alpha_1 of the first quarter of the layers over the others'", _depths, 1.0, 2, log=True),
-    "fall": Quantity("fall of the training loss", lambda r: _tuned(r, "fall"), 0.0),
-    "end": Quantity("training loss at the end", lambda r: _tuned(r, "end"), log=True),
-    "gradient": Quantity("median gradient norm", lambda r: _tuned(r, "gradient"), log=True),
-    "spike": Quantity("largest over median gradient norm", lambda r: _tuned(r, "spike"), 10.0, 1, log=True),
-    "repeat": Quantity("excess alpha_1 on one token repeated", _from_weights("repeat"), "sink"),
-    "window_first": Quantity("excess alpha of the window's first key", _from_weights("window_first"), "sink"),
-    "star_hidden": Quantity(
-        "norm ratio of h at x*, times the untrained", _from_weights("star_hidden"), 2.0, 2, log=True
-    ),
-    "replaced": Quantity("excess left on one token repeated, p_1 replaced", _from_weights("replaced"), 0.5),
-    "swapped": Quantity("excess alpha_t less alpha_1, p_1 and p_t swapped", _from_weights("swapped"), 0.0),
-    "without_bias": Quantity("excess alpha_1 without the trained biases", _from_weights("without_bias"), "sink"),
-    "loss_without_bias": Quantity("loss added by removing the biases", _from_weights("loss_without_bias"), 0.0),
+    "depths": _ratio_of("alpha_1 of the first quarter of the layers over the others'", _depths),
+    "fall": Quantity("fall of the training loss", partial(_tuned, key="fall"), 0.0),
+    "end": Quantity("training loss at the end", partial(_tuned, key="end"), log=True),
+    "gradient": Quantity("median gradient norm", partial(_tuned, key="gradient"), log=True),
+    "spike": Quantity("largest over median gradient norm", partial(_tuned, key="spike"), 10.0, 1, log=True),
+    "repeat": _sink_of("excess alpha_1 on one token repeated", partial(_tried, name="repeat")),
+    "window_first": _sink_of("excess alpha of the window's first key", partial(_tried, name="window_first")),
+    "star_hidden": _massive("norm ratio of h at x*, times the untrained", partial(_tried, name="star_hidden")),
+    "replaced": Quantity("excess left on one token repeated, p_1 replaced", partial(_tried, name="replaced"), 0.5),
+    "swapped": Quantity("excess alpha_t less alpha_1, p_1 and p_t swapped", partial(_tried, name="swapped"), 0.0),
+    "without_bias": _sink_of("excess alpha_1 without the trained biases", partial(_tried, name="without_bias")),
+    "loss_without_bias": Quantity("loss added by removing the biases", partial(_tried, name="loss_without_bias"), 0.0),
 }
 
 

@@ -47,19 +47,17 @@ LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a factor of two
 
 # What a preset cannot show, whatever its records say.
+NO_FREE_SINK = "models of ours of this size have no sink on any first token, only on a fixed one"
 GATES: dict[str, tuple[tuple[str, ...], str]] = {
     "": ((), ""),
     "trained": (("smoke",), "a run of seconds has learned nothing yet"),
-    "any token": (
-        ("smoke", "laptop"),
-        "models of ours of this size have no sink on any first token, only on a fixed one",
-    ),
+    "any token": (("smoke", "laptop"), NO_FREE_SINK),
 }
 
 
 @dataclass(frozen=True)
 class Check:
-    """One condition of a claim: its kind (of KINDS, or TRAINED), the runs it reads, the quantity."""
+    """One condition of a claim: its kind (of KINDS), the runs it reads, the quantity."""
 
     kind: str
     runs: tuple[str, ...]
@@ -88,21 +86,26 @@ class Outcome:
     facts: str = ""  # the figures, where no record gives them
 
 
+def told(says: str, holds: bool, facts: str = "", why: str = "by the measurement") -> Outcome:
+    """The outcome of what no record decides; why: where it fails."""
+    return Outcome(says, HOLDS if holds else FAILS, facts=facts, why="" if holds else why)
+
+
 def judge(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The outcome of a check on a preset's results; corrected: p-values of directional checks after Holm."""
-    words = KINDS[check.kind][0] if check.kind in KINDS else TRAINED[check.kind]
+    words, judged = KINDS[check.kind]
     says = words.format(*map(ours.label, check.runs), q=QUANTITIES[check.key].heading)
     lacking = [text for name in check.reads if (text := _lacking(check, name, ours))]
     if lacking:
         return Outcome(says, MISSING, why="; ".join(lacking))
-    if check.kind in TRAINED:
-        return _trained(check, ours, says)
     untrained = [ours.label(name) for name in check.reads if _untrained(ours, name)]
-    if untrained:  # a model that did not train shows neither that there is a sink nor that there is none
+    if (
+        untrained and check.kind not in TRAINED
+    ):  # a model that did not train shows neither that there is a sink nor that there is none
         return Outcome(says, OPEN, why=f"{', '.join(untrained)} failed to train")
     if check.by_base and check.runs != ("base",) and not _base_has_sink(ours):
         return Outcome(says, OPEN, why=f"{ours.label('base')} has no sink to measure by")
-    return replace(KINDS[check.kind][1](check, ours, corrected), says=says)
+    return replace(judged(check, ours, corrected), says=says)
 
 
 def _lacking(check: Check, name: str, ours: Results) -> str:
@@ -137,11 +140,10 @@ def _margin(check: Check, ours: Results, share: float) -> float:
 def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The 95 % interval of the run's level lies above the threshold; wholly at or below, it fails."""
     quantity = QUANTITIES[check.key]
-    threshold = (
-        float(quantity.level)
-        if not check.by_base
-        else (BASE if check.runs == ("base",) else _margin(check, ours, SINK))
-    )
+    if not check.by_base:
+        threshold = float(quantity.level)
+    else:
+        threshold = BASE if check.runs == ("base",) else _margin(check, ours, SINK)
     estimate = level(ours.values(check.runs[0], check.key), quantity.log)
     state = HOLDS if estimate.low > threshold else FAILS if estimate.high <= threshold else OPEN
     return Outcome("", state, estimate, why=f"threshold {threshold:.{quantity.digits}f}")
@@ -179,13 +181,12 @@ def _within(
 
 def _not(judged: Judge) -> Judge:
     """The mirror image of a judgement."""
-    mirror = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN, MISSING: MISSING}
+    return lambda check, ours, corrected: mirrored(judged(check, ours, corrected))
 
-    def mirrored(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
-        outcome = judged(check, ours, corrected)
-        return replace(outcome, state=mirror[outcome.state])
 
-    return mirrored
+def mirrored(outcome: Outcome) -> Outcome:
+    """It fails where the other holds, and the other way round."""
+    return replace(outcome, state={HOLDS: FAILS, FAILS: HOLDS}.get(outcome.state, outcome.state))
 
 
 def _together(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
@@ -196,20 +197,19 @@ def _together(check: Check, ours: Results, corrected: Mapping[Check, float]) -> 
     sink, peak = (_present(replace(check, key=key), ours, corrected) for key in (check.key, "peak"))
     state = OPEN if OPEN in (sink.state, peak.state) else HOLDS if sink.state == peak.state else FAILS
     there = {HOLDS: "there", FAILS: "not there", OPEN: "undecided"}
-    why = f"sink {there[sink.state]}, massive activations {there[peak.state]}"
-    return Outcome("", state, peak.effect, why=why)
+    return Outcome("", state, peak.effect, why=f"sink {there[sink.state]}, massive activations {there[peak.state]}")
 
 
-def _trained(check: Check, ours: Results, says: str) -> Outcome:
+def _trained(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     runs = ours.seeds(check.runs[0]).values()
     failed = sum(run.failed for run in runs)
     wanted = failed if check.kind == "fails" else len(runs) - failed
     state = HOLDS if wanted == len(runs) else FAILS if not wanted else OPEN
-    return Outcome(says, state, why=f"{failed} of {len(runs)} seeds failed")
+    return Outcome("", state, why=f"{failed} of {len(runs)} seeds failed")
 
 
 Judge = Callable[[Check, Results, Mapping[Check, float]], Outcome]
-TRAINED = {"fails": "{0} fails to train", "trains": "{0} trains"}
+TRAINED = ("fails", "trains")  # asked of every run, also of those that failed
 # What each kind of check says ({0}, {1}: its runs, {q}: its quantity), and how it is judged.
 KINDS: dict[str, tuple[str, Judge]] = {
     "present": ("{0}: {q} is there", _present),
@@ -222,6 +222,8 @@ KINDS: dict[str, tuple[str, Judge]] = {
     "together": ("{0}: sink and massive activations go together", _together),
     "apart": ("{0}: sink and massive activations come apart", _not(_together)),
     "worse": ("{q}: {0} worse than {1}", _not(partial(_within, False, True, LOSS))),
+    "fails": ("{0} fails to train", _trained),
+    "trains": ("{0} trains", _trained),
 }
 
 

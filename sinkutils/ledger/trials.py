@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,22 +48,6 @@ def _window_first(own: Subject) -> float:
     return float((first.mean() - 1 / window) / (1 - 1 / window))
 
 
-class HiddenNorms:
-    """An `Observer` of ||h^l|| at every position, x* included: `blocks` has a row of means over samples for each."""
-
-    def __init__(self) -> None:
-        self.blocks: list[list[float]] = []
-
-    def embedding(self, hidden: Tensor) -> None:
-        """Not looked at."""
-
-    def attention(self, *args: Any) -> None:
-        """Not looked at."""
-
-    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.blocks.append(torch.linalg.vector_norm(hidden, dim=-1).mean(dim=0).tolist())
-
-
 def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
     """||h|| at the sink token x* over the mean of x_1..x_T, for each block, mean over ids (samples, T) (Fig. 7 middle).
 
@@ -73,10 +58,16 @@ def sink_token_ratios(model: nn.Module, ids: Tensor) -> list[float]:
 
     if not isinstance(model, TransformerLM) or not model.config.sink_token:
         raise ValueError("model must be a TransformerLM with a sink token: LMConfig(sink_token=True)")
-    seen = HiddenNorms()
-    with torch.no_grad():
-        model.hidden(ids.to(model.embed.weight.device), seen)
-    return norm_ratio(seen.blocks)
+    norms: list[list[float]] = []  # a row of means over samples for each block
+
+    def see(_: nn.Module, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        norms.append(torch.linalg.vector_norm(output[0], dim=-1).mean(dim=0).tolist())
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.enter_context(block.register_forward_hook(see))
+        model.hidden(ids.to(model.embed.weight.device))
+    return norm_ratio(norms)
 
 
 def untrained_ratio(model: str, length: int, name: str, positions: tuple[int, ...]) -> float:
@@ -93,7 +84,7 @@ def untrained_peak(model: str, length: int) -> float:
     """The largest of `Report.hidden_peaks` before the last block, of a model before its first step."""
     peaks = _untrained(model, length).hidden_peaks
     assert peaks is not None
-    return float((peaks[:-1] if len(peaks) > 1 else peaks).max())
+    return float(peaks[: max(1, len(peaks) - 1)].max())
 
 
 @lru_cache(maxsize=512)
@@ -112,10 +103,8 @@ def _star_hidden(own: Subject) -> float:
     little too because it sees only itself; any input will do.
     """
     ids = own.inputs("random", SEQUENCES, own.length)
-    trained, untrained = (
-        max(sink_token_ratios(model, ids)[:-1])
-        for model in (own.model, TransformerLM(own.model.config))  # type: ignore[arg-type]
-    )
+    models = (own.model, TransformerLM(own.model.config))  # type: ignore[arg-type]
+    trained, untrained = (max(sink_token_ratios(model, ids)[:-1]) for model in models)
     return trained / untrained
 
 

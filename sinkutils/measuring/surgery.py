@@ -89,8 +89,7 @@ def hide(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
     """Mask x_1 from all other queries: does another token become the sink?"""
     hidden = torch.zeros(ids.shape[1], ids.shape[1], dtype=torch.bool)
     hidden[1:, 0] = True
-    with _operating(model) as (_, modules), _masking(modules, hidden):
-        return _run(model, ids, shares)
+    return _masked(model, ids, hidden, shares)
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
@@ -103,8 +102,7 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     integer("sinks", sinks, least=0)
     rows = torch.arange(ids.shape[1])
     hidden = (rows[:, None] - rows >= window) & (rows >= sinks)
-    with _operating(model) as (_, modules), _masking(modules, hidden):
-        return _run(model, ids, shares=False)
+    return _masked(model, ids, hidden, shares=False)
 
 
 def massive(model: nn.Module, ids: Tensor) -> Tensor:
@@ -223,8 +221,8 @@ def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module
 def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
     """Losses, and shares of attention, of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
     integer("T", ids.shape[1], least=2)
-    length, layers = ids.shape[1], len(attention_layers(model.base_model)[1])
-    weights = layers * model.config.get_text_config().num_attention_heads * length if shares else 0
+    length, layers = ids.shape[1], tuple(attention_layers(model.base_model)[1].values())
+    weights = len(layers) * model.config.get_text_config().num_attention_heads * length if shares else 0
     size = max(1, ELEMENTS // (length * max(weights, model.get_output_embeddings().out_features)))
     columns = torch.arange(len(TARGETS))
     losses, alphas, stars = [], [], []
@@ -239,15 +237,8 @@ def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCa
             stars.append(torch.stack([a[..., :before].sum(dim=-1).mean(dim=-1) for a in maps], 1).cpu())
     if not shares:
         return Outcome(torch.cat(losses))
-    report = Report(
-        alpha=torch.cat(alphas),
-        targets=TARGETS,
-        epsilons=(0.3,),
-        lengths=torch.full((len(ids),), length),
-        layers=tuple(attention_layers(model.base_model)[1].values()),
-        star=torch.cat(stars) if cache else None,
-    )
-    return Outcome(torch.cat(losses), report)
+    lengths, star = torch.full((len(ids),), length), torch.cat(stars) if cache else None
+    return Outcome(torch.cat(losses), Report(torch.cat(alphas), TARGETS, (0.3,), lengths, layers, star=star))
 
 
 def _keys_values(model: Any, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -255,9 +246,8 @@ def _keys_values(model: Any, ids: Tensor, position: int = 1) -> list[tuple[Tenso
     return [(layer.keys[:, :, -1], layer.values[:, :, -1]) for layer in cache.layers]
 
 
-@contextmanager
-def _masking(modules: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
-    """While open, every attention module also hides the keys j from the queries i where hidden[i, j], (T, T)."""
+def _masked(model: nn.Module, ids: Tensor, hidden: Tensor, shares: bool) -> Outcome:
+    """With every attention module also hiding the keys j from the queries i where hidden[i, j], (T, T)."""
 
     def edit(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         mask = kwargs.get("attention_mask")
@@ -266,10 +256,10 @@ def _masking(modules: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
         mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
         return args, kwargs | {"attention_mask": mask}
 
-    with ExitStack() as hooks:
+    with _operating(model) as (_, modules), ExitStack() as hooks:
         for module in modules:
             hooks.enter_context(module.register_forward_pre_hook(edit, with_kwargs=True))
-        yield
+        return _run(model, ids, shares)
 
 
 def _hidden(output: Any) -> Tensor:
