@@ -1,8 +1,6 @@
 """The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
 
-Notable features: LLaMA-style by default (rotary, pre-norm RMSNorm, SwiGLU, no linear biases, untied embeddings);
-fused q, k, v and gate projections; the authors' published initialisation; `forward(ids, observer)` shows q, k, v
-and h to an observer as they are computed, so that nothing needs hooks and no attention map is kept.
+`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no attention map is kept.
 """
 
 from __future__ import annotations
@@ -99,9 +97,8 @@ class Attention(nn.Module):
         if spec.bias in ("kv", "v"):
             self.value_bias = nn.Parameter(torch.empty(heads, head_dim))
         if spec.kernel == "mlp":
-            self.mlp = nn.Sequential(
-                nn.Linear(head_dim, head_dim, bias=False), nn.ReLU(), nn.Linear(head_dim, head_dim, bias=False)
-            )
+            first, second = (nn.Linear(head_dim, head_dim, bias=False) for _ in range(2))
+            self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if config.position == "relative_learned":
             self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, positions.NUM_BUCKETS))
         if spec.sink_logit == "learned":
@@ -120,7 +117,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, tables: dict[str, Tensor], dense: bool = False, observer: Observer | None = None
     ) -> Tensor:
-        """x: (B, T, d) -> (B, T, d). tables: position tables for T; observer: sees q, k, v and extras."""
+        """x: (B, T, d) -> (B, T, d). tables: position tables for T."""
         batch, length, _ = x.shape
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number at a time.
         qkv = self.qkv(x).view(batch, length, 3, self.config.num_heads, self.config.head_dim)
