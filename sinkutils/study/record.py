@@ -208,10 +208,7 @@ def write_record(
 
 
 def read_record(target: Path) -> Record:
-    """Read a record: every file against its digest, and all of it against what a record may say (`schema`).
-
-    Raises `CorruptRecord` that names the file, whatever is wrong with it.
-    """
+    """Read a record, each file against its digest, and all of it against `schema`. Raises `CorruptRecord`."""
     try:
         files = _verified(target)
         parts = [json.loads((target / f"{part}.json").read_text("utf-8")) for part in PARTS]

@@ -143,10 +143,9 @@ ALONE = Group()
 
 @contextlib.contextmanager
 def joined(parallel: str, device: torch.device) -> Iterator[Group]:
-    """The group in which torchrun started this process, `ALONE` where it did not.
+    """The group in which torchrun started this process, `ALONE` where it did not; each takes the GPU of its local rank.
 
-    parallel: ddp or fsdp. Each process takes the GPU of its local rank. Raises ValueError for another `parallel`,
-    or for more processes on a machine than it has GPUs.
+    Raises ValueError for a `parallel` that is not ddp or fsdp, or for more processes on a machine than it has GPUs.
     """
     choice("parallel", parallel, PARALLEL)
     size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -191,11 +191,8 @@ def compiles() -> bool:
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
     """One CPU thread inside, as before outside: sums over threads would depend on their number."""
-    if device.type != "cpu":
-        yield
-        return
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
         yield
     finally:
@@ -209,12 +206,12 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()  # off, warn or error
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def instruction_set() -> list[str]:
