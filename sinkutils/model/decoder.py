@@ -20,7 +20,8 @@ from sinkutils.model.config import FFNS, LMConfig
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
 DYT_START = 0.5  # alpha of tanh(alpha h)
-BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
+# k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
+INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
 
 
 class Observer(Protocol):
@@ -78,7 +79,6 @@ class GatedNorm(RMSNorm):
 
 
 def norm_layer(config: LMConfig) -> nn.Module:
-    """LN of Section 3.1, or what stands in its place."""
     return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](config.hidden_size)
 
 
@@ -262,13 +262,9 @@ class TransformerLM(nn.Module):
                 parameter.fill_(starts.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
-            std = math.sqrt(2 / 5 / fan_in)
+            std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
             if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
-            elif kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
-                std = BIAS_INIT_STD
-            elif kind == "mix":
-                std = 0.1
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(

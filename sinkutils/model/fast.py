@@ -64,7 +64,7 @@ def split(spec: AttentionSpec, distance_bias: Tensor | None, length: int, rows: 
 def choose_form(
     spec: AttentionSpec, device: str, dtype: torch.dtype, length: int, head_dim: int, position_term: bool = False
 ) -> str:
-    """Which form serves an operation on a type of device; "flex" only where `flash.trusted` finds it right."""
+    """Which form serves an operation on a type of device; whether "flex" is right there, `attend` asks `flash`."""
     plain = not position_term and (spec.window is None or spec.window >= length)
     softmax, linear = plain and spec.is_softmax, plain and _is_linear(spec)
     can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": flash.flexible(spec)}
