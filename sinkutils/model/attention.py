@@ -1,15 +1,11 @@
 """The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas.
 
-One head computes, for query i over the keys j it may see (Section 7.4, Eqs. 29 and 43),
-
-    s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      kernel phi, position term g
+    s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      kernel phi, position term g (Section 7.4, Eqs. 29, 43)
     A_ij = alpha * f(s_ij) / Z_i                            similarity f, scale alpha, normaliser Z
     out_i = sum_j A_ij v_j
 
-and a bias (Table 4) is one more key and value that every query sees, or a vector added to the output. What came after
-the paper (data/paper/after_paper.csv) fits in: a sink logit is one more key without value, differential attention the
-difference of two maps. A variant is a value of `AttentionSpec`. This module is the reference that `fast` is tested
-against.
+A bias (Table 4) is one more key and value that every query sees, or a vector added to the output; a sink logit one more
+key without value. `fast` is tested against this module.
 """
 
 from __future__ import annotations
@@ -106,11 +102,9 @@ class AttentionSpec:
         if self.kernel != "identity":
             require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
         if self.signed:
-            require(
-                self.normalizer in ("none", "max_abs_sum"),
-                f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero: "
-                "normalizer must be 'none' or 'max_abs_sum'",
-            )
+            negative = f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero"
+            finite = self.normalizer in ("none", "max_abs_sum")
+            require(finite, f"{negative}: normalizer must be 'none' or 'max_abs_sum'")
         if self.similarity == "linear":
             require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
         sigmoid, own_z = self.similarity == "sigmoid", self.similarity != "softpick" or self.normalizer == "sum"
@@ -173,18 +167,17 @@ class Extras(NamedTuple):
 
 
 def visible(rows: Tensor, columns: Tensor, spec: AttentionSpec) -> Tensor:
-    """The mask M of Eq. 4 as booleans: which keys `columns` each query of `rows` sees.
+    """The mask M of Eq. 4: which keys `columns` (S,) each query of `rows` (R,) sees, 0-based, as booleans (R, S)."""
+    return sees(rows[:, None], columns[None, :], spec)
 
-    rows (R,) and columns (S,) are 0-based positions; returns (R, S). Causal, within the window w, and the
-    first p keys always (Section 6).
-    """
-    distance = rows[:, None] - columns[None, :]
-    seen = distance >= 0
+
+def sees(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
+    """Causal, within the window w, and the first p keys always (Section 6), as k* at position -1; elementwise."""
+    distance = row - column
+    near = distance >= 0
     if spec.window is not None:
-        seen &= distance < spec.window
-    if spec.prefix > 1:
-        seen |= columns[None, :] < spec.prefix
-    return seen
+        near = near & (distance < spec.window)
+    return near | (column < (spec.prefix if spec.prefix > 1 else 0))
 
 
 def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -202,8 +195,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
-    Returns out (B, H, T, D) and weights (B, H, T, S). S = T, or 1 + T with a key bias or sink logit: column 0 is k*,
-    or what the sink logit takes.
+    Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
     spec, given = spec or AttentionSpec(), Extras(**extras)
@@ -220,22 +212,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *
     if distance_bias is not None:
         distance = (positions[:, None] - positions[None, :]).clamp(min=0)
         logits = logits + distance_bias[:, distance]  # g(i - j)
-    if key_bias is not None:
-        star = features(q, spec, mlp) @ features(key_bias, spec, mlp)[:, :, None] * head_dim**-0.5
-        logits = torch.cat([star, logits], dim=-1)
-        seen = F.pad(seen, (1, 0), value=True)
-        star_value = torch.zeros_like(key_bias) if value_bias is None else value_bias
-        v = torch.cat([star_value[None, :, None].expand(len(v), -1, -1, -1).to(v.dtype), v], dim=-2)
-    if spec.sink_logit != "none":
-        sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
-        logits = torch.cat([sink[None, :, None, None].expand(len(q), -1, length, 1).to(logits.dtype), logits], dim=-1)
-        seen = F.pad(seen, (1, 0), value=True)
-        v = F.pad(v, (0, 0, 1, 0))
+    if spec.has_star:  # column 0: the logit of k*, or the sink logit
+        if key_bias is not None:
+            star = features(q, spec, mlp) @ features(key_bias, spec, mlp)[:, :, None] * head_dim**-0.5
+        else:
+            sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
+            star = sink[None, :, None, None].expand(len(q), -1, length, 1).to(logits.dtype)
+        logits, seen = torch.cat([star, logits], dim=-1), F.pad(seen, (1, 0), value=True)
+        star_value = value_bias if spec.has_key_bias else None
+        v = prepend(q.new_zeros(q.shape[1], head_dim) if star_value is None else star_value, v)
     weights = normalise(logits, seen, spec)
     out = weights.to(v.dtype) @ v  # a position term may be wider than v
     if value_bias is not None and spec.bias == "v":
         out = out + value_bias[:, None]
     return out, weights
+
+
+def prepend(bias: Tensor, x: Tensor) -> Tensor:
+    """bias (H, D) in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
 
 
 def halves(q: Tensor, spec: AttentionSpec) -> tuple[tuple[Tensor, Tensor], AttentionSpec]:
@@ -246,12 +241,6 @@ def halves(q: Tensor, spec: AttentionSpec) -> tuple[tuple[Tensor, Tensor], Atten
     odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
     wider = q * 2**0.5
     return (wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)), replace(spec, differential=False)
-
-
-def keys_seen(positions: Tensor, length: int, spec: AttentionSpec) -> Tensor:
-    """How many of `length` keys the queries at 0-based positions (R,) see, k* among them: (R, 1)."""
-    count = (positions + 1).clamp(max=spec.window, min=min(spec.prefix, length))
-    return count[:, None] + spec.has_star
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:

@@ -56,8 +56,7 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "num_layers", "num_heads", "hidden_size", "intermediate_size"):
-            value = getattr(self, name)
-            require(is_count(value), f"{name} must be a positive integer, got {value!r}")
+            require(is_count(getattr(self, name)), f"{name} must be a positive integer, got {getattr(self, name)!r}")
         for name in ("sink_token", "qk_norm", "value_scale"):
             flag(name, getattr(self, name))
         instance("attention", self.attention, AttentionSpec)

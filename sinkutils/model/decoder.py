@@ -1,8 +1,6 @@
 """The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
 
-Notable features: LLaMA-style by default (rotary, pre-norm RMSNorm, SwiGLU, no linear biases, untied embeddings);
-fused q, k, v and gate projections; the authors' published initialisation; `forward(ids, observer)` shows q, k, v
-and h to an observer as they are computed, so that nothing needs hooks and no attention map is kept.
+`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no attention map is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from sinkutils.model.config import FFNS, LMConfig
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
 DYT_START = 0.5  # alpha of tanh(alpha h)
-BIAS_INIT_STD = 0.02  # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
+# k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
+INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
 
 
 class Observer(Protocol):
@@ -80,7 +79,6 @@ class GatedNorm(RMSNorm):
 
 
 def norm_layer(config: LMConfig) -> nn.Module:
-    """LN of Section 3.1, or what stands in its place."""
     return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](config.hidden_size)
 
 
@@ -99,9 +97,8 @@ class Attention(nn.Module):
         if spec.bias in ("kv", "v"):
             self.value_bias = nn.Parameter(torch.empty(heads, head_dim))
         if spec.kernel == "mlp":
-            self.mlp = nn.Sequential(
-                nn.Linear(head_dim, head_dim, bias=False), nn.ReLU(), nn.Linear(head_dim, head_dim, bias=False)
-            )
+            first, second = (nn.Linear(head_dim, head_dim, bias=False) for _ in range(2))
+            self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if config.position == "relative_learned":
             self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, positions.NUM_BUCKETS))
         if spec.sink_logit == "learned":
@@ -120,7 +117,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, tables: dict[str, Tensor], dense: bool = False, observer: Observer | None = None
     ) -> Tensor:
-        """x: (B, T, d) -> (B, T, d). tables: position tables for T; observer: sees q, k, v and extras."""
+        """x: (B, T, d) -> (B, T, d). tables: position tables for T."""
         batch, length, _ = x.shape
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number at a time.
         qkv = self.qkv(x).view(batch, length, 3, self.config.num_heads, self.config.head_dim)
@@ -265,13 +262,9 @@ class TransformerLM(nn.Module):
                 parameter.fill_(starts.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
-            std = math.sqrt(2 / 5 / fan_in)
+            std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
             if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
-            elif kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
-                std = BIAS_INIT_STD
-            elif kind == "mix":
-                std = 0.1
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(

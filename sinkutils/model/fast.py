@@ -1,23 +1,19 @@
 """The attention algebra at speed: `attend` equals `attention.attend` in values and gradients.
 
-Which form serves which operation, and the memory it takes beside its inputs, for T queries of d_h dimensions:
+Beside its inputs, T queries of d_h dimensions, a form takes O(T d_h) memory, blocks O(T) for each query at work:
 
-- softmax (f = exp, Z = sum), causal or with a prefix, any bias of Table 4: the fused kernel, O(T d_h).
-- kernels (f linear, Section 7.4) with Z = 1, max(|sum|, 1) or sum: linear attention by chunks, O(T d_h).
-- everything else on CUDA with f >= 0: FlexAttention over log f(s), whose log-sum-exp takes the normaliser out
-  again, O(T d_h). exp(lse) overflows where the row sum itself does.
-- everything else elsewhere: blocks of queries, computed again in the backward pass, O(T) for each of the
-  `BLOCK` queries at work. So on a CPU: sigmoid, elu, exp without a sum, p-norms, windows, position terms.
-- a sink logit is a key in one more dimension; differential attention is two passes.
-- up to `DENSE_LENGTH` tokens all but the fused kernel are one dense block: O(T^2), and the fastest there.
-
-Time is O(T^2 d_h), but O(T d_h^2) for chunks and O(T w d_h) for a window w.
+- "fused": softmax, causal or with a prefix, any bias of Table 4
+- "linear": kernels (f linear, Section 7.4), by chunks, in O(T d_h^2) time; the others take O(T^2 d_h)
+- "flex": all other f >= 0, on CUDA. exp(lse) overflows where the row sum itself does.
+- "blocks": everything else, by blocks of queries, computed again in the backward pass; O(T w d_h) for a window w
+- "dense": one block, O(T^2) and the fastest up to `DENSE_LENGTH` tokens of all but the fused kernel
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,45 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sinkutils.model import flash
-from sinkutils.model.attention import (
-    AttentionSpec,
-    Extras,
-    check_inputs,
-    divide,
-    features,
-    halves,
-    keys_seen,
-    normalise,
-    normalizer,
-    visible,
-)
+from sinkutils.model import attention, flash
+from sinkutils.model.attention import AttentionSpec, Extras, divide, features, halves, prepend
+
+# What was made for an output is made again in the backward pass, not kept.
+made_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}  # by device: tokens up to which one dense block serves
 BLOCK = 64  # queries at work in the blockwise form: with as many head dimensions, a block's map is the size of q
 ROWS = 128  # at least so many, over all sequences and heads, so that small products do not cost more than their sums
 CHUNK = 64  # tokens a chunk of linear attention
 FORM: str | None = None  # tests set this to take a form wherever it can serve
-
-
-class Problem(NamedTuple):
-    """One call of `attend`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: AttentionSpec
-    given: Extras
-
-    def by_head(self) -> Iterator[Problem]:
-        """The same, a head at a time."""
-        for head, (q, k, v) in enumerate(zip(*(x.split(1, dim=1) for x in self[:3]), strict=True)):
-            own: dict[str, Any] = {
-                name: x[head : head + 1]
-                for name, x in self.given._asdict().items()
-                if isinstance(x, Tensor) and len(x) > 1
-            }
-            yield Problem(q, k, v, self.spec, self.given._replace(**own))
 
 
 class Block(NamedTuple):
@@ -75,14 +43,28 @@ class Block(NamedTuple):
     stop: int
     length: int  # of the sequence
 
+    @property
+    def keys(self) -> tuple[int, int]:
+        """The range of the sequence's own keys that contains all that these queries see."""
+        window = self.spec.window
+        low = 0 if window is None else max(0, self.start - window + 1)
+        return low, min(self.length, max(self.stop, self.spec.prefix))
+
+    def queries(self, q: Tensor) -> Tensor:
+        """These of a sequence's: (B, H, T, D) -> (B, H, R, D)."""
+        return q[:, :, self.start : self.stop]
+
+
+def split(spec: AttentionSpec, distance_bias: Tensor | None, length: int, rows: int) -> Iterator[Block]:
+    """The queries of a sequence, `rows` at a time."""
+    for start in range(0, length, rows):
+        yield Block(spec, distance_bias, start, min(start + rows, length), length)
+
 
 def choose_form(
     spec: AttentionSpec, device: str, dtype: torch.dtype, length: int, head_dim: int, position_term: bool = False
 ) -> str:
-    """Which form serves an operation on a type of device: "fused", "linear", "dense", "flex" or "blocks".
-
-    "flex" only as far as FlexAttention takes it; whether it computes it right is for `flash.trusted` to say.
-    """
+    """Which form serves an operation on a type of device; whether "flex" is right there, `attend` asks `flash`."""
     plain = not position_term and (spec.window is None or spec.window >= length)
     softmax, linear = plain and spec.is_softmax, plain and _is_linear(spec)
     can = {"dense": True, "blocks": True, "fused": softmax, "linear": linear, "flex": flash.flexible(spec)}
@@ -104,22 +86,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) 
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
     given, length = Extras(**extras), q.shape[2]
-    check_inputs(q, k, v, spec, given)
+    attention.check_inputs(q, k, v, spec, given)
     if given.mix is not None:
         parts, plain = halves(q, spec)
         first, second = (attend(part, k, v, plain, distance_bias=given.distance_bias) for part in parts)
         return first - given.mix.to(second.dtype) * second
     if spec.sink_logit == "zero":
         given = given._replace(sink_logit=q.new_zeros(q.shape[1]))
-    problem = Problem(q, k, v, spec, given)
     form = choose_form(spec, q.device.type, q.dtype, length, q.shape[-1], given.distance_bias is not None)
-    if form == "flex" and FORM != "flex":
-        form = "flex" if flash.trusted("flex", flash.flex_kind(spec), q.device, q.dtype, q.shape[-1]) else "blocks"
+    if form == "flex" and FORM != "flex" and not flash.flex_trusted(spec, q.device, q.dtype, q.shape[-1]):
+        form = "blocks"
     long = q.device.type == "cpu" and length > DENSE_LENGTH.get("cpu", BLOCK)
     whole = form == "flex" or (form == "fused" and not spec.has_star and spec.prefix == 1)
-    out = _by_head(problem, form) if long and not whole else _compute(problem, form)
+    out = (_by_head if long and not whole else _compute)(q, k, v, spec, given, form)
     if spec.normalizer == "length":
-        out = out / keys_seen(torch.arange(length, device=q.device), length, spec).to(out.dtype)
+        count = torch.arange(1, length + 1, device=q.device).clamp(max=spec.window, min=min(spec.prefix, length))
+        out = out / (count[:, None] + spec.has_star).to(out.dtype)  # every query sees k*
     if spec.scale != 1:
         out = out * spec.scale
     if given.value_bias is not None and spec.bias == "v":
@@ -133,38 +115,34 @@ def check_kernels(spec: AttentionSpec, device: torch.device, dtype: torch.dtype,
     Without it a compiled `attend` takes blocks of queries, as a graph cannot look at numbers.
     """
     if flash.flex_fits(device.type, dtype, head_dim, spec):
-        flash.trusted("flex", flash.flex_kind(spec), device, dtype, head_dim)
+        flash.flex_trusted(spec, device, dtype, head_dim)
 
 
-def _by_head(problem: Problem, form: str) -> Tensor:
-    """`_compute` a head at a time, so that what it holds beside inputs, output and gradients is that of one head.
-
-    What a head makes before its kernel runs (features, keys with k* in front) is made again in the backward pass.
-    """
-    spec = problem.spec
+def _by_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras, form: str) -> Tensor:
+    """`_compute` a head at a time, so that what it holds beside inputs, output and gradients is that of one head."""
+    by_head = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor) and len(x) > 1}
     # Blocks are made again one by one already; a third time only where they would keep copies of the keys.
-    if torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or spec.is_softmax):
-        outs = [
-            checkpoint(_compute, head, form, use_reentrant=False, preserve_rng_state=False)
-            for head in problem.by_head()
-        ]
-    else:
-        outs = [_compute(head, form) for head in problem.by_head()]
+    again = torch.is_grad_enabled() and (spec.has_star or _is_linear(spec) or spec.is_softmax)
+    outs = []
+    for head, inputs in enumerate(zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)):
+        own: dict[str, Any] = {name: x[head : head + 1] for name, x in by_head.items()}
+        arguments = (*inputs, spec, given._replace(**own), form)
+        outs.append(made_again(_compute, *arguments) if again else _compute(*arguments))
     return torch.cat(outs, dim=1)
 
 
-def _compute(problem: Problem, form: str) -> Tensor:
+def _compute(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras, form: str) -> Tensor:
     """`attend` without alpha and value bias, by a form that can serve it."""
-    q, k, v, spec, (distance_bias, key_bias, value_bias, mlp, sink_logit, _) = problem
+    distance_bias, key_bias, value_bias, mlp, sink_logit, _ = given
     length, star = q.shape[2], 0
-    if sink_logit is not None:
+    if sink_logit is not None:  # a key in one more dimension
         q, k, key = _with_sink(q, k, sink_logit)
         plain = replace(spec, sink_logit="none", bias="k")
-        return _compute(Problem(q, k, F.pad(v, (0, 1)), plain, Extras(distance_bias, key)), form)[..., :-1]
+        return _compute(q, k, F.pad(v, (0, 1)), plain, Extras(distance_bias, key), form)[..., :-1]
     if key_bias is not None:  # k* and v* become the first of S = 1 + T keys
         star = 1
-        k = _prepend(key_bias, k)
-        v = _prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
+        k = prepend(key_bias, k)
+        v = prepend(torch.zeros_like(key_bias) if value_bias is None else value_bias, v)
     q, k = features(q, spec, mlp), features(k, spec, mlp)
     if form == "fused":
         return _softmax(q, k, v, spec, star)
@@ -182,13 +160,13 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
     """log of sum_j |f(s_ij)| over the keys that query i sees, k* among them: (B, H, T), float32 or float64.
 
     What the sink metric needs (Section 3.2): A_ik, or its proxy of Section 7.4, is |f(s_ik)| exp(-log_mass_i).
-    -inf where a row has no mass. O(T) memory for each of `BLOCK` queries; for softmax the fused kernel's own
-    log-sum-exp where it has passed a comparison with a dense row. Takes no part in autograd.
-    The sink logit adds its exp. Of differential attention, whose map has signs: log of sum_j |A_1 - lambda A_2|.
+    -inf where a row has no mass. The sink logit adds its exp. Of differential attention, whose map has signs: log of
+    sum_j |A_1 - lambda A_2|.
     """
     given = Extras(**extras)
     bias = "k" if spec.has_key_bias else "none"
-    check_inputs(q, k, k, AttentionSpec(bias=bias, sink_logit=spec.sink_logit, differential=spec.differential), given)
+    needs = AttentionSpec(bias=bias, sink_logit=spec.sink_logit, differential=spec.differential)
+    attention.check_inputs(q, k, k, needs, given)
     distance_bias, key_bias, _, mlp, sink_logit, mix = given
     if mix is not None:
         return _differential_mass(q, k, spec, distance_bias, mix)
@@ -197,7 +175,7 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
         return torch.logaddexp(mass, (mass.new_zeros(q.shape[1]) if sink_logit is None else sink_logit)[:, None])
     length, star = q.shape[2], 0
     if key_bias is not None:
-        star, k = 1, _prepend(key_bias, k)
+        star, k = 1, prepend(key_bias, k)
     q, k = features(q, spec, mlp), features(k, spec, mlp)
     with torch.autocast(q.device.type, enabled=False):
         if not q.is_cuda:  # only CUDA's kernels add up half precision products in float32 at full speed
@@ -211,26 +189,25 @@ def log_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor
                 mass = torch.cat([first, mass[:, :, spec.prefix :]], dim=2)
             return mass
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        blocks = []
-        for start in range(0, length, BLOCK):
-            block = Block(spec, distance_bias, start, min(start + BLOCK, length), length)
-            logits = _logits(q[:, :, start : block.stop], _seen_keys(k, block), block)
-            blocks.append((spec.f.mass or spec.f.log)(logits).logsumexp(dim=-1))
+        log = spec.f.mass or spec.f.log
+        blocks = [
+            log(_logits(block.queries(q), _seen_keys(k, block), block)).logsumexp(dim=-1)
+            for block in split(spec, distance_bias, length, BLOCK)
+        ]
         return torch.cat(blocks, dim=-1)
 
 
 def _differential_mass(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, mix: Tensor) -> Tensor:
     """log of the row sums of |A_1 - lambda A_2|, a block of queries at a time: (B, H, T)."""
     parts, plain = halves(q, spec)
-    length, blocks = q.shape[2], []
+    masses = []
     with torch.autocast(q.device.type, enabled=False):
         k, even, odd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, *parts))
-        for start in range(0, length, BLOCK):
-            block = Block(plain, distance_bias, start, min(start + BLOCK, length), length)
+        for block in split(plain, distance_bias, q.shape[2], BLOCK):
             seen = _seen_keys(k, block)
-            first, second = (_logits(x[:, :, start : block.stop], seen, block).softmax(dim=-1) for x in (even, odd))
-            blocks.append((first - mix * second).abs().sum(dim=-1).log())
-    return torch.cat(blocks, dim=-1)
+            first, second = (_logits(block.queries(x), seen, block).softmax(dim=-1) for x in (even, odd))
+            masses.append((first - mix * second).abs().sum(dim=-1).log())
+    return torch.cat(masses, dim=-1)
 
 
 def _lse(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -255,11 +232,6 @@ def _with_sink(q: Tensor, k: Tensor, sink_logit: Tensor) -> tuple[Tensor, Tensor
     q = q * (wider / (wider - 1)) ** 0.5
     key = F.pad((sink_logit * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
     return F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), key
-
-
-def _prepend(bias: Tensor, x: Tensor) -> Tensor:
-    """bias (H, D) in front of x (B, H, T, D): (B, H, 1 + T, D)."""
-    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
@@ -303,16 +275,9 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
     """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
-    length, outs = q.shape[2], []
-    rows = max(BLOCK, ROWS // (q.shape[0] * q.shape[1]))
-    for start in range(0, length, rows):
-        block = Block(spec, distance_bias, start, min(start + rows, length), length)
-        inputs = (q[:, :, block.start : block.stop], k, v, block)
-        if torch.is_grad_enabled():
-            outs.append(checkpoint(_block, *inputs, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outs.append(_block(*inputs))
-    return torch.cat(outs, dim=2)
+    blocks = split(spec, distance_bias, q.shape[2], max(BLOCK, ROWS // (q.shape[0] * q.shape[1])))
+    compute = partial(made_again, _block) if torch.is_grad_enabled() else _block
+    return torch.cat([compute(block.queries(q), k, v, block) for block in blocks], dim=2)
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
@@ -333,21 +298,14 @@ def _block(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
     if spec.similarity == "softpick":
         shown = ~_bias(q, k, block._replace(distance_bias=None))[1]
-        return normalise(logits, shown, replace(spec, scale=1.0)).to(v.dtype) @ v
+        return attention.normalise(logits, shown, replace(spec, scale=1.0)).to(v.dtype) @ v
     sim = spec.f.value(logits)
-    return divide(sim @ v, None if spec.normalizer == "length" else normalizer(sim, spec))
-
-
-def _bounds(block: Block) -> tuple[int, int]:
-    """The range of the sequence's own keys that contains all that the queries of a block see."""
-    window = block.spec.window
-    low = 0 if window is None else max(0, block.start - window + 1)
-    return low, min(block.length, max(block.stop, block.spec.prefix))
+    return divide(sim @ v, None if spec.normalizer == "length" else attention.normalizer(sim, spec))
 
 
 def _seen_keys(x: Tensor, block: Block) -> Tensor:
     """What the queries of a block may see of keys or values (B, H, S, D); k*, if any, stays in front."""
-    low, high = _bounds(block)
+    low, high = block.keys
     star = x.shape[2] - block.length
     if low == 0 or star == 0:
         return x[:, :, low : star + high]
@@ -367,10 +325,10 @@ def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
 def _bias(q: Tensor, k: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """What is added to a block's logits, (1 or H, R, S): g, and -inf (0 where f(0) = 0) at the keys `hidden` (R, S)."""
     spec, distance_bias, start, stop, _ = block
-    low, high = _bounds(block)
+    low, high = block.keys
     star = k.shape[2] - (high - low)
     rows, columns = (torch.arange(*bounds, device=q.device) for bounds in ((start, stop), (low, high)))
-    hidden = F.pad(~visible(rows, columns, spec), (star, 0))  # every query sees k*
+    hidden = F.pad(~attention.visible(rows, columns, spec), (star, 0))  # every query sees k*
     bias = q.new_zeros(1, stop - start, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.

@@ -1,10 +1,7 @@
 """PyTorch's kernels that return the log-sum-exp of each row of logits beside the output (flash attention).
 
-A kernel is compared with dense rows before its first number is used, once for each kind of mask, device, dtype and head
-dimension (`trusted`): a private op can change, and one backend's log-sum-exp is in base 2 (pytorch #181645).
-
-- `fused`, `fused_rows`: the kernels behind scaled_dot_product_attention: softmax with any additive mask
-- `flex`: FlexAttention, compiled for CUDA: any f >= 0, window, prefix and position term
+A kernel is compared with dense rows before its first number is used (`trusted`): a private op can change, and one
+backend's log-sum-exp is in base 2 (pytorch #181645).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from sinkutils.model.attention import AttentionSpec, attend, visible
+from sinkutils.model.attention import AttentionSpec, attend, prepend, sees, visible
 
 # One graph or an error, never a dense fallback; static, as a p that varied among calls would become a traced number.
 FLEX_COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True, "recompile_limit": 64}
@@ -120,36 +117,26 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     A graph under compilation cannot look at numbers: it trusts what was compared before, see `fast.check_kernels`.
     """
     key = (kernel, kind, device, dtype, head_dim)
-    if key not in TRUST:
-        if torch.compiler.is_compiling():
-            return False
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            TRUST[key] = _proves_right(*key)
-    return TRUST[key]
-
-
-def _proves_right(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Compare all rows of a random problem with dense ones: more keys than a kernel's block (512 on a CPU, less on
-    CUDA), a multiple of nothing.
-    """
+    if key in TRUST or torch.compiler.is_compiling():
+        return TRUST.get(key, False)
     generator = torch.Generator().manual_seed(0)
-    draws = (torch.randn(2, 2, 531, head_dim, generator=generator) for _ in range(3))
-    q, k, v = (x.to(device, dtype) for x in draws)
+    # More keys than a kernel's block (512 on a CPU, less on CUDA), a multiple of nothing.
+    q, k, v = (torch.randn(2, 2, 531, head_dim, generator=generator).to(device, dtype) for _ in range(3))
     try:
-        got, expected = (_flex_probe if kernel == "flex" else _fused_probe)(q, k, v, kind)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            got, expected = (_flex_probe if kernel == "flex" else _fused_probe)(q, k, v, kind)
     except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
-        return False
-    if got is None:
-        return False
+        got = None
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
-    if got.shape == expected.shape and torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance):
-        return True
-    warnings.warn(
-        f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense form; "
-        "using blocks of queries instead",
-        stacklevel=4,
+    TRUST[key] = (
+        got is not None
+        and got.shape == expected.shape
+        and torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
     )
-    return False
+    if got is not None and not TRUST[key]:
+        what = f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense"
+        warnings.warn(f"{what} form; using blocks of queries instead", stacklevel=3)
+    return TRUST[key]
 
 
 def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
@@ -182,13 +169,13 @@ def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Ten
     spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=window, prefix=prefix)
     star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
     dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
-    keys = torch.cat([star[None, :, None].expand(len(k), -1, -1, -1), k], dim=2)
-    return flex(q, keys, F.pad(v, (0, 0, 1, 0)), spec, line, 1), dense
+    return flex(q, prepend(star, k), F.pad(v, (0, 0, 1, 0)), spec, line, 1), dense
 
 
-def flex_kind(spec: AttentionSpec) -> str:
-    """The kind of mask under which FlexAttention has to have proved right for an operation."""
-    return "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
+def flex_trusted(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlexAttention is `trusted` under the kind of mask that an operation has."""
+    kind = "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
+    return trusted("flex", kind, device, dtype, head_dim)
 
 
 def flexible(spec: AttentionSpec) -> bool:
@@ -197,7 +184,7 @@ def flexible(spec: AttentionSpec) -> bool:
 
 
 def flex_fits(device: str, dtype: torch.dtype, head_dim: int, spec: AttentionSpec) -> bool:
-    """Whether FlexAttention's compiled kernel takes such queries; that it is right here is `trusted`'s to say."""
+    """Whether FlexAttention's compiled kernel takes such queries."""
     return device == "cuda" and HAS_TRITON and flexible(spec) and dtype != torch.float64 and head_dim >= 16
 
 
@@ -227,12 +214,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Te
     out, lse = run(1.0)
     if spec.normalizer == "sum":
         return out
-    log_z = {
-        "none": lambda: torch.zeros_like(lse),
-        "length": lambda: torch.zeros_like(lse),  # divided by in `fast.attend`
-        "max_abs_sum": lambda: lse.clamp(min=0),
-        "p_norm": lambda: (run(spec.p)[1] / spec.p).masked_fill(lse == -torch.inf, 0),
-    }[spec.normalizer]()
+    log_z = torch.zeros_like(lse)  # of none, and of length, which `fast.attend` divides by
+    if spec.normalizer == "max_abs_sum":
+        log_z = lse.clamp(min=0)
+    elif spec.normalizer == "p_norm":
+        log_z = (run(spec.p)[1] / spec.p).masked_fill(lse == -torch.inf, 0)
     return out * torch.exp(lse - log_z).to(out.dtype)
 
 
@@ -250,14 +236,5 @@ def _compiled(function: Callable[..., Any], spec: AttentionSpec) -> Callable[...
 @functools.lru_cache(maxsize=16)
 def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.device) -> BlockMask:
     """`attention.visible` for FlexAttention, with k* before the keys."""
-    window, shown = spec.window, star + (spec.prefix if spec.prefix > 1 else 0)
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i - j + star
-        near = distance >= 0
-        if window is not None:
-            near = near & (distance < window)
-        return near | (j < shown)
-
     make = _flex_kernel(create_block_mask, spec, device)
-    return make(seen, None, None, length, star + length, device=device)
+    return make(lambda b, h, i, j: sees(i, j - star, spec), None, None, length, star + length, device=device)

@@ -31,9 +31,8 @@ GPUS = (GPU("A100", 80, 312.0), GPU("H100 SXM", 80, 989.0), GPU("H200", 141, 989
 class Cost:
     """The estimate of one run.
 
-    FLOPs a token: 6 for each weight but the embedding's (a multiplication and an addition in the forward pass, twice
-    that in the backward) and 6 L d C for causal attention (queries see C / 2 keys on average; logits and output are
-    2 d each a key). Windows, biases and other attention operations are not told apart.
+    FLOPs a token: 6 for each weight but the embedding's and 6 L d C for causal attention (queries see C / 2 keys on
+    average; logits and output are 2 d each a key). Windows and other attention operations are not told apart.
 
     Memory: weights, gradients and AdamW's two moments in fp32 are 16 bytes a parameter, a bf16 copy 2 more.
     Activations of a micro-batch, with b = 2 bytes in bf16 and 4 in fp32, are L (16 d + 9 b d + n b f) + (2 b + 8) V a
@@ -75,25 +74,25 @@ class Cost:
         integer("gpus", gpus, least=1)
         needs = {parallel: self.memory(gpus, parallel) for parallel in ("ddp", "fsdp")}
         ddp, fsdp = (f"{parallel.upper()}, {need:.0f} GiB" for parallel, need in needs.items())
+        total, weights, attention = (x / 1e9 for x in (self.flops_per_token, self.weight_flops, self.attention_flops))
+        state, kept = self.state_bytes / GIB, self.activation_bytes / GIB
+        memory = f"weights, gradients and optimiser {state:.1f} GiB, activations of a micro-batch {kept:.1f} GiB"
         lines = [
             self.name,
             f"parameters     {self.parameters / 1e6:,.1f}M, {self.body / 1e6:,.1f}M without embeddings",
             f"tokens         {self.tokens / 1e9:,.3f}B in {self.steps:,} steps of {self.tokens // self.steps:,}",
-            f"FLOPs a token  {self.flops_per_token / 1e9:.3f}G: weights {self.weight_flops / 1e9:.3f}G, "
-            f"attention {self.attention_flops / 1e9:.3f}G",
+            f"FLOPs a token  {total:.3f}G: weights {weights:.3f}G, attention {attention:.3f}G",
             f"FLOPs          {self.flops:.2e}",
-            f"memory         weights, gradients and optimiser {self.state_bytes / GIB:.1f} GiB, activations of a "
-            f"micro-batch {self.activation_bytes / GIB:.1f} GiB",
+            f"memory         {memory}",
             "",
             f"at {mfu:.0%} of the dense bf16 peak:",
             f"{'GPU':<10}{'TFLOP/s':>9}{'GiB':>6}{'hours on 1':>13}{f'on {gpus}':>10}{ddp:>16}{fsdp:>16}",
         ]
         for gpu in GPUS:
-            fits = ["fits" if need <= USABLE * gpu.memory else "does not fit" for need in needs.values()]
-            lines.append(
-                f"{gpu.name:<10}{gpu.peak:>9g}{gpu.memory:>6}{self.hours(gpu, mfu):>13.1f}"
-                f"{self.hours(gpu, mfu, gpus):>10.1f}{fits[0]:>16}{fits[1]:>16}"
-            )
+            alone, together = self.hours(gpu, mfu), self.hours(gpu, mfu, gpus)
+            one, other = ("fits" if need <= USABLE * gpu.memory else "does not fit" for need in needs.values())
+            hours = f"{alone:>13.1f}{together:>10.1f}"
+            lines.append(f"{gpu.name:<10}{gpu.peak:>9g}{gpu.memory:>6}{hours}{one:>16}{other:>16}")
         return "\n".join(lines)
 
 

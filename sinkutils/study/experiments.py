@@ -3,10 +3,8 @@
 An experiment is what it changes: dotted paths into `RunConfig` and values. A preset is a scale; `grid` joins them. The
 paper's values stand beside the names in data/paper/pretraining.csv.
 
-How values scale. Learning rates, steps, batch sizes are multiples of the preset's (`times`), windows a share of C
-(`of_context`), d_a a share of d_h (`of_head_dim`), data amounts a share of the text of which the run makes four passes,
-as the paper's 20B tokens of 5B (`of_four_epochs`). All else is as printed: weight decay, prefix, positions, alpha, p,
-m and numbers of heads. The warm-up stays the preset's.
+Learning rates, steps, batch sizes, windows, d_a and data amounts scale with the preset (`Scaled`). All else is as
+printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The warm-up stays the preset's.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def of_head_dim(share: float) -> Scaled:
 
 
 def of_four_epochs(share: float) -> Scaled:
-    """A share of the text of which the preset's run makes four passes (`Preset.four_epochs`)."""
+    """A share of the text of which the preset's run makes four passes, as the paper's 20B tokens do of 5B."""
     return Scaled(lambda old, run, scale: share * scale.four_epochs)
 
 
@@ -96,7 +94,7 @@ class Experiment:
     @property
     def item(self) -> str:
         """The first of `items`, or nothing for what the paper does not report."""
-        return self.items[0] if self.items else ""
+        return next(iter(self.items), "")
 
     @property
     def paper(self) -> dict[str, float]:

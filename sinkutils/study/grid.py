@@ -1,21 +1,14 @@
 """An experiment at a preset is a run: `config` joins them, `plan` says which runs a preset has, in which order.
 
-Fine-tuning (Appendix D): all weights, a rate of 2e-5 with a cosine schedule, batches of 64 sequences of C tokens, one
-epoch of the 200k conversations of UltraChat. What the appendix leaves open is as in the published recipe of the
-platform that it names, for that data set: warm-up over a tenth of the steps, a cosine to zero, AdamW with betas 0.9 and
-0.999 and without weight decay, gradients clipped at 1. The rate stays a twentieth of pre-training's.
-
-What a small scale cannot hold. Rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and
-`resolve` says which. A window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the
-window experiments measure at T <= C / 4 (the paper: 64 of 2048, so no change there), and `largest_alpha` tells which of
-them can reach epsilon at all.
+At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and `resolve` says which. A
+window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the window experiments
+measure at T <= C / 4 (the paper: 64 of 2048), and `largest_alpha` tells which of them can reach epsilon at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig
@@ -42,22 +35,16 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 
 
 def keeps_weights(run: RunConfig) -> bool:
-    """Whether the record of a run keeps its weights: of what a fine-tuning starts from, and the first seeds of
-    some experiments at small presets.
-    """
+    """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at small presets."""
     shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
-    return shown or any(
-        run.experiment == other.start for other in _all(run.preset)[0].values() if isinstance(other, FinetuneConfig)
-    )
+    return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset)[0].values()}
 
 
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
-    seeds None: the headline experiments at HEADLINE_SEEDS and the others at SEEDS. All SEEDS of an experiment come
-    together, since no verdict rests on fewer: the base, the headline, the others, then more seeds of the headline, then
-    what came after the paper. A fine-tuning is as headline as what it starts from, and comes after it. Otherwise all
-    experiments at each of `seeds`.
+    All at each of `seeds`; None: at SEEDS together, since no verdict rests on fewer: base, headline, the others, then
+    the headline at more seeds, then what came after the paper. A fine-tuning is as headline as what it starts from.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
     runs = {run.experiment: run for run in (config(name, preset) for name in names)}
@@ -76,8 +63,9 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)
-    built, _ = _all(preset)
-    return next(first for first, run in built.items() if _same(run, own))
+    same = {**vars(own), "experiment": ""}
+    runs = ((first, run) for first, run in _all(preset)[0].items() if type(run) is type(own))
+    return next(first for first, run in runs if {**vars(run), "experiment": ""} == same)
 
 
 def unavailable(preset: str) -> dict[str, str]:
@@ -114,53 +102,45 @@ def _build(name: str, preset_name: str) -> RunConfig:
     run = RunConfig(row.name, preset_name, model=scale.model, data=scale.data, train=scale.train)
     try:
         if row.start is not None:
-            return _override(_finetuning(row, scale), row.overrides)
-        if row.base:
-            run = _override(run, _scaled(experiment(scale.base).overrides, run, scale))
-        return _override(run, _scaled(row.overrides, run, scale))
+            run = _finetuning(row, scale)
+        elif row.base:
+            run = _override(run, experiment(scale.base).overrides, run, scale)
+        return _override(run, row.overrides, run, scale)
     except ValueError as error:
         raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
 
 
 def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
-    """The fine-tuning of a model that was pre-trained at this preset, under its name there."""
+    """The fine-tuning of a model that was pre-trained at this preset, under its name there.
+
+    Appendix D: all weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5, which stays a
+    twentieth of pre-training's rate. The rest is as in the published recipe of the platform that it names: warm-up over
+    a tenth of the steps, a cosine to zero, AdamW with betas 0.9 and 0.999, no weight decay, gradients clipped at 1.
+    """
     known = scale.base if row.start == "base" else str(row.start)
     start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
-    tuning = scale.tuning
+    tuning, before = scale.tuning, start.train
     steps = tuning.pairs // tuning.batch_size
-    schedule: dict[str, Any] = {
-        "steps": steps,
-        "warmup_steps": int(TUNING_WARMUP * steps),
-        "eval_every": tuning.eval_every,
-    }
-    rates: dict[str, Any] = {"learning_rate": TUNING_RATE * start.train.learning_rate, "lr_floor": 0.0, "beta2": 0.999}
-    train = dataclasses.replace(start.train, **schedule, **rates, batch_size=tuning.batch_size, weight_decay=0.0)
-    before, text = (start.model, start.data, train, start.experiment), (tuning.instructions, tuning.pairs)
-    return FinetuneConfig(row.name, scale.name, 0, *before, "", *text)
+    sizes: dict[str, Any] = {"steps": steps, "batch_size": tuning.batch_size, "eval_every": tuning.eval_every}
+    rates: dict[str, Any] = {"learning_rate": TUNING_RATE * before.learning_rate, "lr_floor": 0.0, "beta2": 0.999}
+    warmup = int(TUNING_WARMUP * steps)
+    train = dataclasses.replace(before, **sizes, **rates, warmup_steps=warmup, weight_decay=0.0)
+    rest = (start.model, start.data, train, start.experiment, "", tuning.instructions, tuning.pairs)
+    return FinetuneConfig(row.name, scale.name, 0, *rest)
 
 
-def _scaled(overrides: dict[str, Any], run: RunConfig, scale: Preset) -> dict[str, Any]:
-    """The overrides with every `Scaled` value replaced by what it comes to."""
-    return {
-        path: value.apply(attrgetter(path)(run), run, scale) if isinstance(value, Scaled) else value
-        for path, value in overrides.items()
-    }
+def _override(part: Any, values: dict[str, Any], run: RunConfig, scale: Preset) -> Any:
+    """A frozen config with the fields at dotted paths replaced, all at once, so that only the whole is checked.
 
-
-def _override(run: Any, values: dict[str, Any]) -> Any:
-    """A frozen config with the fields at dotted paths replaced, all at once, so that only the whole is checked."""
+    run: what a `Scaled` value is of.
+    """
     changes: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
-        part, _, rest = path.partition(".")
+        name, _, rest = path.partition(".")
         if rest:
-            inner.setdefault(part, {})[rest] = value
+            inner.setdefault(name, {})[rest] = value
         else:
-            changes[part] = value
-    changes |= {part: _override(getattr(run, part), below) for part, below in inner.items()}
-    return dataclasses.replace(run, **changes)
-
-
-def _same(run: RunConfig, other: RunConfig) -> bool:
-    values, others = ({**vars(each), "experiment": ""} for each in (run, other))
-    return values == others and type(run) is type(other)
+            changes[name] = value.apply(getattr(part, name), run, scale) if isinstance(value, Scaled) else value
+    changes |= {name: _override(getattr(part, name), below, run, scale) for name, below in inner.items()}
+    return dataclasses.replace(part, **changes)

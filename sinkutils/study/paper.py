@@ -27,18 +27,12 @@ def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
 
     Raises ValueError, listing the items, for one that has none.
     """
+    if item is not None:
+        choice("item", item, list(dict.fromkeys(row.item for row in paper_rows())))
+        return tuple(row for row in paper_rows() if row.item == item)
+    rows = []
     with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
-        rows = tuple(
-            PaperRow(
-                row["item"],
-                row["row"],
-                row["experiment"],
-                {k: float(v) for k, v in row.items() if v and k.startswith(("sink_", "valid_"))},
-                row["note"],
-            )
-            for row in csv.DictReader(file)
-        )
-    if item is None:
-        return rows
-    choice("item", item, list(dict.fromkeys(row.item for row in rows)))
-    return tuple(row for row in rows if row.item == item)
+        for cells in csv.DictReader(file):
+            values = {k: float(v) for k, v in cells.items() if v and k.startswith(("sink_", "valid_"))}
+            rows.append(PaperRow(cells["item"], cells["row"], cells["experiment"], values, cells["note"]))
+    return tuple(rows)

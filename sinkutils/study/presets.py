@@ -41,11 +41,19 @@ class Preset:
 
 
 # In LMConfig's order: vocabulary, C, L, H, d, width of the FFN. In TrainConfig's: steps, batch, rate, warm-up.
-# The paper's 60M are without embeddings; its batch is 1M tokens. lr_floor 0.1 is the cosine of the text (see
-# default_constant_lr).
-_PAPER_TRAIN = TrainConfig(20_000, 512, 4e-4, 100, precision="bf16", eval_every=250, micro_batch=16)
-_PAPER_DATA = DataConfig("pile", validation="pile:Pile-CC")
-_PAPER_TUNING = Tuning("ultrachat", 200_000, eval_every=250)
+_PAPER = Preset(
+    "paper",
+    "the paper's 60M: C 2048, 1M tokens a step, 20k steps on the Pile (Section 4)",
+    LMConfig(50_432, 2048, 10, 8, 768, 1536),  # 60M are without embeddings
+    DataConfig("pile", validation="pile:Pile-CC"),
+    TrainConfig(20_000, 512, 4e-4, 100, precision="bf16", eval_every=250, micro_batch=16),
+    Tuning("ultrachat", 200_000, eval_every=250),
+    base="default",
+    four_epochs=1.0,
+    seconds=80_000,  # a GPU at 160 TFLOP/s
+    device="cuda",
+    compile=True,
+)
 _ALL = (
     Preset(
         "smoke",
@@ -97,32 +105,16 @@ _ALL = (
         device="cuda",
         compile=True,
     ),
-    Preset(
-        "paper",
-        "the paper's 60M: C 2048, 1M tokens a step, 20k steps on the Pile (Section 4)",
-        LMConfig(50_432, 2048, 10, 8, 768, 1536),
-        _PAPER_DATA,
-        _PAPER_TRAIN,
-        _PAPER_TUNING,
-        base="default",
-        four_epochs=1.0,
-        seconds=80_000,  # a GPU at 160 TFLOP/s
-        device="cuda",
-        compile=True,
-    ),
-    Preset(
-        "paper-1b",
-        "the paper's 1B (Section 7.4), the shape of the config that the authors' scripts use. The text gives no "
+    _PAPER,
+    dataclasses.replace(
+        _PAPER,
+        name="paper-1b",
+        title="the paper's 1B (Section 7.4), the shape of the config that the authors' scripts use. The text gives no "
         "recipe: 60M's, with the 40k steps of their config",
-        LMConfig(50_432, 2048, 22, 16, 2048, 5632),
-        _PAPER_DATA,
-        dataclasses.replace(_PAPER_TRAIN, steps=40_000, micro_batch=4),
-        _PAPER_TUNING,
+        model=LMConfig(50_432, 2048, 22, 16, 2048, 5632),
+        train=dataclasses.replace(_PAPER.train, steps=40_000, micro_batch=4),
         base="softmax_1b",
-        four_epochs=1.0,
         seconds=2_000_000,
-        device="cuda",
-        compile=True,
         parallel="fsdp",
     ),
 )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import numpy
 import safetensors
 import tokenizers
 import torch
@@ -36,12 +36,11 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from sinkutils import paths
+from sinkutils.checks import require
 from sinkutils.data.corpus import public_name
 from sinkutils.study.schema import check_arrays, check_record
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from sinkutils.study.config import RunConfig
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
@@ -90,7 +89,7 @@ class Record:
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """alpha along the curve and, at the end, by text (`training.trainer.arrays`); empty where there is none."""
+        """alpha along the curve and, at the end, by text (`training.run.arrays`); empty where there is none."""
         path = self.folder / "alpha.safetensors"
         return load_tensors(path.read_bytes()) if path.exists() else {}
 
@@ -106,6 +105,11 @@ def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | No
     return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 
 
+def short_name(target: Path) -> str:
+    """How messages call a record: preset/experiment/seed."""
+    return "/".join(target.parts[-3:])
+
+
 def partial_folder(target: Path) -> Path:
     """Where an unfinished run keeps its checkpoint and its lock, beside the record it will become."""
     return target.with_name(target.name + ".partial")
@@ -115,11 +119,11 @@ def partial_folder(target: Path) -> Path:
 def run_lock(target: Path) -> Iterator[None]:
     """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
 
-    The kernel drops the lock with the process that held it, so a killed worker leaves no stale lock. What it left
-    of a record that it was writing is removed.
+    The kernel drops the lock with the process that held it. What a killed one left of a record that it was writing is
+    removed.
     """
     partial = partial_folder(target)
-    with _locked(partial / "lock", "/".join(target.parts[-3:])):
+    with _locked(partial / "lock", short_name(target)):
         for left in target.parent.glob(f".{target.name}-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
         yield
@@ -128,7 +132,6 @@ def run_lock(target: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
-    """The lock on `path`, taken. Raises `RunLocked` while another process has it."""
     for _attempt in range(100):
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # its last owner is removing the folder
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +159,7 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of `config_dict`: of what determines a run, apart from its text."""
-    return hashlib.sha256(as_json(config_dict(config)).encode()).hexdigest()
+    return _sha256(as_json(config_dict(config)).encode())
 
 
 def write_record(
@@ -165,14 +168,13 @@ def write_record(
     metrics: dict[str, Any],
     provenance: dict[str, Any],
     weights: dict[str, Tensor] | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
     corpus: dict[str, str] | None = None,
     arrays: dict[str, Tensor] | None = None,
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
-    corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash.
-    arrays: alpha along the curve and by text (`training.trainer.arrays`).
+    corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash. arrays: those of `training.run`.
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
@@ -182,13 +184,13 @@ def write_record(
         "provenance.json": as_json({**provenance, **versions()}).encode(),
     }
     if arrays:
-        files["alpha.safetensors"] = dump_tensors({k: v.contiguous().cpu() for k, v in arrays.items()})
+        files["alpha.safetensors"] = _packed(arrays)
     if weights is not None:
-        files[WEIGHTS] = dump_tensors({k: v.contiguous().cpu() for k, v in weights.items()})
+        files[WEIGHTS] = _packed(weights)
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_str().encode()
-    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
-    files[SUMS] = (sums + f"{hashlib.sha256(sums.encode()).hexdigest()}  {SUMS}\n").encode()
+    sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
+    files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
     target.parent.mkdir(parents=True, exist_ok=True)
     new, old = (Path(tempfile.mkdtemp(".tmp", f".{target.name}-", target.parent)) for _ in range(2))
     try:
@@ -206,13 +208,9 @@ def write_record(
 
 
 def read_record(target: Path) -> Record:
-    """Read a record: every file against its digest, and all of it against what a record may say (`schema`).
-
-    Raises `CorruptRecord` that names the file, whatever is wrong with it.
-    """
-    name = "/".join(target.parts[-3:])
+    """Read a record, each file against its digest, and all of it against `schema`. Raises `CorruptRecord`."""
     try:
-        files = verify_record(target)
+        files = _verified(target)
         parts = [json.loads((target / f"{part}.json").read_text("utf-8")) for part in PARTS]
         check_record(*parts)
         for file in files:
@@ -220,42 +218,34 @@ def read_record(target: Path) -> Record:
         record = Record(target, *parts)
         check_arrays(record.arrays, len(record.metrics["curve"]))
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptRecord(f"record {name}: {error or type(error).__name__}: {ADVICE}") from error
+        raise CorruptRecord(f"record {short_name(target)}: {error or type(error).__name__}: {ADVICE}") from error
     return record
 
 
 def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
     """Every step of a fine-tuning's metrics.json: step, train_loss, gradient_norm (Figure 30); none of pre-training."""
     points = [point for point in metrics["curve"] if "gradient_norms" in point]
-    steps = [pair for point in points for pair in zip(point["losses"], point["gradient_norms"], strict=True)]
-    return [
-        {"step": step, "train_loss": loss, "gradient_norm": norm} for step, (loss, norm) in enumerate(steps, start=1)
-    ]
+    pairs = [pair for point in points for pair in zip(point["losses"], point["gradient_norms"], strict=True)]
+    return [{"step": step, "train_loss": loss, "gradient_norm": norm} for step, (loss, norm) in enumerate(pairs, 1)]
 
 
-def verify_record(target: Path) -> list[str]:
-    """The names of a record's files; its weights may have been deleted.
-
-    Raises `CorruptRecord`, naming the file, unless each is as it was written.
-    """
-    name = "/".join(target.parts[-3:])
+def _verified(target: Path) -> list[str]:
+    """The names of a record's files, each as it was written; its weights may have been deleted."""
     try:
         lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
         body, (own, own_name) = "".join(lines[:-1]), lines[-1].split()
         digests = {file: digest for digest, file in map(str.split, lines[:-1])}
     except (OSError, ValueError, IndexError) as error:
-        raise CorruptRecord(f"record {name}: {SUMS} is missing or unreadable: {ADVICE}") from error
-    if own_name != SUMS or not lines[-1].endswith("\n") or hashlib.sha256(body.encode()).hexdigest() != own:
-        raise CorruptRecord(f"record {name}: {SUMS} is damaged: {ADVICE}")
+        raise ValueError(f"{SUMS} is missing or unreadable") from error
+    whole = own_name == SUMS and lines[-1].endswith("\n") and _sha256(body.encode()) == own
+    require(whole, f"{SUMS} is damaged")
     for file in dict.fromkeys((*(f"{part}.json" for part in PARTS), *digests)):
         path = target / file
         if file == WEIGHTS and not path.exists():  # left out to save space: a record without weights
             del digests[file]
             continue
-        if not path.is_file() or Path(file).name != file:
-            raise CorruptRecord(f"record {name}: {file} is missing: {ADVICE}")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digests.get(file):
-            raise CorruptRecord(f"record {name}: {file} is truncated or changed: {ADVICE}")
+        require(path.is_file() and Path(file).name == file, f"{file} is missing")
+        require(_sha256(path.read_bytes()) == digests.get(file), f"{file} is truncated or changed")
     return list(digests)
 
 
@@ -276,7 +266,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
 
     Raises OSError with advice when the disk is full.
     """
-    data = dump_tensors({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, {"extra": as_json(extra)})
+    data = _packed(tensors, {"extra": as_json(extra)})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -308,7 +298,7 @@ def ledger_sha256() -> str:
 
 
 def _hash_of(modules: tuple[str, ...]) -> str:
-    return hashlib.sha256(b"".join((paths.PACKAGE / f"{module}.py").read_bytes() for module in modules)).hexdigest()
+    return _sha256(b"".join((paths.PACKAGE / f"{module}.py").read_bytes() for module in modules))
 
 
 def versions() -> dict[str, Any]:
@@ -317,12 +307,17 @@ def versions() -> dict[str, Any]:
         "code_sha256": _hash_of(TRAINING_MODULES),
         "ledger": ledger_sha256(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "tokenizers": tokenizers.__version__,
-        "safetensors": safetensors.__version__,
         "processor": platform.machine(),
+        **{module.__name__: module.__version__ for module in (torch, numpy, tokenizers, safetensors)},
     }
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _packed(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    return dump_tensors({name: x.detach().contiguous().cpu() for name, x in tensors.items()}, metadata)
 
 
 def _write_synced(path: Path, *parts: bytes) -> None:

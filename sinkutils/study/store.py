@@ -50,8 +50,8 @@ class Runs:
     def place(self, run: RunConfig, corpus: dict[str, str] | None = None) -> Path:
         """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
 
-        On another text than the preset's it stands apart, and so it does on a text of the preset's name but another
-        hash (which another version of Python makes) where the study has a record on its own: that is never replaced.
+        On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
+        version of Python makes) where the study has a record on its own: that is never replaced.
         """
         study = record_folder(run.preset, run.experiment, run.seed, self.folder)
         if corpus is None:
@@ -89,27 +89,23 @@ class Runs:
     def entries(self, preset: str) -> Iterator[Entry]:
         """Every record folder of a preset, by experiment and seed; of a corrupt one a warning is given.
 
-        preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd". Raises ValueError for an
-        unknown one.
+        preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd".
         """
         base, apart, _ = preset.partition("@")
         find_preset(base)
         folders = [path for path in (self.folder / preset).glob("*/*") if path.is_dir() and path.name.isdigit()]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
+            name, record = folder.parent.name, None
             try:
                 record = read_record(folder)
+                run = config(name, base, int(folder.name))
+                current = run.experiment == name and is_of(record, run, record.config.get("corpus") if apart else None)
+                status, reason = (record.status, record.metrics["reason"]) if current else ("stale", CHANGED)
             except CorruptRecord as error:
                 warnings.warn(str(error), stacklevel=2)
-                yield Entry(folder, "corrupt", str(error), None)
-                continue
-            try:
-                run = config(folder.parent.name, base, int(folder.name))
-            except ValueError as error:
-                yield Entry(folder, "stale", str(error), record)
-                continue
-            current = run.experiment == folder.parent.name
-            current = current and is_of(record, run, record.config.get("corpus") if apart else None)
-            status, reason = (record.status, record.metrics["reason"]) if current else ("stale", CHANGED)
+                status, reason = "corrupt", str(error)
+            except ValueError as error:  # no such experiment at this preset
+                status, reason = "stale", str(error)
             yield Entry(folder, status, reason, record)
 
 
@@ -135,11 +131,9 @@ def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str
 
 
 def _read(folder: Path, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
-    if not folder.exists():
-        return None
     try:
-        record = read_record(folder)
+        record = read_record(folder) if folder.exists() else None
     except CorruptRecord as error:
         warnings.warn(f"{error}; it counts as missing", stacklevel=3)
         return None
-    return record if is_of(record, run, corpus) else None
+    return record if record is not None and is_of(record, run, corpus) else None

@@ -1,8 +1,7 @@
 """Supervised fine-tuning of pre-trained models (Appendix D, Figure 30), as a kind of run: see `study.grid`.
 
-Two things differ from the recipe that the paper names: only the answers carry loss, where that recipe trains on the
-questions too, and a conversation that is longer than C is cut, a shorter one padded. A model that was trained with a
-fixed first token keeps it as x_1, before the conversation.
+Unlike the recipe that the paper names, only the answers carry loss, and a conversation is cut or padded to C tokens. A
+fixed first token stays x_1, before the conversation.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ def answer_loss(model: Any, chunks: Tensor, prefix: int = 1, given: int | None =
 
 
 class FinetuneRun(Run):
-    """A run from the weights and with the tokenizer of a record, on conversations.
-
-    The points of its curve hold, beside what those of pre-training hold, the loss and the gradient norm (before
-    clipping) of every step since the last.
-    """
+    """A run from the weights and with the tokenizer of a record, on conversations."""
 
     config: FinetuneConfig
     start: Record

@@ -1,7 +1,6 @@
 """One run over the processes that torchrun started: DDP where one GPU holds the model, FSDP2 where it has to be cut.
 
-Every process follows the same steps: it takes its share of each batch, and gradients are averaged. Rank 0 alone
-reads and writes records and checkpoints, and the others hear from it what came out (`Group.once`).
+Rank 0 alone reads and writes records and checkpoints, and the others hear from it what came out (`Group.once`).
 """
 
 from __future__ import annotations
@@ -26,6 +25,14 @@ PARALLEL = ("ddp", "fsdp")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
 
 
+def attempt(function: Callable[..., T], *arguments: Any) -> tuple[T, None] | tuple[None, Exception]:
+    """What a function returns, and what it raises: one of them."""
+    try:
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
 @dataclass(frozen=True)
 class Group:
     """The processes of one run. By default this one alone, for which each method is the plain thing."""
@@ -45,16 +52,12 @@ class Group:
         """What `function(*arguments)` returns, or raises, on rank 0, in every process; the others do not call it."""
         if self.size == 1:
             return function(*arguments)
-        outcome: list[Any] = [None, None]
-        if self.first:
-            try:
-                outcome[0] = function(*arguments)
-            except Exception as error:
-                outcome[1] = error
+        outcome: list[Any] = [attempt(function, *arguments) if self.first else None]
         dist.broadcast_object_list(outcome, src=0, group=self.control)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
 
     def in_turn(self, function: Callable[[], T]) -> T:
         """`function()` in every process, on each machine in one of them before the others: it fills a cache.
@@ -63,22 +66,14 @@ class Group:
         """
         if self.size == 1:
             return function()
-        result: T | None = None
-        error: Exception | None = None
-        if self.local_rank == 0:
-            try:
-                result = function()
-            except Exception as caught:
-                error = caught
+        result, error = attempt(function) if self.local_rank == 0 else (None, None)
         for other in filter(None, self._all(error)):
             raise other
         return function() if result is None else result
 
     def agree(self, what: str, value: object) -> None:
         """Raise RuntimeError unless `value` is the same in every process."""
-        if self.size == 1:
-            return
-        values = self._all(value)
+        values = self._all(value) if self.size > 1 else []
         if len(set(values)) > 1:
             raise RuntimeError(f"the processes do not agree on {what}: {values}")
 
@@ -148,10 +143,9 @@ ALONE = Group()
 
 @contextlib.contextmanager
 def joined(parallel: str, device: torch.device) -> Iterator[Group]:
-    """The group in which torchrun started this process, `ALONE` where it did not.
+    """The group in which torchrun started this process, `ALONE` where it did not; each takes the GPU of its local rank.
 
-    parallel: ddp or fsdp. Each process takes the GPU of its local rank. Raises ValueError for another `parallel`,
-    or for more processes on a machine than it has GPUs.
+    Raises ValueError for a `parallel` that is not ddp or fsdp, or for more processes on a machine than it has GPUs.
     """
     choice("parallel", parallel, PARALLEL)
     size = int(os.environ.get("WORLD_SIZE", "1"))

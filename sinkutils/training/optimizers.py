@@ -10,10 +10,7 @@ from sinkutils.training.group import ALONE, Group
 
 
 def make_optimizers(model: nn.Module, train: TrainConfig, group: Group = ALONE) -> list[Optimizer]:
-    """The optimiser that a config names, over all parameters of a model; muon is two, each with its own.
-
-    Raises ValueError for muon in a group of processes.
-    """
+    """The optimiser that a config names; muon is two, each with its own parameters, and refused in a group."""
     named = dict(model.named_parameters())
     rate, decay = train.learning_rate, train.weight_decay
     if train.optimizer == "sgd":
@@ -25,7 +22,7 @@ def make_optimizers(model: nn.Module, train: TrainConfig, group: Group = ALONE) 
         # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
         matrices = [name for name, p in named.items() if p.ndim == 2 and name.endswith(".weight")]
         linear = [named.pop(name) for name in matrices if name.startswith("blocks.")]
-        # An update has the size of AdamW's, so that one rate and one decay serve both.
+        # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
         optimizers.append(Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     betas = (train.beta1, train.beta2)
     return [*optimizers, AdamW(named.values(), rate, betas, train.adam_eps, weight_decay=decay, fused=True)]

@@ -1,19 +1,17 @@
 """The state of one pre-training run between two optimiser steps: its model, its text, its step, its evaluation.
 
-Three generators never touch each other: the weights (seed), the order of the chunks (seed and step), and the
-evaluation (fixed), so that two runs with one seed differ in nothing but what their configs say.
+Weights (seed), order of the chunks (seed and step) and evaluation (fixed) have generators of their own, so that two
+runs with one seed differ in nothing but what their configs say.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
@@ -37,8 +35,8 @@ SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the lon
 class CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits (N, V) and targets (N,) in nats; keeps the logits, in their precision, and lse.
 
-    The gradient, (softmax - onehot) / N, is one pass over the logits: compiled on a CPU, that makes a step of a
-    small model a fifth faster than F.cross_entropy or a gradient made in the forward pass.
+    The gradient is one pass over the logits: compiled on a CPU, a step of a small model takes a fifth less time than
+    with F.cross_entropy or a gradient made in the forward pass.
     """
 
     @staticmethod
@@ -69,7 +67,7 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, giv
 
 
 class Run:
-    """The state of one run between two optimiser steps; `train` drives it."""
+    """`train` drives it."""
 
     loss = staticmethod(next_token_loss)
 
@@ -89,7 +87,10 @@ class Run:
         self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        self.probe = probe_ids(config, corpus, self.tokenizer).to(device)
+        size = (train.eval_sequences, train.eval_length)
+        ids = probe("natural", self.tokenizer, *size, EVALUATION_SEED, bos=config.data.bos, corpus=corpus)
+        # A fixed token is also fixed here, as the authors' evaluation does.
+        self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
         self.curve: list[dict[str, Any]] = []
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
@@ -120,17 +121,12 @@ class Run:
         """What the record says of the run's text beside its name and hash."""
         return {"corpus_train_tokens": len(self.chunks.tokens)}
 
-    def autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> torch.autocast:
         """bf16 where the config asks for it."""
-        if self.config.train.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device.
-
-        `passed` gets the loss and the gradient norm.
-        """
+        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device."""
         config = self.config.train
         batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
         parts = batch.split(config.micro_batch or config.batch_size)
@@ -153,10 +149,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, Any], Report | None]:
-        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite.
-
-        In a group every process evaluates, because the weights may be cut over all of them.
-        """
+        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite."""
         with self.autocast():
             valid_loss = self.valid_loss()
         # Rank 0's, so that all take it for finite or none.
@@ -203,26 +196,13 @@ class Run:
         return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
 
 
-def probe_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> Tensor:
-    """The sequences of the sink metric: 100 natural ones outside the training text, T = 64 (Section 4).
-
-    A fixed token is also fixed here, as the authors' evaluation does.
-    """
-    size = (config.train.eval_sequences, config.train.eval_length)
-    ids = probe("natural", tokenizer, *size, EVALUATION_SEED, bos=config.data.bos, corpus=corpus)
-    return fix_position(ids, config.data.fixed_position, corpus.fix_id)
-
-
 def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
-    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
-
-    The weights of a group may be cut over its processes, so that gradients are those of a run in one process only.
-    """
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients."""
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
     if report is not None and reason is None:
         final["report"] = report.to_dict()
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
-        if run.group.size == 1:
+        if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
                 final["gradients"] = gradient_norms(run.model, run.probe)
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}

@@ -1,9 +1,7 @@
 """Many runs: what is missing, most informative first, by as many workers as asked for, here or on a cluster.
 
-Each run is a process of its own that takes a lock on its folder (see `training.train`), so a sweep can be killed
-at any moment, started twice at once, and one failing run stops nothing else. An engine is anything with
-`submit(function, *arguments)`, which gives a future with `done()` and `result()`: a thread pool over processes here,
-submitit for Slurm, Ray for a cluster.
+Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any moment and started
+twice at once. An engine is anything with `submit(function, *arguments)`, which gives a future.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice, integer
+from sinkutils.checks import choice, integer, require
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus
 from sinkutils.study.config import RunConfig
@@ -59,26 +58,21 @@ def run_one(
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
 
 
-def spread(jobs: int, gpus: int) -> tuple[str, ...]:
-    """The device of each of so many workers of one machine: its GPUs in turn, or the CPU where there are none."""
-    return tuple(f"cuda:{worker % gpus}" if gpus else "cpu" for worker in range(jobs))
-
-
 def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
-    """The device of each worker: the one asked for, else of this machine its GPUs, else what the preset is made for.
+    """The device of each worker: the one asked for, else this machine's GPUs in turn, else what the preset is made for.
 
     Raises ValueError where a GPU is asked for, or the preset is made for one, and this machine has none.
     """
     kind = asked or preset(preset_name).device
-    if engine_name != "local":
-        return (kind,) * jobs
-    gpus = torch.cuda.device_count()
-    if asked is None and kind == "cuda" and not gpus:
+    if engine_name == "local":
+        gpus = torch.cuda.device_count()
         advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
-        raise ValueError(f"preset {preset_name!r} is made for a GPU and there is none here: {advice}")
-    if asked is not None:
-        find_device(asked)
-    return spread(jobs, gpus) if asked in (None, "cuda") else (kind,) * jobs
+        lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
+        require(bool(asked) or kind != "cuda" or gpus > 0, lack)
+        find_device(asked or "cpu")
+        if gpus and asked in (None, "cuda"):
+            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
+    return (kind,) * jobs
 
 
 def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Any:
@@ -86,12 +80,16 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Any:
     choice("engine", name, ENGINES)
     if name == "local":
         return ThreadPoolExecutor(jobs)
-    if name == "slurm":  # on a machine without Slurm, submitit starts processes there
-        submitit = _optional("submitit", "slurm")
-        executor = submitit.AutoExecutor(folder=logs / "submitit")
-        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
-        return executor
-    return RayEngine(_optional("ray", "ray"), jobs, gpu)
+    module = {"slurm": "submitit", "ray": "ray"}[name]
+    try:
+        package = import_module(module)
+    except ImportError as error:
+        raise ImportError(f"this engine needs {module}: pip install -e '.[{name}]'") from error
+    if name == "ray":
+        return RayEngine(package, jobs, gpu)
+    executor = package.AutoExecutor(folder=logs / "submitit")  # without Slurm it starts processes on this machine
+    executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
+    return executor
 
 
 class RayEngine:
@@ -105,13 +103,6 @@ class RayEngine:
 
     def submit(self, function: Any, *arguments: Any) -> Any:
         return self.ray.remote(**self.needs)(function).remote(*arguments).future()
-
-
-def _optional(module: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this engine needs {module}: pip install -e '.[{extra}]'") from error
 
 
 def sweep(
@@ -145,14 +136,8 @@ def sweep(
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     queue, waiting = list(plan), dict[Any, tuple[RunConfig, str]]()
     outcomes: list[Outcome] = []
-    bar = tqdm(
-        total=sum(run.train.steps for run in plan),
-        unit="step",
-        unit_scale=True,
-        disable=not progress,
-        desc=f"{preset_name}: 0/{len(plan)} runs",
-    )
-    with bar:
+    total, title = sum(run.train.steps for run in plan), f"{preset_name}: 0/{len(plan)} runs"
+    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress, desc=title) as bar:
         while queue or waiting:
             while free and (run := _next(queue, [run for run, _ in waiting.values()])):
                 queue.remove(run)
@@ -188,16 +173,15 @@ def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Any) -> Out
     log = f"see {logs.name}/{name}-{seed}.log"
     try:
         status = future.result()
-    except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
-        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {log}")
-    if status == 3:
-        return Outcome(name, seed, "elsewhere", "another worker holds its lock")
-    if status != 0:
-        return Outcome(name, seed, "crashed", f"exit status {status}; {log}")
-    try:
+        if status == 3:
+            return Outcome(name, seed, "elsewhere", "another worker holds its lock")
+        if status != 0:
+            return Outcome(name, seed, "crashed", f"exit status {status}; {log}")
         record = read_record(folder)
     except CorruptRecord as error:
         return Outcome(name, seed, "crashed", str(error))
+    except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
+        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {log}")
     return Outcome(name, seed, record.status, record.metrics["reason"] or "")
 
 
@@ -216,6 +200,6 @@ def estimate(
         if entry.record is not None and "wall_seconds" in entry.record.provenance
     ]
     base = preset(preset_name)
-    per_step = sorted(rates)[len(rates) // 2] if rates else base.seconds / base.train.steps
+    per_step = median_high(rates) if rates else base.seconds / base.train.steps
     planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)
     return [(run, per_step * run.train.steps) for run in planned]

@@ -24,7 +24,7 @@ from sinkutils.model.fast import check_kernels
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, write_record
+from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, short_name, write_record
 from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
@@ -80,7 +80,7 @@ def train(
     require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
     if asked and (corpus.name, size) != (public_name(config.data.corpus), most):
         change = f"corpus {corpus.name!r} with {size} tokens in place of {config.data.corpus!r} with {most}"
-        warnings.warn(f"training on {change}: the record is {'/'.join(folder.parts[-3:])}", stacklevel=2)
+        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=2)
     if compile is None:
         compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False
     start = None
@@ -118,8 +118,7 @@ def train(
         }
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None  # on rank 0
         tokenizer = run.tokenizer if keep_weights else None
-        outcome, alphas = summary(run, report, reason), arrays(run, report)
-        parts = (outcome, provenance, weights, tokenizer, corpus.identity, alphas)
+        parts = (summary(run, report, reason), provenance, weights, tokenizer, corpus.identity, arrays(run, report))
         return group.once(write_record, folder, config, *parts)
 
 
@@ -134,47 +133,37 @@ def _loop(
     forward = torch.compile(run.loss) if compile else run.loss
     hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
     saved = started = time.monotonic()
-    before = run.seconds
-    first = run.step
+    before, first = run.seconds, run.step
     if not run.curve:  # an untrained control: what position terms and biases do by themselves
         point, report = run.evaluate()
         if report is not None:
             run.keep({**point, **run.steps([])}, report)
-    bar = tqdm(
-        total=config.train.steps,
-        initial=first,
-        disable=not progress,
-        unit="step",
-        leave=False,
-        desc=f"{config.experiment} seed {config.seed}",
-    )
-    with bar:
-        while run.step < config.train.steps:
+    name, steps = f"{config.experiment} seed {config.seed}", config.train.steps
+    with tqdm(total=steps, initial=first, disable=not progress, unit="step", leave=False, desc=name) as bar:
+        while run.step < steps:
             run.advance(forward)
             bar.update()
-            ending = run.step == config.train.steps
-            if run.step % config.train.eval_every == 0 or ending:
-                losses = run.group.mean(torch.stack([loss for loss, _ in run.passed])).tolist()
-                failure = divergence(losses, hopeless)
-                if not failure:
-                    point, report = run.evaluate()
-                    failure = divergence([point["valid_loss"]], hopeless)
-                if failure:
-                    run.seconds = before + time.monotonic() - started
-                    return f"{failure} by step {run.step}", None
-                assert report is not None  # the validation loss is finite
-                run.keep({**point, **run.steps(losses), "train_loss": sum(losses) / len(losses)}, report)
-                run.passed.clear()
-                rate = (run.step - first) * run.tokens_per_step / (time.monotonic() - started)
-                bar.set_postfix(
-                    loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=int(rate)
-                )
-                # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
-                if not ending and run.group.once(lambda since=saved: time.monotonic() - since > checkpoint_seconds):
-                    run.seconds = before + time.monotonic() - started
-                    save_checkpoint(run, checkpoint)
-                    saved = time.monotonic()
-    run.seconds = before + time.monotonic() - started
+            ending = run.step == steps
+            if run.step % config.train.eval_every and not ending:
+                continue
+            losses = run.group.mean(torch.stack([loss for loss, _ in run.passed])).tolist()
+            failure = divergence(losses, hopeless)
+            if not failure:
+                point, report = run.evaluate()
+                failure = divergence([point["valid_loss"]], hopeless)
+            passed = time.monotonic() - started
+            run.seconds = before + passed
+            if failure:
+                return f"{failure} by step {run.step}", None
+            assert report is not None  # the validation loss is finite
+            run.keep({**point, **run.steps(losses), "train_loss": sum(losses) / len(losses)}, report)
+            run.passed.clear()
+            rate = int((run.step - first) * run.tokens_per_step / passed)
+            bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
+            # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+            if not ending and run.group.once(lambda since=saved: time.monotonic() - since > checkpoint_seconds):
+                save_checkpoint(run, checkpoint)
+                saved = time.monotonic()
     return None, report
 
 
@@ -202,11 +191,8 @@ def compiles() -> bool:
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
     """One CPU thread inside, as before outside: sums over threads would depend on their number."""
-    if device.type != "cpu":
-        yield
-        return
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
         yield
     finally:
@@ -220,12 +206,12 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()  # off, warn or error
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def instruction_set() -> list[str]:

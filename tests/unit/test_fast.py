@@ -290,7 +290,7 @@ def test_row_sums_do_not_come_from_a_kernel_that_is_wrong_or_not_there(spec, ker
 
 def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
     def asks(x: Tensor, spec: AttentionSpec) -> Tensor:
-        return x + 1 if flash.trusted("flex", flash.flex_kind(spec), x.device, x.dtype, x.shape[-1]) else x - 1
+        return x + 1 if flash.flex_trusted(spec, x.device, x.dtype, x.shape[-1]) else x - 1
 
     x, spec = torch.zeros(3, 16), AttentionSpec(window=4)
     for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):  # the second is another kind of mask

@@ -10,7 +10,7 @@ import torch
 from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, read_record, record_folder, run_lock
 from sinkutils.training import sweep as sweep_module
-from sinkutils.training.sweep import devices, engine, estimate, run_one, spread, sweep
+from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
 from sinkutils.training.trainer import train
 
 pytestmark = pytest.mark.slow
@@ -111,11 +111,6 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_p
     assert len(estimate("smoke", (0,), tmp_path / "runs")) == len(before)
 
 
-def test_workers_take_the_gpus_of_a_machine_in_turn():
-    assert spread(5, 2) == ("cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0")
-    assert spread(2, 4) == ("cuda:0", "cuda:1") and spread(2, 0) == ("cpu", "cpu")
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """Let PyTorch see so many GPUs."""
@@ -131,7 +126,8 @@ def gpus(monkeypatch):
     ("preset", "engine_name", "count", "asked", "expected"),
     [
         ("laptop", "local", 0, None, ("cpu", "cpu")),
-        ("laptop", "local", 2, None, ("cuda:0", "cuda:1")),
+        ("laptop", "local", 1, None, ("cuda:0", "cuda:0")),
+        ("laptop", "local", 4, None, ("cuda:0", "cuda:1")),
         ("laptop", "local", 2, "cpu", ("cpu", "cpu")),
         ("gpu", "local", 1, None, ("cuda:0", "cuda:0")),
         ("gpu", "local", 2, "cuda", ("cuda:0", "cuda:1")),
