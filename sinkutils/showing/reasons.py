@@ -17,7 +17,8 @@ from sinkutils.measuring.own import BOS
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.model.positions import distance_table
 from sinkutils.showing import names
-from sinkutils.study.grid import experiment
+from sinkutils.study.config import TrainConfig, learning_rate
+from sinkutils.study.grid import config, experiment
 
 
 def why(id: str, ours: Results) -> str:
@@ -128,6 +129,26 @@ def _further_from_the_end(ours: Results) -> str:
     )
 
 
+def _other_doses(ours: Results) -> str:
+    """Section 6, Table 2: which of the paper's decays ours are by what they take off a weight over the steps."""
+    rise, decays = paired(ours, "base", "weight_decay_0.01", "excess_1"), (0.01, 0.1, 0.5, 1)
+    if rise is None or rise.low <= 0:
+        return ""
+    here, there = (_sum_of_rates(config("base", ours.preset).train), _sum_of_rates(config("default", "paper").train))
+    doses = [f"{decay * here / there:.2g}" for decay in decays]
+    gone = experiment("weight_decay_5").paper["sink_1"]
+    return (
+        f"Rates times decay, summed over the steps, are {here / there:.0f} times the paper's here: our decays of "
+        f"{', '.join(f'{decay:g}' for decay in decays)} are its {', '.join(doses)}. From {doses[0]} to {doses[1]} the "
+        f"sink grows here as well, by {rise.mean:.3f} ({rise.low:.3f} to {rise.high:.3f}) of excess; at 5 the "
+        f"paper has none left either (Sink₁ {gone:.2f} %)."
+    )
+
+
+def _sum_of_rates(train: TrainConfig) -> float:
+    return sum(learning_rate(train, step) for step in range(train.steps))
+
+
 REASONS: dict[str, Callable[[Results], str]] = {
     "first_token_norms": _elements(),
     "bias_activations": _elements("kv_bias", "k_bias"),
@@ -136,6 +157,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
     "fixed_token": _further_from_the_end,
+    "weight_decay": _other_doses,
     "no_normalisation": _in_the_first_block,
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }

@@ -236,6 +236,17 @@ def test_what_is_left_without_normalisation_is_placed_only_where_one_block_has_i
     assert reasons.why("no_normalisation", results("laptop")) == "", "as much of it in every block"
 
 
+def test_decays_are_compared_by_their_doses_only_while_the_sink_grows_between_two_of_them(some, add, monkeypatch):
+    monkeypatch.setattr("sinkutils.ledger.results.ledgers", ledgers)
+    assert reasons.why("weight_decay", results("laptop")) == "", "no run of 0.01"
+    add("weight_decay_0.01", 0.30, 0.33, 0.32)
+    said = reasons.why("weight_decay", results("laptop"))
+    assert "our decays of 0.01, 0.1, 0.5, 1 are its 0.09, 0.9, 4.5, 9. From 0.09 to 0.9 the sink grows" in said
+    assert f"by {0.61 / 3 / (1 - FLOOR):.3f} (" in said
+    add("weight_decay_0.01", 0.51, 0.55, 0.53)
+    assert reasons.why("weight_decay", results("laptop")) == ""
+
+
 def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):
     def growing(name, position, slope):
         last = {"step": 9, "sink_1": 0.0, "valid_loss": 2.7}
