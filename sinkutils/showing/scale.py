@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -65,6 +66,9 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
             row[0].axhline(level, color=figures.PAPER_COLOR, linestyle=line, linewidth=1)
         row[0].set(ylabel=r"$\alpha_1^{l,h}$, " + f"seed {seed}", ylim=(0, None))
         row[1].set(ylabel=r"$\max_j |h_{1,j}|$ / median", yscale="log")
+        row[1].yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+        row[1].yaxis.set_major_formatter("{x:g}")
+        row[1].yaxis.set_minor_formatter("")
         row[2].set(ylabel=r"$\|v_1\|$ / the others'", ylim=(0, None))
     for axis in axes[-1]:
         axis.set_xlabel("million tokens")
@@ -122,7 +126,7 @@ def show_ladder() -> None:
         "paper's numbers. The models differ in their text and training too, so that this is a list, not a law."
     )
     rows = table.itertuples()
-    each = [f"{row.model} ({row.parameters / 1e6:.3g}M) {row.sink_1:.1f} with {row.first}" for row in rows]
+    each = [f"{row.model} ({_size(row.parameters)}) {row.sink_1:.1f} with {row.first}" for row in rows]
     figures.show(draw_ladder(table), caption, f"Sink_1 in percent by model: {'; '.join(each)}", "ladder")
 
 
@@ -175,7 +179,7 @@ def _size(parameters: int) -> str:
 
 def draw_ladder(table: pd.DataFrame) -> Figure:
     """A row a model by size, a mark for what stands first: Sink_1; hollow: the paper's."""
-    models = [f"{row.model}: {row.parameters / 1e6:.3g}M" for row in table.itertuples()]
+    models = [f"{row.model} ({_size(row.parameters)})" for row in table.itertuples()]
     places = {model: place for place, model in enumerate(dict.fromkeys(models))}
     figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(places) + 1.3))
     for first, (mark, color) in LOOKS.items():

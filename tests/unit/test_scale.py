@@ -80,7 +80,7 @@ def test_what_is_recorded_is_shown_with_its_sentences_and_the_rest_is_named(desk
     assert "Seed 1" in lines and "Seed 2" not in lines
     assert "Not recorded yet for this model: a fixed token at position 1." in capsys.readouterr().out
     scale.show_ladder()
-    assert "ours (4.46M) 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
+    assert "ours (4.5M) 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
     assert {path.name for path in (tmp_path / "figures").glob("*.png")} == {"by_block_default_desk.png", "ladder.png"}
 
 
