@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import cycle
 
 import matplotlib
 import numpy as np
@@ -28,8 +29,8 @@ IDENTIFIER = re.compile(rf"(?<![\w./-])({'|'.join(e.name for e in experiments() 
 def add(runs):
     """Add records of an experiment: alpha_1 of every head, by seed; failed where None."""
 
-    def record(name, *alphas, star=None, loss=2.7, onset=None, norm=None):
-        for seed, alpha in enumerate(alphas):
+    def record(name, *alphas, star=None, losses=(2.7,), onset=None, norm=None):
+        for seed, (alpha, loss) in enumerate(zip(alphas, cycle(losses), strict=False)):
             if alpha is None:
                 made_up(runs, name, seed, "laptop", status="failed", reason="not finite", final={"step": 9})
                 continue
@@ -245,6 +246,17 @@ def test_decays_are_compared_by_their_doses_only_while_the_sink_grows_between_tw
     assert f"by {0.61 / 3 / (1 - FLOOR):.3f} (" in said
     add("weight_decay_0.01", 0.51, 0.55, 0.53)
     assert reasons.why("weight_decay", results("laptop")) == ""
+
+
+def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
+    add("fixed_1", 0.5, 0.5, losses=(2.70, 2.71), onset=4)
+    add("lr_half_steps_x2", 0.6, 0.6, losses=(2.65, 2.66), onset=4)
+    assert reasons.why("compensated_rate", results("laptop")) == "", "one of two"
+    add("lr_quarter_steps_x4", 0.6, 0.6, losses=(2.72, 2.73), onset=4)
+    assert reasons.why("compensated_rate", results("laptop")) == "", "one of them learns worse"
+    add("lr_quarter_steps_x4", 0.6, 0.6, losses=(2.599, 2.611), onset=4)
+    said = reasons.why("compensated_rate", results("laptop"))
+    assert "learn better, by 0.050 (" in said and " and 0.100 (" in said and "(3.68 and 3.67 against 3.73)" in said
 
 
 def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):
