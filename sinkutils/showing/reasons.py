@@ -110,6 +110,18 @@ def _longer_learns_more(ours: Results) -> str:
     )
 
 
+def _twice_as_wide(ours: Results) -> str:
+    """Section 6, Figure 6 middle: whether a window of twice the width has the sink that one of C / 4 has not."""
+    wide, narrow = (judge(Check("present", (name,), "visible_1"), ours, {}) for name in ("window_1_2", "window_1_4"))
+    if wide.state != HOLDS or narrow.state == HOLDS or wide.effect is None:
+        return ""
+    tokens, printed = (config("window_1_4", preset).model.attention.window for preset in (ours.preset, "paper"))
+    return (
+        f"A window of C / 4 is {tokens} tokens here, {printed} in the paper. At twice the width the sink is there: "
+        f"{wide.effect.mean:.3f} ({wide.effect.low:.3f} to {wide.effect.high:.3f})."
+    )
+
+
 def _in_the_first_block(ours: Results) -> str:
     """Section 7.4: where what is left of the sink without normalisation stands."""
     seeds = [run for name in ("sigmoid", "elu") for run in ours.seeds(name).values() if "alpha" in run.report]
@@ -175,6 +187,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "proposition_2": _bucket_numbers,
     "fixed_token": _further_from_the_end,
     "weight_decay": _other_doses,
+    "window_absolute": _twice_as_wide,
     "compensated_rate": _longer_learns_more,
     "no_normalisation": _in_the_first_block,
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),

@@ -259,6 +259,15 @@ def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
     assert "learn better, by 0.050 (" in said and " and 0.100 (" in said and "(3.68 and 3.67 against 3.73)" in said
 
 
+def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(add):
+    add("window_1_4", 0.05, 0.051, 0.052)
+    assert reasons.why("window_absolute", results("laptop")) == "", "no other width"
+    add("window_1_2", 0.30, 0.31, 0.32)
+    assert reasons.why("window_absolute", results("laptop")).startswith("A window of C / 4 is 16 tokens here, 512 in")
+    add("window_1_4", 0.20, 0.21, 0.22)
+    assert reasons.why("window_absolute", results("laptop")) == "", "nothing to explain"
+
+
 def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):
     def growing(name, position, slope):
         last = {"step": 9, "sink_1": 0.0, "valid_loss": 2.7}
