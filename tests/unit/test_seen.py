@@ -260,6 +260,7 @@ def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
 
 
 def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
     add("window_1_4", 0.05, 0.051, 0.052)
     assert reasons.why("window_absolute", results("laptop")) == "", "no other width"
     add("window_1_2", 0.30, 0.31, 0.32)
