@@ -125,6 +125,21 @@ def _twice_as_wide(ours: Results) -> str:
     )
 
 
+def _as_good_shared(ours: Results) -> str:
+    """Section 7.3, Table 12 right: whether heads that share their biases lose anything to those with their own."""
+    runs = ("kv_bias_shared", "kv_bias")
+    pulls, loss = (paired(ours, *runs, quantity) for quantity in ("excess_star", "valid_loss"))
+    if pulls is None or loss is None or pulls.high < 0 or not loss.low <= 0 <= loss.high:
+        return ""
+    shared, own = (np.mean([run.final["sink_star"] for run in ours.seeds(name).values()]) for name in runs)
+    here, there = (config("kv_bias_shared", preset).model.num_heads for preset in (ours.preset, "paper"))
+    return (
+        f"Sharing costs nothing here: k* takes as much (Sink* {shared:.0f} %, with one for each head {own:.0f} %), and "
+        f"the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to {loss.high:+.3f}). {here} heads share a bias "
+        f"here, {there} in the paper; whether that is why, no run of ours has tried."
+    )
+
+
 def _in_the_first_block(ours: Results) -> str:
     """Section 7.4: where what is left of the sink without normalisation stands."""
     seeds = [run for name in ("sigmoid", "elu") for run in ours.seeds(name).values() if "alpha" in run.report]
@@ -192,6 +207,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "weight_decay": _other_doses,
     "window_absolute": _twice_as_wide,
     "compensated_rate": _longer_learns_more,
+    "shared_biases": _as_good_shared,
     "no_normalisation": _in_the_first_block,
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }

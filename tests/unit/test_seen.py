@@ -269,6 +269,17 @@ def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(a
     assert reasons.why("window_absolute", results("laptop")) == "", "nothing to explain"
 
 
+def test_shared_biases_are_called_as_good_only_while_they_take_as_much_at_the_same_loss(add):
+    add("kv_bias", 0.01, 0.01, 0.01, star=0.5, losses=(2.70, 2.71, 2.72))
+    assert reasons.why("shared_biases", results("laptop")) == "", "none of both"
+    add("kv_bias_shared", 0.01, 0.01, 0.01, star=0.55, losses=(2.71, 2.70, 2.72))
+    said = reasons.why("shared_biases", results("laptop"))
+    assert said.startswith("Sharing costs nothing here: k* takes as much (Sink* 100 %, with one for each head 100 %)")
+    assert "moves by +0.000 nats (" in said and "4 heads share a bias here, 8 in the paper" in said
+    add("kv_bias_shared", 0.01, 0.01, 0.01, star=0.55, losses=(2.91, 2.90, 2.92))
+    assert reasons.why("shared_biases", results("laptop")) == "", "worse trained"
+
+
 def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):
     def growing(name, position, slope):
         last = {"step": 9, "sink_1": 0.0, "valid_loss": 2.7}
