@@ -62,7 +62,7 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
         return [*_levels(shown, ours, key), *_missing(shown)]
     # Beside the default's rows an item may have some that change the base: each is compared with what it changes.
     split = reference(shown) == "default"
-    others = [row for row in shown if split and row.experiment and experiment(row.experiment).base]
+    others = [row for row in shown if split and (row.base or (row.experiment and experiment(row.experiment).base))]
     lines = _compared([row for row in shown if row not in others], ours, key)
     return [*lines, *(_compared(others, ours, key) if others else []), *_missing(shown)]
 
@@ -72,7 +72,7 @@ def reference(shown: Sequence[Row]) -> str:
     measured on shorter texts, or the default where rows change that.
     """
     there = {row.experiment for row in shown}
-    if any(row.base for row in shown):
+    if "default" not in there and any(row.base for row in shown):
         return "base"
     return next((name for name in ("window_none", "default") if name in there), "base")
 
