@@ -1,15 +1,8 @@
-"""Runs and real sweeps under kills, beside each other and on other engines; benchmarks/reliability.py has more."""
+"""Real sweeps under kills, beside each other and on other engines; benchmarks/reliability.py has more."""
 
 import dataclasses
-import json
-import signal
-import subprocess
-import sys
-import time
 from importlib.util import find_spec
-from pathlib import Path
 
-import numpy as np
 import pytest
 import reliability
 from helpers import DONE
@@ -61,48 +54,3 @@ def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken
     dataclasses.replace(sweeps, engine=engine).finish(engine)
     assert sweeps.results(engine) == unbroken[1]
     assert sweeps.trainings(engine) == dict.fromkeys(sweeps.only, 1)
-
-
-RUNNER = """
-import json, sys
-from pathlib import Path
-import torch
-from sinkutils.data.corpus import Corpus
-from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.training.trainer import train
-config, folder, runs = json.loads(sys.argv[1]), *sys.argv[2:]
-corpus = Corpus(Path(folder))
-print("ready", flush=True)
-train(from_dict(RunConfig, config), runs, corpus=corpus, progress=False, checkpoint_seconds=0.0)
-"""
-
-
-def test_a_run_killed_at_random_instants_ends_in_the_unbroken_record(tiny, corpus, tmp_path):
-    config = dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, steps=60, eval_every=2))
-
-    def start(runs: Path) -> subprocess.Popen:
-        arguments = [json.dumps(dataclasses.asdict(config)), str(corpus.folder), str(runs)]
-        process = subprocess.Popen([sys.executable, "-c", RUNNER, *arguments], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
-        return process
-
-    process = start(tmp_path / "whole")
-    began = time.monotonic()  # when it is ready: imports take longer than the run, and would let it end before a kill
-    assert process.wait() == 0
-    whole = time.monotonic() - began
-    rng, kills = np.random.default_rng(0), 0
-    folder = record_folder("test", "tiny", 0, tmp_path / "killed")
-    for _attempt in range(20):
-        process = start(tmp_path / "killed")
-        try:
-            process.wait(timeout=float(rng.uniform(0.02, 0.3)) * whole if kills < 5 else 120)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            continue
-        assert process.returncode == 0
-        break
-    assert kills >= 3, "the run ended before it was killed often enough to mean anything"
-    whole_folder = record_folder("test", "tiny", 0, tmp_path / "whole")
-    assert all((folder / f).read_bytes() == (whole_folder / f).read_bytes() for f in ("config.json", "metrics.json"))

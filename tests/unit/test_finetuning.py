@@ -1,10 +1,9 @@
 """Fine-tuning: pairs made of sources and chats, loss on answers only, and a run that is recorded like any other."""
 
-import ast
 import dataclasses
-import inspect
 import json
-import textwrap
+from functools import lru_cache
+from unittest.mock import Mock, call
 
 import datasets
 import numpy as np
@@ -12,29 +11,21 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, DONE, made_up
+from helpers import CPU, made_up
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from sinkutils.data import external, instructions
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.embedded import definitions_of
-from sinkutils.data.instructions import (
-    IGNORED,
-    Layout,
-    conversations,
-    conversations_of,
-    encode_conversation,
-    make_pairs,
-)
+from sinkutils.data.instructions import IGNORED, Layout, conversations, encode_conversation, make_pairs
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.showing.tables import records
 from sinkutils.study import grid
-from sinkutils.study.config import FinetuneConfig, from_dict
+from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config, keeps_weights, plan
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import history, record_folder, write_record
+from sinkutils.study.record import history
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
 from sinkutils.training.run import Run
@@ -93,7 +84,7 @@ def chats(text_folder, tmp_path_factory):
     return path
 
 
-def test_definitions_are_found_with_their_docstrings_and_their_class_as_parsing_finds_them():
+def test_definitions_are_found_and_asked_for_and_their_first_paragraph_is_the_answer():
     assert [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)] == [
         ("class", "Sink", "A place where attention goes,"),
         ("method", "Sink.drain", "Let it out at some rate."),
@@ -101,16 +92,7 @@ def test_definitions_are_found_with_their_docstrings_and_their_class_as_parsing_
         ("function", "last", "Give back the last of all."),
         ("function", "inner", "Too short."),
     ]
-    source = inspect.getsource(textwrap)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    parsed = sorted((node.name, text.split()) for node in nodes if (text := ast.get_docstring(node)))
-    # The scan keeps escapes as they are written.
-    scanned = [(name.split(".")[-1], text.replace("\\\\", "\\").split()) for _, name, text in definitions_of(source)]
-    assert len(parsed) > 10 and sorted(scanned) == parsed
-
-
-def test_a_definition_is_asked_for_and_its_first_paragraph_is_the_answer():
-    pairs = list(conversations_of(SOURCE))
+    pairs = list(instructions.conversations_of(SOURCE))
     assert pairs[0] == chat("What is the class Sink?", "A place where attention goes, and stays.")
     assert pairs[1] == chat("What does Sink.drain do?", "Let it out at some rate.")
     assert len(pairs) == 4  # two words are no answer
@@ -181,19 +163,17 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
             conversations(name)
     with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
-
-    def unreachable(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError("could not\nbe found")
-
+    unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ConnectionError, match="'HuggingFaceH4/ultrachat_200k' could not be read") as error:
         next(conversations("ultrachat"))
     assert "\n" not in str(error.value)
-    asked = []
-    monkeypatch.setattr(external, "conversations", lambda *arguments: asked.append(arguments))
+    asked = Mock()
+    monkeypatch.setattr(external, "conversations", asked)
     for name in ("ultrachat", "hub:owner/chats", "hub:owner/chats/test"):
         conversations(name)
-    assert asked == [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
+    arguments = [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
+    assert asked.call_args_list == [call(*each) for each in arguments]
 
 
 ODD = (
@@ -225,7 +205,6 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
     assert run.train.learning_rate == pytest.approx(start.train.learning_rate / 20)
     assert run.train.steps * run.train.batch_size <= run.pairs < (run.train.steps + 1) * run.train.batch_size
     assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
-    assert from_dict(FinetuneConfig, json.loads(json.dumps(dataclasses.asdict(run)))) == run
     assert keeps_weights(start)
 
 
@@ -280,14 +259,8 @@ def started(corpus, tmp_path_factory):
     for name in ("base", "sigmoid"):
         run = config(name, "smoke")
         short = train(shortened(run, steps=12), runs / "short", corpus=corpus, keep_weights=True, progress=False)
-        write_record(
-            record_folder("smoke", run.experiment, 0, runs),
-            run,
-            short.metrics,
-            {"wall_seconds": 1.0},
-            load_file(short.weights),
-            corpus.tokenizer,
-        )
+        weights = {"weights": load_file(short.weights), "tokenizer": corpus.tokenizer}
+        made_up(runs, run.experiment, kept=weights, **short.metrics)
     return runs
 
 
@@ -330,17 +303,13 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
 
 
 @pytest.mark.slow
-def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
+def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
     norms = []
     for clip in (1.0, 1e-6):
         state = state_of(small("sft_softmax", chats, clip_norm=clip), started, corpus)
         state.advance(state.loss)
         norms.append(float(state.passed[0][1]))
     assert norms[0] == norms[1] > 1e-3
-    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
-    record = train(run, started, corpus=corpus, progress=False)
-    assert record.status == "failed" and "not finite" in record.metrics["reason"]
-    assert record.metrics["curve"][0]["step"] == 0
 
 
 @pytest.mark.slow
@@ -373,28 +342,14 @@ def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_faile
 ):
     quick = dataclasses.replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
     monkeypatch.setitem(PRESETS, "smoke", quick)
-    for cached in (grid._all, grid._build):
-        cached.cache_clear()
-    try:
-        run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
-        made_up(tmp_path, "sigmoid")
-        record = train(run, tmp_path, corpus=corpus, progress=False)
-        trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
-        assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
-        assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
-        made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
-        with pytest.raises(ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
-            train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)
-    finally:
-        for cached in (grid._all, grid._build):
-            cached.cache_clear()
-
-
-def test_records_of_fine_tunings_are_rows_like_others_and_stale_ones_say_so(tmp_path):
-    final = {"step": 20, "sink_1": 3.0, "valid_loss": 2.0, "train_loss": 2.5}
-    made_up(tmp_path, "sft_softmax", final=final)
-    stale = dataclasses.replace(small("sft_softmax", "x"), seed=1)
-    write_record(record_folder("smoke", "sft_softmax", 1, tmp_path), stale, DONE | {"final": final}, {})
-    table = records("smoke", tmp_path)
-    assert table["status"].tolist() == ["done", "stale"]
-    assert table.loc[0, ["section", "item", "sink_1"]].tolist() == ["D", "Figure 30", 3.0]
+    for name in ("_all", "_build"):  # with caches of their own
+        monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))
+    run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
+    made_up(tmp_path, "sigmoid")
+    record = train(run, tmp_path, corpus=corpus, progress=False)
+    trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
+    assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
+    assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
+    made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
+    with pytest.raises(ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
+        train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)

@@ -5,10 +5,12 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import pickle
 import shutil
 import sys
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -100,9 +102,7 @@ def test_a_record_counts_for_its_own_config_only_and_the_hash_depends_on_every_f
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
@@ -173,7 +173,7 @@ def test_a_lock_on_a_file_that_its_last_owner_removed_is_taken_again(tmp_path, m
         return really(descriptor)
 
     monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", lock)
-    with run_lock(target), pytest.raises(RunLocked, match="test/tiny/0"), run_lock(target):
+    with run_lock(target), pytest.raises(RunLocked, match="test/tiny/0 is being trained by another"), run_lock(target):
         pass
     assert removed
 
@@ -195,22 +195,16 @@ def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):
     assert (values["corpus"], values["validation"]) == ("path:novels", "path:news")
 
 
-def test_tensors_and_their_json_come_back_exactly(tmp_path):
+def test_tensors_and_their_json_come_back_exactly_and_every_flipped_byte_is_noticed(tmp_path):
+    path = tmp_path / "x.safetensors"
     tensors = {"a": torch.randn(3, 4), "b": torch.tensor(7, dtype=torch.int64), "c": torch.randn(2).bfloat16()}
-    write_tensors(tmp_path / "x.safetensors", tensors, {"step": 3, "curve": [0.1 + 0.2]})
-    back, extra = read_tensors(tmp_path / "x.safetensors")
+    write_tensors(path, tensors, {"step": 3, "curve": [0.1 + 0.2]})
+    back, extra = read_tensors(path)
     assert extra == {"step": 3, "curve": [0.1 + 0.2]}
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-
-
-def test_every_flipped_byte_of_a_checkpoint_is_noticed(tmp_path):
-    path = tmp_path / "x.safetensors"
-    write_tensors(path, {"a": torch.ones(2)}, {"step": 1})
     blob = path.read_bytes()
     for index in range(len(blob)):
-        damaged = bytearray(blob)
-        damaged[index] ^= 1
-        path.write_bytes(damaged)
+        path.write_bytes(blob[:index] + bytes([blob[index] ^ 1]) + blob[index + 1 :])
         with pytest.raises(CorruptRecord, match=r"x\.safetensors"):
             read_tensors(path)
 
@@ -223,22 +217,26 @@ def sign(folder, more=""):
     (folder / "SHA256SUMS").write_text(f"{sums}{own}  SHA256SUMS\n", encoding="utf-8")
 
 
-def damaged(file, *keys, to=None):
-    """A way of being bad: the value at `keys` of a JSON file is another one, or with None not there."""
+def damaged(where, value):
+    """A way of being bad: what stands at `where`, a JSON file and keys in it, is another value, or GONE."""
 
     def damage(folder):
-        path = folder / f"{file}.json"
-        value = inner = json.loads(path.read_text(encoding="utf-8"))
-        for key in keys[:-1]:
+        file, *keys, last = where.split()
+        whole = inner = json.loads((folder / f"{file}.json").read_text(encoding="utf-8"))
+        for key in keys:
             inner = inner[key]
-        inner.pop(keys[-1]) if to is None else inner.update({keys[-1]: to})
-        path.write_text(json.dumps(value), encoding="utf-8")
+        inner.pop(last) if value is GONE else inner.update({last: value})
+        (folder / f"{file}.json").write_text(json.dumps(whole), encoding="utf-8")
 
     return damage
 
 
 def holds(file, content):
     return lambda folder: (folder / file).write_bytes(content)
+
+
+def shares(name, values):
+    return lambda folder: save_file({name: values}, folder / "alpha.safetensors")
 
 
 def cut(folder):
@@ -257,94 +255,66 @@ def a_folder(folder):
     (folder / "metrics.json").mkdir()
 
 
-def shares(name, values):
-    return lambda folder: save_file({name: values}, folder / "alpha.safetensors")
-
-
+GONE = object()
 POINT = {"step": 60, "sink_1": 1.5, "valid_loss": 5.0}
+CHANGES = [{"valid_loss": math.inf}, {"gradient_norms": [1.0]}, {"peak_1": [1.0, -2.0]}, {"value_ratio_1": 0.5}]
+DEEP, LONG = b"[" * 100_000 + b"]" * 100_000, b'{"status": ' + b"9" * 10_000 + b"}"
+VALUES = {  # what a field must not hold
+    "metrics status": [GONE, "well"],
+    "metrics reason": [["x"]],
+    "metrics curve": [GONE, {"sink_1": 1}, [3], [{"sink_1": 1.5, "valid_loss": 5.0}], *([POINT | c] for c in CHANGES)],
+    "metrics final": [GONE, {}, [1]],
+    "metrics final sink_1": [GONE, "24 %", True, math.nan, 1e9],
+    "metrics final sink_star": [-1],
+    "metrics final excess_1": [2],
+    "metrics final something": [math.nan],
+    "metrics final report": [[]],
+    "metrics final report T": [GONE, "long", -5],
+    "metrics final report layers": [GONE],
+    "metrics final report excess 1": ["much"],
+    "metrics final report sink 1": ["none"],
+    "metrics final report alpha": [[[[0.1], [0.1, 0.2]]], [[[7.0, 0.0]] * 2], [[[0.1, 0.1]]]],  # the last: few layers
+    "metrics final report hidden_norms": [[["1", "2"]]],
+    "metrics final report key_norms": [[[1.0], [1.0]]],  # of one position
+    "provenance wall_seconds": [-3],
+    "config model": [5],
+    "config model hidden_size": [10**7],
+    "config model context_length": [10**9],
+    "config model num_heads": [0],
+    "config train steps": ["many"],
+    "config seed": [-1],
+}
+CONTENTS = {  # what a file must not hold
+    "metrics.json": [b"[]", b"null", b"", json.dumps(DONE).encode("utf-16"), DEEP, LONG],
+    "provenance.json": [b'"laptop"', b'{"device": 1e999}'],
+    "config.json": [b"{}"],
+    "model.safetensors": [pickle.dumps({"w": 1})],
+    "tokenizer.json": [b"{}"],
+}
 BAD = {
-    "metrics without final": damaged("metrics", "final"),
-    "an end without a sink": damaged("metrics", "final", "sink_1"),
-    "an empty end": damaged("metrics", "final", to={}),
-    "metrics without curve": damaged("metrics", "curve"),
-    "metrics without status": damaged("metrics", "status"),
-    "metrics a list": holds("metrics.json", b"[]"),
-    "metrics null": holds("metrics.json", b"null"),
-    "metrics empty": holds("metrics.json", b""),
+    **{f"{where} {n}": damaged(where, value) for where, values in VALUES.items() for n, value in enumerate(values)},
+    **{f"{file} {n}": holds(file, content) for file, wrong in CONTENTS.items() for n, content in enumerate(wrong)},
     "metrics a folder": a_folder,
-    "metrics not UTF-8": holds("metrics.json", json.dumps(DONE).encode("utf-16")),
-    "metrics nested": holds("metrics.json", b"[" * 100_000 + b"]" * 100_000),
-    "a number of 10,000 digits": holds("metrics.json", b'{"status": ' + b"9" * 10_000 + b"}"),
-    "another status": damaged("metrics", "status", to="well"),
-    "a reason that is none": damaged("metrics", "reason", to=["x"]),
-    "final a list": damaged("metrics", "final", to=[1]),
-    "a curve that is none": damaged("metrics", "curve", to={"sink_1": 1}),
-    "a point that is none": damaged("metrics", "curve", to=[3]),
-    "text for a number": damaged("metrics", "final", "sink_1", to="24 %"),
-    "true for a number": damaged("metrics", "final", "sink_1", to=True),
-    "a sink of nan": damaged("metrics", "final", "sink_1", to=float("nan")),
-    "a sink of 1e9": damaged("metrics", "final", "sink_1", to=1e9),
-    "a sink below 0": damaged("metrics", "final", "sink_star", to=-1),
-    "an excess of 2": damaged("metrics", "final", "excess_1", to=2),
-    "an infinite loss": damaged("metrics", "curve", to=[POINT | {"valid_loss": float("inf")}]),
-    "a loss of nan elsewhere": damaged("metrics", "final", "something", to=float("nan")),
-    "an infinity in digits": holds("provenance.json", b'{"device": 1e999}'),
-    "gradients without losses": damaged("metrics", "curve", to=[POINT | {"gradient_norms": [1.0]}]),
-    "a peak below 0": damaged("metrics", "curve", to=[POINT | {"peak_1": [1.0, -2.0]}]),
-    "a ratio that is no list": damaged("metrics", "curve", to=[POINT | {"value_ratio_1": 0.5}]),
-    "a point without its step": damaged("metrics", "curve", to=[{"sink_1": 1.5, "valid_loss": 5.0}]),
-    "a report's excess as text": damaged("metrics", "final", "report", "excess", "1", to="much"),
-    "a report's T as text": damaged("metrics", "final", "report", "T", to="long"),
-    "a report's T below 1": damaged("metrics", "final", "report", "T", to=-5),
-    "a report without T": damaged("metrics", "final", "report", "T"),
-    "norms of one position": damaged("metrics", "final", "report", "key_norms", to=[[1.0], [1.0]]),
     "alpha along the curve of nan": shares("curve", torch.full((1, 2, 2, 2), torch.nan)),
     "alpha by text of 7": shares("final", torch.full((3, 2, 2, 2), 7.0)),
     "alpha flat": shares("final", torch.zeros(3)),
     "alpha of more points than the curve": shares("curve", torch.zeros(9, 2, 2, 2)),
-    "a report that is none": damaged("metrics", "final", "report", to=[]),
-    "a report without layers": damaged("metrics", "final", "report", "layers"),
-    "a report's sink as text": damaged("metrics", "final", "report", "sink", "1", to="none"),
-    "a report's alpha ragged": damaged("metrics", "final", "report", "alpha", to=[[[0.1], [0.1, 0.2]]]),
-    "a report's alpha of 7": damaged("metrics", "final", "report", "alpha", to=[[[7.0, 0.0]] * 2]),
-    "a report's alpha of other layers": damaged("metrics", "final", "report", "alpha", to=[[[0.1, 0.1]]]),
-    "norms as text": damaged("metrics", "final", "report", "hidden_norms", to=[["1", "2"]]),
-    "provenance a text": holds("provenance.json", b'"laptop"'),
-    "a time below 0": damaged("provenance", "wall_seconds", to=-3),
-    "a config that is none": holds("config.json", b"{}"),
-    "a model that is none": damaged("config", "model", to=5),
-    "a model of 10**7": damaged("config", "model", "hidden_size", to=10**7),
-    "a context of 10**9": damaged("config", "model", "context_length", to=10**9),
-    "no heads": damaged("config", "model", "num_heads", to=0),
-    "steps as text": damaged("config", "train", "steps", to="many"),
-    "a seed below 0": damaged("config", "seed", to=-1),
     "weights cut short": cut,
-    "weights pickled": holds("model.safetensors", pickle.dumps({"w": 1})),
-    "a tokenizer of nothing": holds("tokenizer.json", b"{}"),
     "no provenance at all": lambda folder: (folder / "provenance.json").unlink(),
     "a digest of a file elsewhere": elsewhere,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
     """Two whole records of smoke, with weights and a report as runs write them."""
     runs = tmp_path_factory.mktemp("two")
-    run = config("k_bias", "smoke")
-    model = TransformerLM(run.model)
+    model = TransformerLM(config("k_bias", "smoke").model)
     report = measure(model, torch.arange(64)[None]).to_dict()
-    final = {"step": 60, "sink_1": 1.5, "sink_star": 20.0, "valid_loss": 5.0, "train_loss": 5.0, "report": report}
-    tokenizer = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
+    final = POINT | {"sink_star": 20.0, "train_loss": 5.0, "report": report}
+    kept = {"weights": dict(model.state_dict()), "tokenizer": Tokenizer(WordLevel({"w": 0}, unk_token="w"))}
     for seed in (0, 1):
-        metrics = DONE | {"curve": [POINT], "final": final}
-        write_record(
-            record_folder("smoke", "k_bias", seed, runs),
-            dataclasses.replace(run, seed=seed),
-            metrics,
-            {"wall_seconds": 1.0},
-            dict(model.state_dict()),
-            tokenizer,
-        )
+        made_up(runs, "k_bias", seed, kept=kept, curve=[POINT], final=final)
     return runs
 
 
@@ -369,12 +339,12 @@ def test_a_signed_record_that_makes_no_sense_is_one_corrupt_row(two_runs, tmp_pa
 def test_one_bad_record_stops_neither_the_ledger_nor_takes_the_memory_of_another_model(two_runs, tmp_path):
     shutil.copytree(two_runs, tmp_path / "runs")
     good, bad = (record_folder("smoke", "k_bias", seed, tmp_path / "runs") for seed in (0, 1))
-    BAD["metrics a list"](bad)
+    holds("metrics.json", b"[]")(bad)
     sign(bad)
     with pytest.warns(UserWarning, match="smoke/k_bias/1"):
         assert len(claims("smoke", tmp_path / "runs")) > 20
-    damaged("config", "model", "intermediate_size", to=2**18)(good)
-    damaged("config", "model", "num_layers", to=1024)(good)
+    damaged("config model intermediate_size", 2**18)(good)
+    damaged("config model num_layers", 1024)(good)
     sign(good)
     with pytest.raises(ModelUnavailable, match="holds another model than config"):
         load_lm(good, "cpu")

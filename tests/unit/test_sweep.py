@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -35,65 +36,36 @@ def quick(monkeypatch, corpus):
 ONLY = ("fixed_1", "k_bias", "sink_token")
 
 
-def test_a_sweep_trains_what_is_missing_and_nothing_twice(quick, tmp_path):
-    runs = tmp_path / "runs"
-    first = sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False)
-    assert {(o.experiment, o.status) for o in first} == {(name, "done") for name in ONLY}
-    assert sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False) == []
-    assert all(read_record(record_folder("smoke", name, 0, runs)).status == "done" for name in ONLY)
+def of_smoke(*only, **options):
+    return sweep("smoke", seeds=(0,), only=only or ONLY, progress=False, **options)
 
 
-def test_a_damaged_record_is_named_and_made_again(quick, tmp_path):
-    runs = tmp_path / "runs"
-    sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
-    path = record_folder("smoke", "k_bias", 0, runs)
-    before = read_record(path).metrics
+def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_estimate_falls_to_nothing(quick, runs):
+    before = {run.experiment: seconds for run, seconds in estimate("smoke", (0,))}
+    assert before["lr_half_steps_x2"] == pytest.approx(2 * before["lr_half"])
+    assert {(o.experiment, o.status) for o in of_smoke()} == {(name, "done") for name in ONLY}
+    assert of_smoke() == []
+    assert all(read_record(record_folder("smoke", name, 0)).status == "done" for name in ONLY)
+    assert set(before) - {run.experiment for run, _ in estimate("smoke", (0,))} == set(ONLY)
+    path = record_folder("smoke", "k_bias", 0)
+    metrics = read_record(path).metrics
     (path / "metrics.json").write_bytes((path / "metrics.json").read_bytes()[:-2])
     with pytest.warns(UserWarning, match=r"smoke/k_bias/0: metrics\.json is .* counts as missing"):
-        (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=runs, progress=False)
-    assert outcome.status == "done" and read_record(path).metrics == before
+        (outcome,) = of_smoke()
+    assert outcome.status == "done" and read_record(path).metrics == metrics
     assert [left.name for left in path.parent.iterdir()] == ["0"]
 
 
-def test_no_more_runs_than_jobs_are_under_way_and_an_interrupt_leaves_no_queue(monkeypatch, tmp_path):
-    begun = []
-
-    class Interrupted:
-        def done(self):
-            raise KeyboardInterrupt
-
-    class Counting:
-        def submit(self, function, *arguments):
-            begun.append(arguments[1])
-            return Interrupted()
-
-    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: Counting())
-    with pytest.raises(KeyboardInterrupt):
-        sweep("smoke", jobs=2, seeds=(0,), runs=tmp_path / "runs", progress=False)
-    assert len(begun) == 2
-
-
-def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, tmp_path):
-    runs = tmp_path / "runs"
-    with run_lock(record_folder("smoke", "k_bias", 0, runs)):
-        outcomes = sweep("smoke", seeds=(0,), only=("v_bias", "k_bias", "fixed_1"), runs=runs, progress=False)
+def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, runs):
+    with run_lock(record_folder("smoke", "k_bias", 0)):
+        outcomes = of_smoke("v_bias", "k_bias", "fixed_1")
     ended = {outcome.experiment: outcome for outcome in outcomes}
     statuses = {name: outcome.status for name, outcome in ended.items()}
     assert statuses == {"v_bias": "crashed", "k_bias": "elsewhere", "fixed_1": "done"}
     assert "the machine went away" in ended["v_bias"].detail
 
 
-def test_the_estimate_counts_steps_and_falls_to_nothing_as_records_come(quick, tmp_path):
-    runs = tmp_path / "runs"
-    before = estimate("smoke", (0,), runs)
-    by_name = {run.experiment: seconds for run, seconds in before}
-    assert by_name["lr_half_steps_x2"] == pytest.approx(2 * by_name["lr_half"])
-    sweep("smoke", seeds=(0,), only=ONLY, runs=runs, progress=False)
-    after = {run.experiment for run, _ in estimate("smoke", (0,), runs)}
-    assert set(by_name) - after == set(ONLY)
-
-
-def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_path, text_folder, monkeypatch):
+def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
 
     def here(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):  # with the tests' shorter smoke
@@ -102,13 +74,13 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(tmp_p
 
     monkeypatch.setattr(sweep_module, "run_one", here)
     with pytest.raises(FileNotFoundError, match="no such folder or file"):
-        sweep("smoke", seeds=(0,), runs=tmp_path / "runs", corpus=f"path:{tmp_path}/nowhere", progress=False)
+        of_smoke(corpus=f"path:{tmp_path}/nowhere")
     text = f"path:{text_folder}"
-    before = estimate("smoke", (0,), tmp_path / "runs", text)
-    (outcome,) = sweep("smoke", seeds=(0,), only=("k_bias",), runs=tmp_path / "runs", corpus=text, progress=False)
+    before = estimate("smoke", (0,), corpus=text)
+    (outcome,) = of_smoke("k_bias", corpus=text)
     assert outcome.status == "done"
-    assert len(estimate("smoke", (0,), tmp_path / "runs", text)) == len(before) - 1
-    assert len(estimate("smoke", (0,), tmp_path / "runs")) == len(before)
+    assert len(estimate("smoke", (0,), corpus=text)) == len(before) - 1
+    assert len(estimate("smoke", (0,))) == len(before)
 
 
 @pytest.fixture
@@ -155,9 +127,9 @@ def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, messag
         engine("abacus", 1, tmp_path)
 
 
-def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkeypatch, tmp_path, quick, gpus):
+def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
     gpus(2)
-    running, seen = set(), []
+    running, seen, interrupted = set(), [], []
 
     class Done:
         def __init__(self, device):
@@ -167,6 +139,8 @@ def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkey
             seen.append(device)
 
         def done(self):
+            if interrupted:
+                raise KeyboardInterrupt
             return len(running) == 2 or len(seen) == len(ONLY)
 
         def result(self):
@@ -175,8 +149,12 @@ def test_runs_under_way_hold_different_gpus_and_a_free_one_is_taken_again(monkey
 
     pool = SimpleNamespace(submit=lambda function, *arguments: Done(arguments[-1]))
     monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
-    sweep("smoke", jobs=2, seeds=(0,), only=ONLY, runs=tmp_path / "runs", progress=False)
+    of_smoke(jobs=2)
     assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
+    interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        of_smoke(jobs=2)
+    assert len(seen) == 3 + 2
 
 
 def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
@@ -188,22 +166,10 @@ def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
-    asked = {}
-
-    class Executor:
-        def __init__(self, folder):
-            pass
-
-        def update_parameters(self, **parameters):
-            asked["slurm"] = parameters["gpus_per_node"]
-
-    def remote(**needs):
-        asked["ray"] = needs["num_gpus"]
-        future = SimpleNamespace(future=lambda: None)
-        return lambda function: SimpleNamespace(remote=lambda *arguments: future)
-
-    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=Executor))
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, remote=remote))
+    slurm, ray = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "submitit", slurm)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     engine("slurm", 1, tmp_path, gpu)
     engine("ray", 1, tmp_path, gpu).submit(print)
-    assert asked == {"slurm": gpu, "ray": gpu}
+    assert slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs["gpus_per_node"] == gpu
+    assert ray.remote.call_args.kwargs["num_gpus"] == gpu
