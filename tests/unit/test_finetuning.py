@@ -303,13 +303,16 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
 
 
 @pytest.mark.slow
-def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
+def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
     norms = []
     for clip in (1.0, 1e-6):
         state = state_of(small("sft_softmax", chats, clip_norm=clip), started, corpus)
         state.advance(state.loss)
         norms.append(float(state.passed[0][1]))
     assert norms[0] == norms[1] > 1e-3
+    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
+    record = train(run, started, corpus=corpus, progress=False)
+    assert record.status == "failed" and "not finite" in record.metrics["reason"]
 
 
 @pytest.mark.slow
