@@ -69,21 +69,10 @@ def lab(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     token, state = secrets.token_hex(16), tmp_path_factory.mktemp("jupyter")
-    command = [
-        str(LAB),
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        f"--IdentityProvider.token={token}",
-        f"--ServerApp.root_dir={folder}",
-        "--LabApp.expose_app_in_browser=True",
-    ]
-    environment = {
-        **os.environ,
-        "JUPYTER_CONFIG_DIR": str(state),
-        "JUPYTER_RUNTIME_DIR": str(state),
-        "JUPYTERLAB_WORKSPACES_DIR": str(state),
-    }
+    command = [str(LAB), "--no-browser", "--allow-root", f"--port={port}", f"--IdentityProvider.token={token}"]
+    command += [f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
+    folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+    environment = os.environ | dict.fromkeys(folders, str(state))
     with open(state / "log", "wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:

@@ -33,38 +33,26 @@ def code_cells(path):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_the_first_code_cell_holds_the_parameters(path):
-    first = code_cells(path)[0]
-    assert "parameters" in first.metadata.get("tags", [])
-    assert all(name in first.source for name in ("preset", "seed", "recompute"))
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_it_was_run_from_top_to_bottom_and_no_cell_failed(path):
+def test_a_page_begins_with_its_parameters_was_run_from_top_to_bottom_and_is_small(path):
+    """Short cells that have ids, small pictures, no error and nothing of the machine or of the day."""
     cells = code_cells(path)
+    assert "parameters" in cells[0].metadata.get("tags", [])
+    assert all(name in cells[0].source for name in ("preset", "seed", "recompute"))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_cells_are_short_have_ids_and_name_no_paths_or_dates(path):
-    cells = code_cells(path)
     assert all(len(cell.source.splitlines()) <= 20 for cell in cells)
     assert len({cell.id for cell in cells}) == len(cells)
     text = json.dumps(json.loads(path.read_text()))
     assert not re.search(r"(/tmp/|/home/|site-packages)|\b20[0-9]{2}-[0-9]{2}-[0-9]{2}\b", text)
+    for output in (output for cell in cells for output in cell.outputs):
+        assert output.output_type != "error", output
+        data = output.get("data", {})
+        pictures = re.findall(r"data:image/png;base64,([^\"]+)", data.get("text/html", ""))
+        assert max(map(len, [data.get("image/png", ""), *pictures])) * 3 / 4 < 150_000
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_pictures_are_small(path):
-    for cell in code_cells(path):
-        for output in cell.outputs:
-            pictures = re.findall(r"data:image/png;base64,([^\"]+)", output.get("data", {}).get("text/html", ""))
-            for picture in (output.get("data", {}).get("image/png", ""), *pictures):
-                assert len(picture) * 3 / 4 < 150_000
-
-
-def test_every_claim_has_its_verdict_in_a_notebook():
+def test_every_notebook_is_linked_from_the_readme_and_every_claim_has_its_verdict_in_one():
+    readme = (NOTEBOOKS.parent / "README.md").read_text()
+    assert all(path.name in readme for path in PATHS)
     source = "\n".join(cell.source for path in PATHS for cell in code_cells(path))
     assert [claim.id for claim in CLAIMS if not re.search(rf"\b{claim.id}\b", source)] == []
 
@@ -121,38 +109,21 @@ IDENTIFIERS = re.compile(
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
-def test_pages_speak_of_experiments_by_their_names_in_short_lines(path):
+def test_pages_speak_of_experiments_by_their_names_in_short_lines_and_figures_have_captions(path):
     for cell in nbformat.read(path, as_version=4).cells:
         texts = [cell.source] if cell.cell_type == "markdown" else []
         for output in cell.get("outputs", ()):
-            text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+            data = output.get("data", {})
+            text, page = output.get("text", "") + data.get("text/plain", ""), data.get("text/html", "")
             assert max(map(len, text.split("\n"))) <= 100, (cell.id, text)
-            texts += [
-                text,
-                re.sub(r'src="data:[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
-                if (page := output.get("data", {}).get("text/html", ""))
-                else "",
-            ]
+            texts += [text, re.sub(r'src="data:[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)]
+            assert "image/png" not in data and 'alt=""' not in page, cell.id
+            assert page.count("<img ") <= page.count(" alt="), cell.id
+            assert "<figcaption" in page or "<img alt=" not in page, cell.id
         for text in texts:
-            spoken = re.sub(
-                r"```.*?```|`[^`]*`|<code>.*?</code>|^ {4}(python|torchrun).*$",
-                "",
-                text,
-                flags=re.DOTALL | re.MULTILINE,
-            )
-            found = IDENTIFIERS.search(spoken)
+            code = r"```.*?```|`[^`]*`|<code>.*?</code>|^ {4}(python|torchrun).*$"
+            found = IDENTIFIERS.search(re.sub(code, "", text, flags=re.DOTALL | re.MULTILINE))
             assert not found, (cell.id, found[0])
-
-
-@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
-def test_every_figure_has_a_caption_and_an_alt_text(path):
-    for cell in code_cells(path):
-        for output in cell.outputs:
-            page = output.get("data", {}).get("text/html", "")
-            assert "image/png" not in output.get("data", {}), cell.id
-            assert page.count("<img ") <= page.count(" alt=") and 'alt=""' not in page, cell.id
-            if "<img alt=" in page:
-                assert "<figcaption" in page
 
 
 def git_status():
@@ -168,18 +139,6 @@ def test_papermill_runs_a_notebook_at_another_preset_and_without_records(tmp_pat
     (path,) = tmp_path.glob("02_*.ipynb")
     injected = [cell for cell in code_cells(path) if "injected-parameters" in cell.metadata.get("tags", [])]
     assert 'preset = "smoke"' in injected[0].source
-
-
-def test_a_parameter_that_no_notebook_has_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match="02_optimization has no parameter presett; it has preset, seed"):
-        run_notebooks({"presett": "smoke"}, tmp_path / "out", ["02"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_outside_a_checkout_it_is_said_where_the_notebooks_are(monkeypatch, tmp_path):
-    monkeypatch.setattr(notebook, "NOTEBOOKS", tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="the notebooks are in a checkout"):
-        find_notebooks()
 
 
 DRAW = """
@@ -208,14 +167,12 @@ def test_a_lesson_leaves_figures_alone_and_the_same_picture_is_the_same_file(tmp
     assert drawn[2] == {name.removeprefix("rendered/"): data for name, data in drawn[0].items()}
 
 
-def test_a_failing_notebook_is_named_and_does_not_stop_the_others(tmp_path):
+def test_a_failing_notebook_is_named_and_a_parameter_that_it_has_not_is_refused_before_anything_runs(tmp_path):
     parameters = {"preset": "no_such_preset", "seed": 0, "recompute": "never"}
     assert run_notebooks(parameters, tmp_path, ["02"]) == ["02_optimization"]
-
-
-def test_every_notebook_is_linked_from_the_readme():
-    readme = (NOTEBOOKS.parent / "README.md").read_text()
-    assert all(path.name in readme for path in PATHS)
+    with pytest.raises(ValueError, match="02_optimization has no parameter presett; it has preset, seed"):
+        run_notebooks({"presett": "smoke"}, tmp_path / "out", ["02"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_table_is_shown_whole_as_text_and_as_html(shown):

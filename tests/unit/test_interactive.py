@@ -34,24 +34,20 @@ def record(folder, name, sinks, star=None, steps=STEPS):
     return made_up(folder, name, kept={"arrays": {"curve": alpha}}, curve=curve, final=dict(curve[-1]))
 
 
-def test_a_film_shows_what_records_keep_and_names_what_is_missing(tmp_path):
-    runs = {"BOS first": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)), "sigmoid": None}
-    film = interactive.film(runs)
-    assert "BOS first, 0 % before the first step and 50 % at the end" in film.caption
-    assert "Not recorded yet: sigmoid" in film.caption and len(film.data["runs"]) == 1
-    (run,) = film.data["runs"]
-    assert [np.array(frame) / (len(PALETTE) - 1) for frame in run["frames"]][2] == pytest.approx(0.5, abs=0.02)
-    assert interactive.film({"sigmoid": None}) is None
-
-
-def test_a_film_of_k_star_has_the_runs_with_one_and_its_last_column(tmp_path):
+def test_a_film_of_a_token_or_of_k_star_shows_what_records_keep_and_names_what_is_missing(tmp_path):
     runs = {
         "base": record(tmp_path, "fixed_1", (0.0, 25.0, 50.0)),
         "K biases": record(tmp_path, "k_bias", (0.0, 0.0, 0.0), star=(5.0, 40.0, 75.0)),
+        "sigmoid": None,
     }
-    film = interactive.film(runs, k="*")
-    assert "K biases, 5 % before the first step and 75 % at the end" in film.caption
-    assert "Without k∗: base." in film.caption and len(film.data["runs"]) == 1
+    film, star = interactive.film(runs), interactive.film(runs, k="*")
+    assert "base, 0 % before the first step and 50 % at the end" in film.caption
+    assert "Not recorded yet: sigmoid" in film.caption and len(film.data["runs"]) == 2
+    assert np.array(film.data["runs"][0]["frames"][2]) / (len(PALETTE) - 1) == pytest.approx(0.5, abs=0.02)
+    assert "K biases, 5 % before the first step and 75 % at the end" in star.caption
+    assert "Without k∗: base." in star.caption and len(star.data["runs"]) == 1
+    assert np.array(star.data["runs"][0]["frames"][1]) / (len(PALETTE) - 1) == pytest.approx(0.4, abs=0.02)
+    assert interactive.film({"sigmoid": None}) is None
     other = record(tmp_path, "sigmoid", (0.0, 1.0, 2.0), steps=(0, 50, 100))
     with pytest.raises(ValueError, match="the same steps"):
         interactive.film({"base": runs["base"], "sigmoid": other})

@@ -30,16 +30,9 @@ def add(runs, tmp_path, monkeypatch):
     def record(name, excess=0.3, peak=4.0, loss=2.7):
         for seed in (0, 1, 2):
             alpha, layers = excess + 0.02 * seed, config(name, "laptop").model.num_layers
-            report = {
-                "T": 64,
-                "targets": [1],
-                "epsilons": [0.3],
-                "layers": list(range(layers)),
-                "excess": {"1": alpha},
-                "alpha": [[[alpha] * 4] * layers],
-                "sink": {"1": {"0.3": 50.0}},
-                "hidden_peaks": [[peak * (1 + 0.05 * seed), 1.0]] * layers,
-            }
+            report = {"T": 64, "targets": [1], "epsilons": [0.3], "layers": list(range(layers))}
+            report |= {"excess": {"1": alpha}, "alpha": [[[alpha] * 4] * layers], "sink": {"1": {"0.3": 50.0}}}
+            report["hidden_peaks"] = [[peak * (1 + 0.05 * seed), 1.0]] * layers
             last = {"step": 9, "valid_loss": loss, "sink_1": 50.0}
             made_up(runs, name, seed, "laptop", curve=[last], final=last | {"report": report})
 

@@ -29,16 +29,8 @@ def rows(runs):
     for seed, share in ((0, 40.0), (1, 60.0)):
         sink = {f"{k}": {"0.2": 90.0, "0.3": share if k == 2 else 0.0} for k in (1, 2, 10)}
         norms = [[2.0 + seed, 1.0, 1.0], [4.0, 1.0, 1.0]]
-        report = {
-            "sink": sink,
-            "alpha": [[[0.2, 0.2]] * 2],
-            "targets": [1],
-            "epsilons": [0.3],
-            "layers": [0, 1],
-            "hidden_norms": norms,
-            "T": 3,
-            "floor": 0.09,
-        }
+        report = {"T": 3, "floor": 0.09, "targets": [1], "epsilons": [0.3], "layers": [0, 1], "sink": sink}
+        report |= {"alpha": [[[0.2, 0.2]] * 2], "hidden_norms": norms}
         kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
         final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0}
         made_up(runs, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
@@ -96,7 +88,7 @@ def test_the_table_of_operations_says_what_each_one_is():
     assert float(table.loc["sigmoid, normalised", "moved"]) > 0  # in its denominator they meet
     signed = table[table["least weight"].astype(float) < 0]
     assert set(signed["φ(x)"]) <= {"x", "mlp(x)"} and len(signed) >= 2
-    assert set(table.loc[table["least weight"].astype(float) < 0, "metric"]) == {"proxy scores"}
+    assert set(signed["metric"]) == {"proxy scores"}
 
 
 def test_the_weights_that_are_drawn_are_those_of_attend():

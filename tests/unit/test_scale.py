@@ -79,12 +79,7 @@ def test_what_is_recorded_is_shown_with_its_sentences_and_the_rest_is_named(desk
     assert "any first token (the paper's default): Seed 0: after 102M tokens" in " ".join(picture.split())
     assert "Seed 1" in lines and "Seed 2" not in lines
     assert "Not recorded yet for this model: a fixed token at position 1." in capsys.readouterr().out
+    assert scale.by_block("fixed_1") is None
     scale.show_ladder()
     assert "ours (4.5M) 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
     assert {path.name for path in (tmp_path / "figures").glob("*.png")} == {"by_block_default_desk.png", "ladder.png"}
-
-
-def test_without_records_there_is_nothing_to_draw(runs, shown):
-    assert scale.by_block("default") is None
-    scale.show_by_block(("default",))
-    assert shown == []

@@ -38,16 +38,9 @@ def add(runs):
             values = {"1": alpha, "2": 0.01} | ({"star": star} if star else {})
             sink = {k: {f"{eps}": 100.0 * (value > eps) for eps in (0.2, 0.3, 0.4)} for k, value in values.items()}
             maps = {k: [[value] * shape.num_heads] * shape.num_layers for k, value in values.items()}
-            report = {
-                "T": 64,
-                "targets": [1, 2],
-                "epsilons": [0.3],
-                "layers": list(range(shape.num_layers)),
-                "floor": FLOOR,
-                "alpha": [maps["1"], maps["2"]],
-                "sink": sink,
-                "excess": {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()},
-            }
+            excess = {k: (value - FLOOR) / (1 - FLOOR) for k, value in values.items()}
+            report = {"T": 64, "targets": [1, 2], "epsilons": [0.3], "layers": list(range(shape.num_layers))}
+            report |= {"floor": FLOOR, "alpha": [maps["1"], maps["2"]], "sink": sink, "excess": excess}
             if norm:
                 report["hidden_norms"] = [[norm, 1.0]] * shape.num_layers
             curve = [{"step": n, "sink_1": 50.0 * (n >= onset), "valid_loss": loss} for n in range(10)] if onset else []
@@ -334,13 +327,16 @@ def test_a_figure_brings_its_caption_and_its_alt_text(some, shown, capsys):
     assert shown[0]["text/plain"] == '[figure: say "what"]\nBold. a < b'
     figures.show(None, "caption", "alt")
     assert len(shown) == 1 and "Nothing to draw" in capsys.readouterr().out
+    assert figures.save(None, "nothing") is None
 
 
-def test_curves_show_each_seed_and_their_mean():
+def test_curves_show_each_seed_and_their_mean_and_no_line_of_what_a_run_has_not():
     curve = [{"step": step, "sink_1": float(step)} for step in range(3)]
     higher = [{**point, "sink_1": point["sink_1"] + 2} for point in curve]
-    figure = figures.along_training({"base": [curve, higher], "one": [curve], "none": []}, {"sink_1": "y"}, "base")
+    runs = {"base": [curve, higher], "one": [[{**point, "sink_star": 5.0} for point in curve]], "none": []}
+    figure = figures.along_training(runs, {"sink_1": "y", "sink_star": "y"}, "base")
     lines = figure.axes[0].lines
+    assert [line.get_ydata().tolist() for line in figure.axes[1].lines] == [[5.0] * 3]
     assert [line.get_ydata().tolist() for line in lines] == [[0, 1, 2], [2, 3, 4], [1, 2, 3], [0, 1, 2]]
     assert lines[2].get_color() == figures.BASE_COLOR
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["base, 2 seeds", "one, 1 seed"]

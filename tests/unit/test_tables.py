@@ -1,34 +1,28 @@
 """Records as tables, and the paper's numbers beside ours."""
 
-import dataclasses
-
 import pytest
-from helpers import DONE, END
+from helpers import DONE, made_up
 
 from sinkutils.showing.tables import COLUMNS, paper_beside_ours, plain, records
 from sinkutils.study.grid import config
 from sinkutils.study.paper import paper_rows
-from sinkutils.study.record import RECIPE, record_folder, write_record
+from sinkutils.study.record import RECIPE, write_record
 from sinkutils.study.store import Runs
 
 
 @pytest.fixture
 def runs(tmp_path):
     """Four good runs, a failed one, a stale one and a corrupt one at the smoke preset."""
-
-    def record(name, seed, final, status="done", reason=None, **changes):
-        run = dataclasses.replace(config(name, "smoke", seed), **changes)
-        metrics = {"status": status, "reason": reason, "curve": [], "final": END | final}
-        write_record(record_folder("smoke", name, seed, tmp_path), run, metrics, {"wall_seconds": 1.5})
-
-    record("fixed_1", 0, {"sink_1": 20.0, "valid_loss": 3.0, "train_loss": 2.9})
-    record("fixed_1", 1, {"sink_1": 30.0, "valid_loss": 3.2, "train_loss": 3.1})
-    record("k_bias", 0, {"sink_1": 0.0, "sink_star": 50.0, "excess_1": -0.01, "valid_loss": 3.1, "train_loss": 3.0})
-    record("sigmoid", 0, {"sink_1": 0.125, "valid_loss": 3.1, "train_loss": 3.0})
-    record("elu_normalised", 0, {"valid_loss": None}, "failed", "the loss was not finite by step 20")
-    record("kv_bias", 0, {"sink_1": 99.0, "valid_loss": 9.0}, preset="laptop")
-    record("v_bias", 0, {"sink_1": 99.0, "valid_loss": 9.0})
-    (record_folder("smoke", "v_bias", 0, tmp_path) / "metrics.json").write_text("{}")
+    made_up(tmp_path, "fixed_1", 0, final={"sink_1": 20.0, "valid_loss": 3.0, "train_loss": 2.9})
+    made_up(tmp_path, "fixed_1", 1, final={"sink_1": 30.0, "valid_loss": 3.2, "train_loss": 3.1})
+    made_up(tmp_path, "k_bias", final={"sink_star": 50.0, "excess_1": -0.01, "valid_loss": 3.1, "train_loss": 3.0})
+    made_up(tmp_path, "sigmoid", final={"sink_1": 0.125, "valid_loss": 3.1, "train_loss": 3.0})
+    reason = "the loss was not finite by step 20"
+    made_up(tmp_path, "elu_normalised", status="failed", reason=reason, final={"valid_loss": None})
+    made_up(tmp_path, "kv_bias", preset="laptop", final={"sink_1": 99.0, "valid_loss": 9.0})
+    (tmp_path / "laptop" / "kv_bias").rename(tmp_path / "smoke" / "kv_bias")
+    corrupt = made_up(tmp_path, "v_bias", final={"sink_1": 99.0, "valid_loss": 9.0})
+    (corrupt.folder / "metrics.json").write_text("{}")
     (tmp_path / "smoke" / "sigmoid" / "1.partial").mkdir()
     return tmp_path
 
@@ -49,21 +43,15 @@ def test_every_record_is_a_row_and_says_whether_it_counts(runs):
 
 
 def test_a_table_names_the_text_and_keeps_runs_on_other_texts_apart(tmp_path):
-    run, metrics = config("k_bias", "smoke"), DONE
+    run = config("k_bias", "smoke")
     for name, letter in (("docstrings", "a"), ("path:novels", "b")):
         corpus = {"name": name, "sha256": letter * 64}
-        write_record(Runs(tmp_path).place(run, corpus), run, metrics, {"wall_seconds": 1.5}, corpus=corpus)
+        write_record(Runs(tmp_path).place(run, corpus), run, DONE, {"wall_seconds": 1.5}, corpus=corpus)
     for preset, text in (("smoke", "docstrings aaaaaaaa"), ("smoke@path-novels-bbbbbbbb", "path:novels bbbbbbbb")):
         (row,) = records(preset, tmp_path).to_dict("records")
         assert (row["status"], row["corpus"], row["recipe"]) == ("done", text, RECIPE)
     strange = {"name": "path:novels", "sha256": "c" * 64}
-    write_record(
-        record_folder("smoke", "v_bias", 0, tmp_path),
-        config("v_bias", "smoke"),
-        metrics,
-        {"wall_seconds": 1.5},
-        corpus=strange,
-    )
+    made_up(tmp_path, "v_bias", kept={"corpus": strange})
     assert records("smoke", tmp_path)["status"].tolist() == ["done", "stale"]
 
 
@@ -109,10 +97,11 @@ def test_text_tells_failed_from_not_run_and_from_lost(runs):
     assert text.equals(plain(paper_beside_ours("Table 15", "smoke", runs)))
 
 
-def test_windows_too_short_to_show_a_sink_are_marked(tmp_path):
+def test_windows_too_short_to_show_a_sink_and_rows_of_another_scale_are_marked(tmp_path):
     table = paper_beside_ours("Figure 6 right", "laptop", tmp_path).set_index("row")
     assert "no sink can be measured" in table.loc["w = 128", "note"]
     assert "no sink can be measured" not in table.loc["w = 256", "note"]
+    assert paper_beside_ours("Figure 8 right", "laptop", tmp_path)["note"].str.contains("not of this preset").all()
 
 
 @pytest.mark.parametrize("item", dict.fromkeys(row.item for row in paper_rows()))
@@ -120,10 +109,6 @@ def test_every_item_of_the_paper_has_its_table(item, tmp_path):
     table = paper_beside_ours(item, "paper-1b" if item == "Figure 8 right" else "laptop", tmp_path)
     assert len(table) == len(plain(table)) == len(paper_rows(item))
     assert {"sink_1", "sink_1_paper", "valid_loss", "valid_loss_paper"} <= set(table)
-
-
-def test_rows_of_another_scale_say_so(tmp_path):
-    assert paper_beside_ours("Figure 8 right", "laptop", tmp_path)["note"].str.contains("not of this preset").all()
 
 
 def test_unknown_items_and_presets_are_refused_with_what_there_is(tmp_path):
