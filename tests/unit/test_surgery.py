@@ -139,6 +139,7 @@ def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model, ids):
 def test_a_model_is_left_as_it_was(model, ids):
     untouched(model, ids)  # transformers keeps hooks of its own from the first maps on
     model.train()
+    model.set_attn_implementation("sdpa")
     before = state_of(model)
     for operate in (untouched, hide, lambda m, x: stream(m, x, 4), lambda m, x: transplant(m, x, x)):
         operate(model, ids)
