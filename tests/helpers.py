@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sinkutils.model import flash
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.grid import config
+from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.grid import config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
 
 CPU = torch.device("cpu")
@@ -29,6 +36,23 @@ SHAPE = {
     "hidden_size": 16,
     "intermediate_size": 24,
 }
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
+    trained: dict[str, dict[str, Any]] = {}
+    for name in (e.name for e in EXPERIMENTS if "smoke" in e.presets and e.name not in unavailable("smoke")):
+        fields = {key: value for key, value in vars(config(name, "smoke").model).items() if key not in SHAPE}
+        if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():
+            trained[name] = fields
+    return trained | {
+        "gated_elements_add": {"gate": "element", "head_merge": "add"},
+        "learnable_sink_token": {"position": "learnable", "sink_token": True},
+        "t5_k_bias": {"position": "relative_learned", "attention": AttentionSpec(bias="k")},
+        "sigmoid_k_bias": {"attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")},
+        "prefix_sink_logit": {"attention": AttentionSpec(sink_logit="learned", prefix=7)},
+        "window_differential": {"attention": AttentionSpec(differential=True, window=5)},
+    }
 
 
 def name_of(spec: AttentionSpec) -> str:
@@ -83,6 +107,14 @@ def tokens(samples: int = 3, length: int = 20, least: int = 0, vocabulary: int =
     return torch.randint(least, vocabulary, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
+def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<fix>")) -> Tokenizer:
+    """One of the special tokens and, behind them, the words w0, w1, ..; any other word is w0."""
+    made = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0"))
+    made.pre_tokenizer = Whitespace()
+    made.add_special_tokens(list(special))
+    return made
+
+
 def dense_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
     """What alpha is the mean of, (B, H, T, S): weights, or where they do not sum to one |f| over its row sum."""
     normalizer = "sum" if spec.similarity in ("exp", "softpick") else "none"
@@ -129,6 +161,28 @@ class DenseMaps:
 def alpha_by_definition(maps: Sequence[Tensor], targets: Sequence[int]) -> Tensor:
     """alpha_k = mean over i = k..T of A_ik of whole maps, each (B, H, T, T): (B, K, L, H)."""
     return torch.stack([torch.stack([m[:, :, k - 1 :, k - 1].mean(-1) for m in maps], 1) for k in targets], 1)
+
+
+WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
+    "in row 3": lambda lse, keys: lse + torch.nn.functional.one_hot(torch.tensor(3), lse.shape[-1]) / 4,
+    "beyond key 512": lambda lse, keys: lse + 0.25 * (keys > 512),
+    "in base 2": lambda lse, keys: lse / math.log(2),
+}
+
+
+def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> list[tuple[bool, bool, bool]]:
+    """Make a kernel's log-sum-exp wrong; returns of each later call whether it has a mask, is causal, is square."""
+    name, asked = {"fused": "fused", "flex": "flex_attention"}[kernel], []
+    right = getattr(flash, name)
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Any]:
+        asked.append((kw.get("mask") is not None, kw.get("causal", True), q.shape[2] == k.shape[2]))
+        out, aux = right(q, k, v, **kw)
+        lse = WRONG[where](getattr(aux, "lse", aux), k.shape[2])
+        return out, aux._replace(lse=lse) if kernel == "flex" else lse
+
+    patch.setattr(flash, name, wrong)
+    return asked
 
 
 class Largest(TorchDispatchMode):

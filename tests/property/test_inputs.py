@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import DenseMaps, alpha_by_definition, draw, own_model
+from helpers import SHAPE, DenseMaps, draw, own_model, word_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from small_models import build, eager_alpha
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
@@ -38,28 +36,8 @@ from sinkutils.study.record import config_hash
 
 CASES = int(os.environ.get("SINKUTILS_CASES", "400"))
 COUNTS: dict[str, Counter] = {}
-NOTHING = st.sampled_from(
-    [
-        None,
-        True,
-        -1,
-        0,
-        3,
-        1.5,
-        math.nan,
-        math.inf,
-        -math.inf,
-        "x",
-        "",
-        b"x",
-        (),
-        (0,),
-        [1],
-        {},
-        np.int64(2),
-        np.float32(0.5),
-    ]
-)
+NUMBERS = (True, -1, 0, 3, 1.5, math.nan, math.inf, -math.inf, np.int64(2), np.float32(0.5))
+NOTHING = st.sampled_from([None, *NUMBERS, "x", "", b"x", (), (0,), [1], {}])
 
 
 def cases(share: float):
@@ -127,14 +105,7 @@ MODEL = {
     **{name: st.sampled_from(VARIANTS[name]) for name in ("position", "norm", "ffn", "head_merge")},
     "sink_token": st.booleans(),
 }
-SMALL = {
-    "vocab_size": 30,
-    "context_length": 12,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-}
+SMALL = dict(zip(SHAPE, (30, 12, 2, 2, 8, 8), strict=True))
 DATA = {
     "corpus": st.just("sources"),
     "share": st.floats(0.01, 1),
@@ -186,23 +157,14 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     answered("configs")
 
 
-SPECIAL = ("<eos>", "<bos>", "<fix>")
-
-
-def tokenizer(words: int, special: tuple[str, ...] = SPECIAL) -> Tokenizer:
-    made = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0"))
-    made.pre_tokenizer = Whitespace()
-    made.add_special_tokens(list(special))
-    return made
-
-
 TOKENIZERS = {
-    "plain": tokenizer(20),
-    "one word": tokenizer(1),
-    "without BOS": tokenizer(20, ("<eos>",)),
-    "of transformers": tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer(20), bos_token="<bos>", eos_token="<eos>",
-                                                  pad_token="<fix>"),
-}  # fmt: skip
+    "plain": word_tokenizer(20),
+    "one word": word_tokenizer(1),
+    "without BOS": word_tokenizer(20, ("<eos>",)),
+    "of transformers": tf.PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>", pad_token="<fix>"
+    ),
+}
 TEXTS = st.lists(
     st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)), min_size=2, max_size=8
 )
@@ -242,11 +204,6 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     answered("probes")
 
 
-def of_transformers(kind: type, config: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return kind(config).eval()
-
-
 MODELS = {
     "softmax": own_model(**SMALL),
     "window": own_model(**SMALL, attention=AttentionSpec(window=3)),
@@ -254,17 +211,9 @@ MODELS = {
     "sink token": own_model(**SMALL, sink_token=True),
     "sigmoid": own_model(**SMALL, attention=AttentionSpec(similarity="sigmoid", normalizer="none")),
     "mlp kernel": own_model(**SMALL, attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")),
-    "gpt2": of_transformers(
-        tf.GPT2LMHeadModel, tf.GPT2Config(vocab_size=30, n_embd=8, n_layer=2, n_head=2, n_positions=12)
-    ),
-    "llama": of_transformers(
-        tf.LlamaForCausalLM,
-        tf.LlamaConfig(
-            vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=12,
-        ),
-    ),
-}  # fmt: skip
+    "gpt2": build("gpt2", vocab_size=30, n_positions=12),
+    "llama": build("llama", vocab_size=30, max_position_embeddings=12),
+}
 
 
 SHAPES = mostly(
@@ -312,11 +261,7 @@ def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor
     """alpha of one sequence without padding, (K, L, H), from whole attention maps."""
     if isinstance(model, TransformerLM):
         return DenseMaps(model, row[None]).alpha(targets)[0]
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    maps = model(row[None], output_attentions=True, use_cache=False).attentions
-    model.set_attn_implementation(before)
-    return alpha_by_definition(maps, targets)[0]
+    return eager_alpha(model, row[None], targets)[0]
 
 
 @cases(0.3)

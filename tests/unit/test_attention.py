@@ -75,7 +75,7 @@ OPERATIONS = {
             BY_HAND[f], lambda s, row, p=p: sum(x**p for x in row) ** (1 / p)
         )
         for f, p in product(("exp", "sigmoid"), (0.25, 0.5, 1.0, 3.0))
-    },  # Eq. 43
+    },  # Eqs. 43 and 44
 }
 
 
@@ -85,12 +85,6 @@ def test_an_operation_is_its_formula(fields):
     out, weights = attend(q, k, v, AttentionSpec(**dict(fields)))
     same(out, by_hand(q, k, v, OPERATIONS[fields]))
     assert (weights[..., weights.shape[-1] - LENGTH :].triu(1) == 0).all()
-
-
-@pytest.mark.parametrize("p", [0.25, 0.5, 2.0])
-def test_p_normalised_softmax_is_the_p_root_of_a_softmax_at_temperature_1_over_p_as_in_equation_44(p):
-    (q, k, v), _ = inputs()
-    same(attend(q, k, v, AttentionSpec(normalizer="p_norm", p=p))[1], attend(p * q, k, v)[1] ** (1 / p))
 
 
 def test_kernels_act_on_queries_and_keys_before_the_dot_product():
@@ -165,20 +159,6 @@ def test_window_and_prefix_show_the_keys_of_section_6():
         mask = visible(positions, positions, AttentionSpec(**fields))
         assert all(bool(mask[i, j]) == sees(i, j) for i, j in product(range(6), range(6)))
         same(attend(q, k, v, AttentionSpec(**fields))[0], by_hand(q, k, v, softmax, sees))
-
-
-def test_repeated_tokens_give_uniform_attention_without_position():
-    q, k, v = (x[:, :, :1].expand(-1, -1, LENGTH, -1) for x in inputs()[0])
-    uniform = torch.ones(LENGTH, LENGTH, dtype=torch.float64).tril() / torch.arange(1, LENGTH + 1)[:, None]
-    same(attend(q, k, v)[1], uniform.expand(2, 2, -1, -1))
-
-
-def test_a_key_far_ahead_of_the_others_takes_everything_without_overflow():
-    (q, k, v), _ = inputs()
-    k[:, :, 0], q = 1e3, q.abs() + 1
-    out, weights = attend(q, k, v)
-    same(weights[..., 0], torch.ones_like(weights[..., 0]))
-    assert out.isfinite().all() and attend(q, k, v, AttentionSpec(normalizer="p_norm", p=0.5))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("normalizer", ["sum", "none", "p_norm"])

@@ -7,22 +7,30 @@ import families
 import pytest
 import torch
 import transformers
-from families import CLASSES, WINDOW, check, small_config, tokens
-from torch import Tensor, nn
+from families import CLASSES, check, tokens
+from helpers import alpha_by_definition
+from small_models import build, family_of
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from sinkutils.measuring import families as rules
 from sinkutils.measuring.families import REFUSED
+from sinkutils.measuring.hf import capturing
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.tally import Tally
 from sinkutils.paths import ROOT
 
-pytestmark = pytest.mark.slow
 MEASURED = {
-    "bart": "fused", "bert": "fused", "bloom": "eager weights", "deepseek_v3": "exact", "deepseek_v32": "exact",
-    "falcon": "eager weights", "gemma2": "exact", "gemma3": "fused", "gemma3n_text": "fused", "git": "eager weights",
-    "gpt2": "fused", "gpt_neo": "eager weights", "gpt_oss": "fused", "gptj": "eager weights", "granite_swa": "fused",
-    "granitemoe_swa": "fused", "hy_v4": "exact", "inkling2_text": "exact", "jamba": "fused", "kimi_linear": "exact",
-    "longcat_flash": "exact", "mimo_v2_flash": "fused", "minimax_m3_vl_text": "fused", "openai-gpt": "eager weights",
-    "qwen3_next": "fused", "roberta-prelayernorm": "fused", "xglm": "eager weights",
+    name: path
+    for path, names in {
+        "fused": "bart bert doge gemma3 gemma3_text gemma3n_text gpt2 gpt2+inverse_layer gpt_neox gpt_oss granite_swa "
+                 "granitemoe_swa jamba llama llama4_text+chunks mimo_v2_flash minimax_m3_vl_text mistral olmo2 opt "
+                 "phi qwen3 qwen3_next roberta-prelayernorm",
+        "exact": "deepseek_v3 deepseek_v32 gemma2 gemma2+softcap hy_v4 inkling2_text kimi_linear longcat_flash",
+        "eager weights": "bloom falcon falcon+alibi git gpt_neo gptj mpt openai-gpt xglm",
+    }.items()
+    for name in names.split()
 }  # fmt: skip
 REASONS = {
     "blt": "patches of bytes", "cpmant": "prompt of its own", "deepseek_v4": "compressed", "diffllama": "two softmaxes",
@@ -36,12 +44,24 @@ def page() -> str:
     return (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("family", MEASURED)
-def test_alpha_is_that_of_dense_attention_and_logits_stay(family):
-    result = check(family, lengths=(5, 64))
+@pytest.mark.parametrize("name", MEASURED)
+def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
+    with family_of(name) as family:
+        result = check(family, lengths=(5, 24, 64))
     assert not result.refused
     assert not result.wrong, result
-    assert result.path == MEASURED[family]
+    assert result.path == MEASURED[name]
+    alpha = measure(build(name), tokens(24), families.TARGETS).alpha
+    assert alpha.std() > 0.005  # otherwise the comparison would say nothing
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "bloom"])
+@torch.no_grad()
+def test_logits_of_the_exact_path_are_those_of_eager_attention_bit_by_bit(family):
+    model, ids = build(family), tokens(24)
+    before = model(ids, use_cache=False).logits
+    with capturing(model, Tally((1,), 24), exact=True):
+        assert torch.equal(model(ids, use_cache=False).logits, before)
 
 
 @pytest.mark.parametrize("family", REASONS)
@@ -59,17 +79,29 @@ def test_the_oracle_notices_what_a_family_adds(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa", "gpt_oss", "mimo_v2_flash"])
-def test_a_learned_sink_has_one_definition_on_every_path_and_in_every_layer(family):
-    model, ids = families.build(family), tokens(64)
-    fused, exact = (measure(model, ids, (1, 2), exact=exact, mass=False) for exact in (False, True))
-    assert (fused.path, exact.path) == ("fused", "exact")
-    for name in ("alpha", "renormalised", "star"):
-        torch.testing.assert_close(getattr(fused, name), getattr(exact, name), atol=1e-5, rtol=1e-4)
-    assert fused.star.shape == fused.alpha[:, 0].shape
+@torch.no_grad()
+def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised_on_every_path_and_in_every_layer(family):
+    model, ids, dense = build(family), tokens(64), families.Oracle()
+    AttentionInterface.register("dense", dense.attend)
+    AttentionMaskInterface.register("dense", eager_mask)
+    with families.attention(model, "dense"):
+        model(ids, use_cache=False)
+    kept = [layer.sum(dim=-1, keepdim=True) for layer in dense.maps]  # rows sum to less than one
+    expected = {
+        "alpha": alpha_by_definition(dense.maps, (1, 2)),
+        "renormalised": alpha_by_definition([x / rest for x, rest in zip(dense.maps, kept, strict=True)], (1, 2)),
+        "star": torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1),
+    }
+    assert expected["star"].max() > 0.05
     has_sink = [getattr(module, "sinks", None) is not None for module in rules.attention_layers(model.base_model)[1]]
-    for layer, sink in enumerate(has_sink):
-        assert (fused.star[:, layer].min() > 0.001) == sink
-        assert torch.equal(fused.renormalised[:, :, layer], fused.alpha[:, :, layer]) != sink
+    for exact in (False, True):
+        report = measure(model, ids, (1, 2), exact=exact, mass=False)
+        assert report.path == ("exact" if exact else "fused")
+        for name, value in expected.items():
+            torch.testing.assert_close(getattr(report, name), value.float(), atol=1e-5, rtol=1e-4)
+        for layer, sink in enumerate(has_sink):
+            assert (report.star[:, layer].min() > 0.001) == sink
+            assert torch.equal(report.renormalised[:, :, layer], report.alpha[:, :, layer]) != sink
 
 
 def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch):
@@ -77,7 +109,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch):
         weights = torch.softmax(query @ key.mT * kwargs["scaling"] + attention_mask, dim=-1)
         return (weights @ value).transpose(1, 2) / 2, weights
 
-    module = next(iter(rules.attention_layers(families.build("granite_swa").base_model)[1]))
+    module = next(iter(rules.attention_layers(build("granite_swa").base_model)[1]))
     q, k, v = torch.randn(3, 1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
     kwargs = {"scaling": 1.0, "s_aux": torch.ones(4)}
     monkeypatch.setattr(sys.modules[type(module).__module__], "eager_attention_forward", halving)
@@ -87,7 +119,7 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
 def test_norms_of_several_streams_are_means_over_them(family):
-    model, ids, seen = families.build(family), tokens(9), []
+    model, ids, seen = build(family), tokens(9), []
     model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out if torch.is_tensor(out) else out[0]))
     report = measure(model, ids)
     hidden = seen[-1]  # the streams stand first or third
@@ -101,6 +133,7 @@ def test_the_committed_page_names_every_family_of_the_pinned_transformers(page):
     assert f"transformers {transformers.__version__}:" in page
 
 
+@pytest.mark.slow
 def test_the_committed_page_says_what_a_check_finds(page):
     table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
     rows = {cells[0]: cells[2:] for cells in table if len(cells) > 2}
@@ -109,11 +142,6 @@ def test_the_committed_page_says_what_a_check_finds(page):
         assert [rows[family][0], rows[family][-1]] == [result.path, result.remarks]
     for family in REFUSED.keys() & CLASSES.keys():
         assert REFUSED[family] in rows[family][0]
-
-
-def test_small_models_are_small_and_have_the_window():
-    config = small_config("gemma3_text")
-    assert (config.num_hidden_layers, config.hidden_size, config.sliding_window) == (2, 32, WINDOW)
 
 
 class Adapted(nn.Module):
@@ -128,15 +156,12 @@ class Adapted(nn.Module):
         return self.base_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
-def test_adapters_are_looked_through_and_learned_prompts_refused(compiled):
-    model, ids = families.build("llama"), tokens(16)
-
-    def wrap(prompts: bool) -> nn.Module:
-        wrapped = Adapted(model, prompts)
-        return torch.compile(wrapped) if compiled else wrapped
-
-    alpha: Tensor = measure(wrap(prompts=False), ids).alpha
-    assert torch.equal(alpha, measure(model, ids).alpha)
+def test_adapters_and_compilation_are_looked_through_and_learned_prompts_refused(compiled):
+    model, ids = build("llama"), tokens(16)
+    outer = torch.compile if compiled else lambda inner: inner
+    for wrapped in (outer(model), outer(Adapted(model, prompts=False))):
+        assert torch.equal(measure(wrapped, ids).alpha, measure(model, ids).alpha)
     with pytest.raises(ValueError, match="learned prompts"):
-        measure(wrap(prompts=True), ids)
+        measure(outer(Adapted(model, prompts=True)), ids)

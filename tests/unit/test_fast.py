@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, Largest, draw, name_of
+from helpers import CPU, Largest, draw, name_of, spoil
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
@@ -70,10 +70,12 @@ def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
 
 
-def assert_same_as_dense(spec: AttentionSpec, inputs: list[Tensor], extras: dict[str, Any], atol: float) -> None:
+def assert_same_as_dense(
+    spec: AttentionSpec, inputs: list[Tensor], extras: dict[str, Any], atol: float, quick: Callable = fast.attend
+) -> None:
     """Values and the gradient of every input, for one random direction of the output."""
     leaves = inputs + [x for x in extras.values() if isinstance(x, Tensor)]
-    out = {"fast": fast.attend(*inputs[:3], spec, **extras), "dense": attend(*inputs[:3], spec, **extras)[0]}
+    out = {"fast": quick(*inputs[:3], spec, **extras), "dense": attend(*inputs[:3], spec, **extras)[0]}
     direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(out["dense"])
     gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
     torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
@@ -220,67 +222,39 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "TRUST", {})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", flash.KINDS["fused"])
-def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, dtype, untried, monkeypatch):
-    assert flash.trusted("fused", kind, CPU, dtype, 16)
-    kernel, asked = flash.fused, []
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
-        asked.append((kw.get("mask") is not None, kw.get("causal", True), q.shape[2] == k.shape[2]))
-        out, lse = kernel(q, k, v, **kw)
-        return out, lse + torch.nn.functional.one_hot(torch.tensor(3), q.shape[2]) / 4  # in one row that sees key 1
-
-    monkeypatch.setattr(flash, "fused", wrong)
-    flash.TRUST.clear()
-    with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
-        assert not flash.trusted("fused", kind, CPU, dtype, 16)
-    shapes = {"causal": (False, True, True), "full": (False, False, True)}
-    assert asked[-1] == shapes.get(kind, (True, True, False))  # under a mask the kernel gets a block of queries
-
-
-@pytest.mark.parametrize("kind", ["causal", "full", "mask"])
-def test_a_log_sum_exp_that_is_wrong_beyond_the_first_block_of_keys_is_caught(kind, untried, monkeypatch):
-    kernel = flash.fused
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
-        out, lse = kernel(q, k, v, **kw)
-        return out, lse + 0.25 * (k.shape[2] > 512)
-
-    monkeypatch.setattr(flash, "fused", wrong)
-    with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
-        assert not flash.trusted("fused", kind, CPU, torch.float32, 16)
+SPOILT = [
+    *(("fused", "in row 3", *of) for of in itertools.product(
+        flash.KINDS["fused"], (torch.float32, torch.float64, torch.bfloat16))),
+    *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "full", "mask")),
+    *(("flex", "in base 2", kind, torch.float32) for kind in flash.KINDS["flex"]),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", flash.KINDS["flex"])
-def test_flex_attention_with_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kind, untried, monkeypatch):
-    assert flash.trusted("flex", kind, CPU, torch.float32, 16)
-    run = flash.flex_attention
-
-    def base_2(*inputs: Any, **kw: Any) -> tuple[Tensor, flex_attention.AuxOutput]:
-        out, aux = run(*inputs, **kw)
-        return out, aux._replace(lse=aux.lse / math.log(2))
-
-    monkeypatch.setattr(flash, "flex_attention", base_2)
+@pytest.mark.parametrize(("kernel", "where", "kind", "dtype"), SPOILT, ids=str)
+def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kernel, where, kind, dtype, untried, monkeypatch):
+    assert flash.trusted(kernel, kind, CPU, dtype, 16)
+    asked = spoil(monkeypatch, kernel, where)
     flash.TRUST.clear()
-    with pytest.warns(UserWarning, match=f"flex kernel .*{kind} attention.* other row sums"):
-        assert not flash.trusted("flex", kind, CPU, torch.float32, 16)
+    with pytest.warns(UserWarning, match=f"{kernel} kernel .*{kind} attention.* other row sums"):
+        assert not flash.trusted(kernel, kind, CPU, dtype, 16)
+    shapes = {"causal": (False, True, True), "full": (False, False, True)}
+    if kernel == "fused":  # under a mask it gets a block of queries
+        assert asked[-1] == shapes.get(kind, (True, True, False))
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(prefix=5), AttentionSpec(bias="k")], ids=name_of)
 @pytest.mark.parametrize("kernel", ["in base 2", AttributeError, RuntimeError])  # not in this build, not on this device
 def test_row_sums_do_not_come_from_a_kernel_that_is_wrong_or_not_there(spec, kernel, untried, monkeypatch):
     (q, k, _), extras = draw(spec, 30)
-    right = flash.fused
 
-    def other(*inputs: Any, **kw: Any) -> tuple[Tensor, Tensor]:
-        if kernel != "in base 2":
-            raise kernel("missing")
-        out, lse = right(*inputs, **kw)
-        return out, lse / math.log(2)
+    def missing(*_: Any, **__: Any) -> None:
+        raise kernel("missing")
 
-    monkeypatch.setattr(flash, "fused", other)
+    if kernel == "in base 2":
+        spoil(monkeypatch, "fused", kernel)
+    else:
+        monkeypatch.setattr(flash, "fused", missing)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mass = fast.log_mass(q, k, spec, **extras)
@@ -404,14 +378,9 @@ def test_it_compiles_as_one_graph(form, operation, request):
     if form == "long":
         request.getfixturevalue("long_forms")
     spec = AttentionSpec(**operation)
-    inputs, extras = draw(spec, 17)
     torch.compiler.reset()
     compiled = torch.compile(fast.attend, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(*inputs, spec, **extras), attend(*inputs, spec, **extras)[0]
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    assert_same_as_dense(spec, *draw(spec, 17), 1e-10, compiled)
 
 
 def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from helpers import DONE, own_model
 
 from sinkutils.__main__ import main
@@ -35,6 +36,19 @@ def tiny_model(**options):
 def tiny_64():
     """One that reads the metric's 64 tokens."""
     return tiny_model(context_length=64)
+
+
+def report_of(kind="natural", model="gpt2", **changes):
+    """What `measure` says of random ids in the paper's setting, or in a changed one."""
+    asked = {"ids": torch.randint(0, 300, (100, 64)), "name": f"{model}, {kind} input", "bos": False}
+    return {kind: measure(tiny_64(), **asked | changes)}
+
+
+def recorded(folder, model, corpus, **changes):
+    """The name of a record with weights that nothing trained."""
+    run = RunConfig("tiny", "test", model=model.config, **changes)
+    write_record(folder, run, DONE, {}, dict(model.state_dict()), corpus.tokenizer)
+    return str(folder)
 
 
 @pytest.fixture
@@ -83,16 +97,8 @@ def test_the_condition_of_the_first_token_is_explicit(plain, corpus):
 
 def test_a_record_tells_where_training_fixed_a_token(tmp_path, corpus):
     for position in (None, 2):
-        run = RunConfig(
-            "tiny",
-            "test",
-            model=tiny_model().config,
-            data=DataConfig(fixed_position=position),
-            train=TrainConfig(eval_length=32),
-        )
-        folder = tmp_path / str(position)
-        write_record(folder, run, DONE, {}, dict(tiny_model().state_dict()), corpus.tokenizer)
-        one = subject(str(folder))
+        told = {"data": DataConfig(fixed_position=position), "train": TrainConfig(eval_length=32)}
+        one = subject(recorded(tmp_path / str(position), tiny_model(), corpus, **told))
         assert (one.name, one.fixed_position, one.context, one.length) == ("tiny", position, 32, 32)
 
 
@@ -248,30 +254,26 @@ def test_editing_positions_needs_learned_ones_and_without_a_model_the_paper_stan
 
 def test_open_models_show_the_papers_values_and_what_was_measured(capsys):
     assert properties.open_lms("Table 1 left")["measured"].isna().all()
-    reports = {
-        kind: measure(tiny_64(), torch.randint(0, 300, (100, 64)), name=f"gpt2-xl, {kind} input", bos=False)
-        for kind in ("natural", "random")
-    }
-    for kind in reports:  # one after the other: neither takes the other's place
-        saved.save_measurement("openai-community/gpt2-xl", {kind: reports[kind]})
+    reports = {kind: report_of(kind, "gpt2-xl") for kind in ("natural", "random")}
+    for report in reports.values():  # one after the other: neither takes the other's place
+        saved.save_measurement("openai-community/gpt2-xl", report)
     table = properties.open_lms("Table 1 left").set_index(["model", "input"])
     assert table.loc[("GPT2-XL", "natural"), "paper"] == 77.00
-    assert table.loc[("GPT2-XL", "random"), "measured"] == round(reports["random"].sink(), 5)
+    assert table.loc[("GPT2-XL", "random"), "measured"] == round(reports["random"]["random"].sink(), 5)
     assert np.isnan(table.loc[("GPT2-XL", "repeat"), "measured"])
     assert set(properties.sizes({}).query("model == 'GPT2-XL'")["source"]) == {"paper", "measured"}
     with pytest.raises(ValueError, match="item must be one of Table 1 left"):
         properties.open_lms("Table 99")
 
 
-def test_only_measurements_like_the_papers_are_kept(no_measurements, capsys, tmp_path):
-    ids = torch.randint(0, 300, (100, 64))
-    domain = {"natural": measure(tiny_64(), ids, name="gpt2, natural input", bos=False)}
+def test_only_measurements_like_the_papers_are_kept(no_measurements):
+    domain = report_of()
     assert saved.save_measurement("gpt2", domain, "pile:Github").name == "openai-community%2Fgpt2@Github.json"
     assert saved.measured_domains("GPT2").keys() == {"Github"}
-    unlike = ({"ids": ids[:, :32]}, {"epsilons": (0.2,)}, {"targets": (2,)}, {"bos": True}, {"ids": ids[:99]})
-    for other in (measure(tiny_64(), **{"ids": ids} | options) for options in unlike):
+    few, short = torch.randint(0, 300, (99, 64)), torch.randint(0, 300, (100, 32))
+    for unlike in ({"ids": few}, {"ids": short}, {"epsilons": (0.2,)}, {"targets": (2,)}, {"bos": True}):
         with pytest.raises(ValueError, match="--save keeps measurements of 100 sequences at T = 64 without BOS"):
-            saved.save_measurement("gpt2", {"natural": other})
+            saved.save_measurement("gpt2", report_of(**unlike))
     with pytest.raises(ValueError, match=r"on docstrings or pile:<domain>, not on path:mine"):
         saved.save_measurement("gpt2", domain, "path:mine")
     assert sorted(path.name for path in no_measurements.iterdir()) == ["openai-community%2Fgpt2@Github.json"]
@@ -281,10 +283,9 @@ def test_measurements_of_two_models_never_share_a_file_and_only_listed_ones_coun
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2-xl").mkdir()
     (tmp_path / "a" / "gpt2-xl").mkdir(parents=True)
-    report = {"natural": measure(tiny_64(), torch.randint(0, 300, (100, 64)), bos=False)}
     names = ["gpt2-xl", "a/gpt2-xl", "somebody/gpt2-xl", "openai-community/gpt2-xl", "EleutherAI/pythia-14m"]
     names += ["google/gemma-3-270m"]
-    paths = [saved.save_measurement(name, report) for name in names]
+    paths = [saved.save_measurement(name, report_of()) for name in names]
     assert len(set(paths)) == len(names)
     assert set(saved.measurements()) == {"GPT2-XL", "Pythia-14M"}  # Gemma is judged with its BOS, by data/open_lms
     assert saved.identity("gpt2-xl").startswith("local:gpt2-xl:")  # a folder, whatever it is called
@@ -292,14 +293,10 @@ def test_measurements_of_two_models_never_share_a_file_and_only_listed_ones_coun
 
 
 def test_save_refuses_our_own_records(tmp_path, corpus, capsys, no_measurements):
-    run = RunConfig("tiny", "test", model=tiny_64().config)
-    write_record(tmp_path / "run", run, DONE, {}, dict(tiny_64().state_dict()), corpus.tokenizer)
-    assert main(["measure", str(tmp_path / "run"), "--probe", "random", "-n", "2", "--save"]) == 2
+    name = recorded(tmp_path / "run", tiny_64(), corpus)
+    assert main(["measure", name, "--probe", "random", "-n", "2", "--save"]) == 2
     assert "--save is for open language models" in capsys.readouterr().err
     assert not no_measurements.exists()
-
-
-# --- figures ------------------------------------------------------------------------------------
 
 
 def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tmp_path):
@@ -348,21 +345,16 @@ QUESTIONS = [
 def local_task(tmp_path):
     """A multiple-choice task of four questions on this disk."""
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    (tmp_path / "tiny.yaml").write_text(
-        json.dumps(
-            {
-                "task": "tiny_questions",
-                "dataset_path": "json",
-                "output_type": "multiple_choice",
-                "test_split": "test",
-                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
-                "doc_to_text": "query",
-                "doc_to_target": "gold",
-                "doc_to_choice": "choices",
-                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-            }
-        )
-    )
+    task = {
+        "task": "tiny_questions",
+        "dataset_path": "json",
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
+        **{f"doc_to_{what}": key for what, key in (("text", "query"), ("target", "gold"), ("choice", "choices"))},
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
     return tmp_path
 
 
@@ -394,8 +386,6 @@ def test_scores_on_a_local_task_are_those_computed_by_hand(own, local_task, corp
     if own:
         model, tokenizer = tiny_64(), corpus.tokenizer
     else:
-        import transformers as tf
-
         torch.manual_seed(0)
         model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=64))
         tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token="<eos>")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import transformers as tf
+from helpers import own_model, tokens
+from small_models import build, eager_maps, state_of
 
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.surgery import (
@@ -16,50 +17,35 @@ from sinkutils.measuring.surgery import (
     transplant,
     untouched,
 )
-from sinkutils.model.decoder import LMConfig, TransformerLM
 
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-GROUPED = SHAPE | {"num_key_value_heads": 2}
-WINDOW = 6
+# What makes three blocks of a family
 FAMILIES = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=64)),
-    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SHAPE)),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-                     max_position_embeddings=64, word_embed_proj_dim=32)
-    ),
-    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**GROUPED, sliding_window=WINDOW)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=WINDOW,
-                            layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-    ),
-}  # fmt: skip
+    **{family: {"num_hidden_layers": 3} for family in ("llama", "gpt_neox", "opt", "mistral")},
+    "gpt2": {"n_layer": 3},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
 LENGTH = 12
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=FAMILIES)
 def model(request):
-    torch.manual_seed(0)
-    built = FAMILIES[request.param]()
-    with torch.no_grad():
-        for parameter in built.parameters():  # away from the small start, at which attention is almost uniform
-            if parameter.ndim == 2:
-                parameter.mul_(8)
-    return built.eval()
+    built = build(request.param, **FAMILIES[request.param])
+    built.set_attn_implementation("sdpa")  # as models come
+    return built
 
 
 @pytest.fixture
 def ids():
-    return torch.randint(3, 40, (5, LENGTH), generator=torch.Generator().manual_seed(1))
+    return tokens(5, LENGTH, least=3)
+
+
+def another_first(ids):
+    """The same texts behind another first token."""
+    return torch.cat([ids[:, :1] % 37 + 3, ids[:, 1:]], dim=1)
 
 
 def plain_losses(model, ids):
@@ -81,8 +67,7 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model
     longer = torch.cat([torch.full((len(ids), 1), token), ids], dim=1)
     torch.testing.assert_close(found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4)
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        maps = torch.stack(model(longer, output_attentions=True).attentions, dim=1)  # (B, L, H, T + 1, T + 1)
+    maps = torch.stack(eager_maps(model, longer), dim=1)  # (B, L, H, T + 1, T + 1)
     torch.testing.assert_close(found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4)
 
@@ -101,8 +86,7 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
 def test_hiding_x_1_is_removing_it_from_every_later_row(model, ids):
     found = hide(model, ids)
     # Of x_1 only its own query is left: another first token changes nothing behind it.
-    other = ids.clone()
-    other[:, 0] = (ids[:, 0] - 3 + 1) % 37 + 3
+    other = another_first(ids)
     torch.testing.assert_close(found.losses[:, 1:], hide(model, other).losses[:, 1:], atol=1e-5, rtol=1e-5)
     assert (untouched(model, ids).losses[:, 1:] - untouched(model, other).losses[:, 1:]).abs().max() > 1e-3
     torch.testing.assert_close(found.report.alpha[:, 0], torch.full((5, 3, 4), 1 / LENGTH))  # its own row
@@ -110,8 +94,7 @@ def test_hiding_x_1_is_removing_it_from_every_later_row(model, ids):
 
 def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
     torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids, shares=False).losses)
-    other = ids.clone()
-    other[:, 0] = (ids[:, 0] - 3 + 1) % 37 + 3
+    other = another_first(ids)
     # Three layers of windows of three keys see six tokens back, unless x_1 is kept.
     plain, changed = (stream(model, x, 3).losses for x in (ids, other))
     torch.testing.assert_close(plain[:, 7:], changed[:, 7:], atol=1e-5, rtol=1e-5)
@@ -153,60 +136,36 @@ def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model, ids):
     assert (rounded(model, ids, 3, first_exact=True).losses - rounded(model, ids, 3).losses).abs().max() > 1e-4
 
 
-def count_hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
 def test_a_model_is_left_as_it_was(model, ids):
     untouched(model, ids)  # transformers keeps hooks of its own from the first maps on
     model.train()
-    before, hooks = model.config._attn_implementation, count_hooks(model)
+    model.set_attn_implementation("sdpa")
+    before = state_of(model)
     for operate in (untouched, hide, lambda m, x: stream(m, x, 4), lambda m, x: transplant(m, x, x)):
         operate(model, ids)
     with pytest.raises(ValueError, match=r"block must be in 0\.\.2, got 3"):
         set_back(model, ids, 3, (0,))
-    assert model.training and model.config._attn_implementation == before
-    assert count_hooks(model) == hooks
+    assert state_of(model) == before
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    own = TransformerLM(
-        LMConfig(vocab_size=40, context_length=16, num_layers=1, num_heads=2, hidden_size=16, intermediate_size=16)
-    )
     with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
-        untouched(own, ids)
-    bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2))
+        untouched(own_model(), ids)
     with pytest.raises(ValueError, match="BloomForCausalLM has attention outside transformers' interface"):
-        hide(bloom, ids)
-    qwen = tf.Qwen3NextForCausalLM(
-        tf.Qwen3NextConfig(**GROUPED, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, head_dim=8,
-                           linear_num_key_heads=2, linear_num_value_heads=2, shared_expert_intermediate_size=16,
-                           layer_types=["linear_attention", "full_attention", "full_attention"])
-    )  # fmt: skip
+        hide(build("bloom"), ids)
     with pytest.raises(ValueError, match="keeps something else than keys and values"):
-        untouched(qwen, ids)
+        untouched(build("qwen3_next"), ids)
 
 
 def test_what_attention_reads_of_h_is_its_norm_output(model, ids):
     seen = []
-    norm = {
-        "llama": "input_layernorm",
-        "mistral": "input_layernorm",
-        "gemma3_text": "input_layernorm",
-        "gpt2": "ln_1",
-        "gpt_neox": "input_layernorm",
-        "opt": "self_attn_layer_norm",
-    }[model.config.model_type]
-    hooks = [
-        module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
-        for name, module in model.named_modules()
-        if name.endswith(norm)
-    ]
+    norm = {"gpt2": "ln_1", "opt": "self_attn_layer_norm"}.get(model.config.model_type, "input_layernorm")
+    for name, module in model.named_modules():
+        if name.endswith(norm):
+            module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
     found = normed(model, ids, largest=2)
     squares = torch.stack(seen[-3:]).square()  # (L, n, T, d)
     shares = squares.topk(2).values.sum(-1) / squares.sum(-1)
     torch.testing.assert_close(found["share"][:, 0], shares[:, :, 0].mean(dim=1))
     torch.testing.assert_close(found["share"][:, 1], shares[:, :, 1:].mean(dim=(1, 2)))
     torch.testing.assert_close(found["rest"][:, 0], squares.sqrt()[:, :, 0].median(dim=-1).values.mean(dim=1))
-    for hook in hooks:
-        hook.remove()

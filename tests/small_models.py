@@ -1,0 +1,54 @@
+"""Small random models of transformers, as benchmarks/families.py builds each family, and variants of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import families
+import pytest
+import torch
+from helpers import alpha_by_definition
+from torch import Tensor, nn
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "falcon+alibi": {"alibi": True},
+    "gemma2+softcap": {"attn_logit_softcapping": 2.0},
+    "gpt2+inverse_layer": {"scale_attn_by_inverse_layer_idx": True},
+    "llama4_text+chunks": {"attention_chunk_size": families.WINDOW, "num_hidden_layers": 4},
+}
+
+
+@contextmanager
+def family_of(name: str, **changes: Any) -> Iterator[str]:
+    """The family of a variant; while this is open, the family is built as that variant, with changes of its config."""
+    family = name.partition("+")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        special = families.SPECIAL.get(family, {}) | VARIANTS.get(name, {}) | changes
+        patch.setitem(families.SPECIAL, family, special)
+        yield family
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """A random model of two layers and four heads whose attention is far from uniform, with windows of 7."""
+    with family_of(name, **changes) as family:
+        return families.build(family)
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...]:
+    """What an operation has to leave as it was, besides weights: hooks, attributes, modes, the kind of attention."""
+    parts = [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)), m.training) for m in model.modules()]
+    return model.config._attn_implementation, parts
+
+
+@torch.no_grad()
+def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
+    """The attention maps (B, H, T, T) of the model's own eager attention, which is what `build` chooses."""
+    assert model.config._attn_implementation == "eager"
+    return tuple(m for m in model(ids, output_attentions=True, use_cache=False).attentions if m is not None)
+
+
+def eager_alpha(model: nn.Module, ids: Tensor, targets: tuple[int, ...]) -> Tensor:
+    """alpha of the targets by definition, (B, K, L, H)."""
+    return alpha_by_definition(eager_maps(model, ids), targets)
