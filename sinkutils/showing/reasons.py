@@ -125,6 +125,25 @@ def _twice_as_wide(ours: Results) -> str:
     )
 
 
+def _token_before(ours: Results) -> str:
+    """Section 6, Figure 6 middle: whether x_1 gets more, in a window of two tokens, than the token before does later."""
+    name = "window_1_32"
+    excess, runs = ours.values(name, "visible_1"), ours.seeds(name).values()
+    window = config(name, ours.preset).model.attention.window
+    kept = [np.mean(run.final["destinations"]["previous"]) for run in runs if "destinations" in run.final]
+    if window != 2 or excess.empty or len(kept) < len(runs):
+        return ""
+    second, later = 0.5 * (1 + excess.mean()), float(np.mean(kept))  # of two keys, even attention gives each a half
+    if abs(second - later) > 0.05:
+        return ""
+    printed = config(name, "paper").model.attention.window
+    return (
+        f"A window of C / 32 is {window} tokens here, {printed} in the paper. In it x₁ is no more than the token before: "
+        f"the one query that sees it beside itself gives it {100 * second:.0f} %, and later queries give the token "
+        f"before them {100 * later:.0f} %."
+    )
+
+
 def _as_good_shared(ours: Results) -> str:
     """Section 7.3, Table 12 right: whether heads that share their biases lose anything to those with their own."""
     runs = ("kv_bias_shared", "kv_bias")
@@ -206,6 +225,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "fixed_token": _further_from_the_end,
     "weight_decay": _other_doses,
     "window_absolute": _twice_as_wide,
+    "window_small": _token_before,
     "compensated_rate": _longer_learns_more,
     "shared_biases": _as_good_shared,
     "no_normalisation": _in_the_first_block,

@@ -29,7 +29,7 @@ IDENTIFIER = re.compile(rf"(?<![\w./-])({'|'.join(e.name for e in experiments() 
 def add(runs):
     """Add records of an experiment: alpha_1 of every head, by seed; failed where None."""
 
-    def record(name, *alphas, star=None, losses=(2.7,), onset=None, norm=None):
+    def record(name, *alphas, star=None, losses=(2.7,), onset=None, norm=None, previous=None):
         for seed, (alpha, loss) in enumerate(zip(alphas, cycle(losses), strict=False)):
             if alpha is None:
                 made_up(runs, name, seed, "laptop", status="failed", reason="not finite", final={"step": 9})
@@ -45,6 +45,8 @@ def add(runs):
                 report["hidden_norms"] = [[norm, 1.0]] * shape.num_layers
             curve = [{"step": n, "sink_1": 50.0 * (n >= onset), "valid_loss": loss} for n in range(10)] if onset else []
             final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
+            if previous:
+                final["destinations"] = {"previous": [[previous] * shape.num_heads] * shape.num_layers}
             if star:
                 report |= {"sink_star": sink.pop("star"), "alpha_star": maps["star"]}
                 final["sink_star"] = report["sink_star"]["0.3"]
@@ -260,6 +262,16 @@ def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(a
     assert reasons.why("window_absolute", results("laptop")).startswith("A window of C / 4 is 16 tokens here, 512 in")
     add("window_1_4", 0.20, 0.21, 0.22)
     assert reasons.why("window_absolute", results("laptop")) == "", "nothing to explain"
+
+
+def test_in_a_window_of_two_tokens_the_first_is_the_token_before_only_while_it_gets_no_more_than_that(add):
+    second = [(1 + share) / 2 * 2 / 64 for share in (0.53, 0.55, 0.54)]  # alpha_1 of two queries, over all 64
+    add("window_1_32", *second, previous=0.52)
+    said = reasons.why("window_small", results("laptop"))
+    assert said.startswith("A window of C / 32 is 2 tokens here, 64 in the paper.")
+    assert "gives it 54 %, and later queries give the token before them 52 %" in said
+    add("window_1_32", *second, previous=0.45)
+    assert reasons.why("window_small", results("laptop")) == ""
 
 
 def test_shared_biases_are_called_as_good_only_while_they_take_as_much_at_the_same_loss(add):
