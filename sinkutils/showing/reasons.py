@@ -126,7 +126,7 @@ def _twice_as_wide(ours: Results) -> str:
 
 
 def _token_before(ours: Results) -> str:
-    """Section 6, Figure 6 middle: whether x_1 gets more, in a window of two tokens, than the token before does later."""
+    """Section 6, Figure 6 middle: whether x_1 gets more in a window of two tokens than the token before does."""
     name = "window_1_32"
     excess, runs = ours.values(name, "visible_1"), ours.seeds(name).values()
     window = config(name, ours.preset).model.attention.window
@@ -138,9 +138,9 @@ def _token_before(ours: Results) -> str:
         return ""
     printed = config(name, "paper").model.attention.window
     return (
-        f"A window of C / 32 is {window} tokens here, {printed} in the paper. In it x₁ is no more than the token before: "
-        f"the one query that sees it beside itself gives it {100 * second:.0f} %, and later queries give the token "
-        f"before them {100 * later:.0f} %."
+        f"A window of C / 32 is {window} tokens here, {printed} in the paper. x₁ is then no more than the token "
+        f"before: the one query that sees it beside itself gives it {100 * second:.0f} %, and later queries give "
+        f"the token before them {100 * later:.0f} %."
     )
 
 
