@@ -153,7 +153,7 @@ def _as_good_shared(ours: Results) -> str:
     shared, own = (np.mean([run.final["sink_star"] for run in ours.seeds(name).values()]) for name in runs)
     here, there = (config("kv_bias_shared", preset).model.num_heads for preset in (ours.preset, "paper"))
     return (
-        f"Sharing costs nothing here: k* takes as much (Sink* {shared:.0f} %, with one for each head {own:.0f} %), and "
+        f"Sharing KV biases costs nothing here: k* takes as much (Sink* {shared:.0f} %, with one for each head {own:.0f} %), and "
         f"the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to {loss.high:+.3f}). {here} heads share a bias "
         f"here, {there} in the paper; whether that is why, no run of ours has tried."
     )
@@ -227,7 +227,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "window_absolute": _twice_as_wide,
     "window_small": _token_before,
     "compensated_rate": _longer_learns_more,
-    "shared_biases": _as_good_shared,
+    **dict.fromkeys(("shared_biases", "shared_key_biases"), _as_good_shared),
     "no_normalisation": _in_the_first_block,
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }
