@@ -151,7 +151,7 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
     opening += ", for one" if len(decisive) > 1 else ""
     said = f"{opening}: {_found(decisive.iloc[0], preset)}."
     said = f"{counts}. {said}" if len(checks) > 1 else said
-    return " ".join(filter(None, (said, reasons.why(row["id"], results(preset)))))
+    return " ".join(filter(None, (said, _minus(reasons.why(row["id"], results(preset))))))
 
 
 def _found(check: pd.Series, preset: str) -> str:

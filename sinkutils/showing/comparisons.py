@@ -97,10 +97,16 @@ def _draw_shares(axis: Axes, row: Row, key: str, middle: float) -> None:
         axis.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
     if printed is not None:
         axis.plot(printed, middle, "D", color=color, markerfacecolor="white")
-    if row.base and printed is not None and key == "1":  # the paper's base meets any first token, ours one
-        fixed = experiment(row.experiment).paper.get(column)
-        if fixed not in (None, printed):
-            axis.plot(fixed, middle, "d", color=color, markerfacecolor="white")
+    fixed = with_fixed_token(row)
+    if fixed is not None and key == "1":
+        axis.plot(fixed, middle, "d", color=color, markerfacecolor="white")
+
+
+def with_fixed_token(row: Row) -> float | None:
+    """Sink_1 of the paper's base with one fixed first token, beside what a row prints: of the base that meets any."""
+    printed = row.paper.values.get("sink_1")
+    fixed = experiment(row.experiment).paper.get("sink_1") if row.base and printed is not None else None
+    return None if fixed == printed else fixed
 
 
 def effects(table: pd.DataFrame, xlabel: str, most: int = 10) -> Figure | None:

@@ -49,7 +49,8 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
         "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
         "small marks are seeds, large ones their mean."
     )
-    caption += f" {DIAMONDS}{THIN * any(row.base for row in rows)}." if printed else ""
+    thin = any(comparisons.with_fixed_token(row) is not None for row in rows)
+    caption += f" {DIAMONDS}{THIN * thin}." if printed else ""
     beside = " and in brackets the paper's" if printed else ""
     alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: {'; '.join(shares)}"
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")

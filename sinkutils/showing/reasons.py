@@ -153,9 +153,9 @@ def _as_good_shared(ours: Results) -> str:
     shared, own = (np.mean([run.final["sink_star"] for run in ours.seeds(name).values()]) for name in runs)
     here, there = (config("kv_bias_shared", preset).model.num_heads for preset in (ours.preset, "paper"))
     return (
-        f"Sharing KV biases costs nothing here: k* takes as much (Sink* {shared:.0f} %, with one for each head {own:.0f} %), and "
-        f"the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to {loss.high:+.3f}). {here} heads share a bias "
-        f"here, {there} in the paper; whether that is why, no run of ours has tried."
+        f"Sharing KV biases costs nothing here: k* takes as much (Sink* {shared:.0f} %, with one for each head "
+        f"{own:.0f} %), and the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to {loss.high:+.3f}). {here} "
+        f"heads share a bias here, {there} in the paper; whether that is why, no run of ours has tried."
     )
 
 
