@@ -53,7 +53,7 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
     runs = trained(name, preset)
     if not runs:
         return None
-    figure, axes = plt.subplots(len(runs), 3, figsize=(9.6, 2.4 * len(runs) + 0.9), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(runs), 3, figsize=(9.6, 1.8 * len(runs) + 0.9), squeeze=False, sharex=True)
     for row, (seed, run) in zip(axes, runs.items(), strict=True):
         tokens, alpha = millions(run), heads(run)
         colors = sns.color_palette("flare", alpha.shape[1])
