@@ -19,7 +19,7 @@ from sinkutils.model.config import FFNS, LMConfig
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
-DYT_START = 0.5  # alpha of tanh(alpha h)
+DYT_START = 1.0  # alpha of tanh(alpha h): the authors' for the narrowest language model they tried (Table 11)
 # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
 

@@ -53,7 +53,7 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
     runs = trained(name, preset)
     if not runs:
         return None
-    figure, axes = plt.subplots(len(runs), 3, figsize=(9.6, 1.8 * len(runs) + 0.9), squeeze=False, sharex=True)
+    figure, axes = plt.subplots(len(runs), 3, figsize=(8.6, 1.45 * len(runs) + 0.85), squeeze=False, sharex=True)
     for row, (seed, run) in zip(axes, runs.items(), strict=True):
         tokens, alpha = millions(run), heads(run)
         colors = sns.color_palette("flare", alpha.shape[1])
@@ -65,7 +65,7 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
         for level, line in ((EPSILON, "--"), (uniform_alpha(run.report["T"]), ":")):
             row[0].axhline(level, color=figures.PAPER_COLOR, linestyle=line, linewidth=1)
         row[0].set(ylabel=r"$\alpha_1^{l,h}$, " + f"seed {seed}", ylim=(0, None))
-        row[1].set(ylabel=r"$\max_j |h_{1,j}|$ / median", yscale="log")
+        row[1].set(ylabel=r"$\max |h_1|$ / median", yscale="log")
         row[1].yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
         row[1].yaxis.set_major_formatter("{x:g}")
         row[1].yaxis.set_minor_formatter("")

@@ -82,7 +82,7 @@ def test_every_variant_stands_in_a_group_with_its_source(said):
     assert set(later.GROUPS) == set(groups.values()) - {"depth", "context length"}
     for group in set(groups.values()):
         later.show_sources(group)
-    assert "arXiv 2603.17771" in said() and "read: the released code" in said()
+    assert "arXiv 2603.17771" in said() and "read: Section 2 of the card" in said()
 
 
 def test_blocks_are_measured_one_by_one():
