@@ -159,19 +159,24 @@ def _as_good_shared(ours: Results) -> str:
     )
 
 
-def _in_the_first_block(ours: Results) -> str:
-    """Section 7.4: where what is left of the sink without normalisation stands."""
-    seeds = [run for name in ("sigmoid", "elu") for run in ours.seeds(name).values() if "alpha" in run.report]
-    if not seeds:
-        return ""
-    blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in seeds])  # (runs, blocks)
-    even, first, others = uniform_alpha(seeds[0].report["T"]), blocks[:, 0], blocks[:, 1:]
-    if first.min() < 2 * even or others.max() > even:
-        return ""
-    return (
-        f"What is left stands in block 1 alone: its heads give x₁ {first.min():.2f} to {first.max():.2f} in the mean, "
-        f"those of the others {others.min():.2f} to {others.max():.2f}, no more than even attention ({even:.3f})."
-    )
+def _in_the_first_block(*runs: str) -> Callable[[Results], str]:
+    """Section 7.4, and softmax plus one: where what is left of the sink in these runs stands."""
+
+    def say(ours: Results) -> str:
+        seeds = [run for name in runs for run in ours.seeds(name).values() if "alpha" in run.report]
+        if not seeds:
+            return ""
+        blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in seeds])  # (runs, blocks)
+        even, first, others = uniform_alpha(seeds[0].report["T"]), blocks[:, 0], blocks[:, 1:]
+        if first.min() < 2 * even or (others.max(axis=1) > first / 2).any():
+            return ""
+        alone = "alone" if others.max() <= even else "above all"
+        return (
+            f"What is left stands in block 1 {alone}: its heads give x₁ {first.min():.2f} to {first.max():.2f} in the "
+            f"mean, those of the others {others.min():.2f} to {others.max():.2f} (even attention: {even:.3f})."
+        )
+
+    return say
 
 
 def _further_from_the_end(ours: Results) -> str:
@@ -219,6 +224,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "first_token_norms": _elements(),
     "bias_activations": _elements("kv_bias", "k_bias"),
     "value_bias_activations": _elements("v_bias"),
+    "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
@@ -228,6 +234,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "window_small": _token_before,
     "compensated_rate": _longer_learns_more,
     **dict.fromkeys(("shared_biases", "shared_key_biases"), _as_good_shared),
-    "no_normalisation": _in_the_first_block,
+    "no_normalisation": _in_the_first_block("sigmoid", "elu"),
+    "softmax_plus_one": _in_the_first_block("softmax_plus_one"),
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }
