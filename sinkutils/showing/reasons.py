@@ -53,6 +53,20 @@ def _elements(*runs: str) -> Callable[[Results], str]:
     return say
 
 
+def _without_a_sink(ours: Results) -> str:
+    """2504.20966: whether runs without a sink on x_1 have a large element there all the same."""
+    cells = []
+    for run in ("k_bias", "sink_logit", "softpick"):
+        gone, there = judge(Check("absent", (run,)), ours, {}), judge(Check("present", (run,), "peak"), ours, {})
+        if gone.state != HOLDS or there.state != HOLDS or there.effect is None or not _at_first(ours.seeds(run)):
+            return ""
+        cells.append(f"{names.of(run, ours.preset)} {there.effect.mean:.1f}")
+    return (
+        "The element is one of x₁, the same token in every text here. It gets one whether heads look at it or not: "
+        f"{', '.join(cells)} times the untrained model's, none of them with a sink on x₁."
+    )
+
+
 def _at_first(seeds: Mapping[int, Run]) -> bool:
     """Whether in every run the largest element before the last block is one of x_1."""
     kept = [run.report["hidden_peaks"] for run in seeds.values() if run.report.get("hidden_peaks")]
@@ -225,6 +239,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "bias_activations": _elements("kv_bias", "k_bias"),
     "value_bias_activations": _elements("v_bias"),
     "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
+    "softpick_activations": _without_a_sink,
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,

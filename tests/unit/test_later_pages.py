@@ -10,10 +10,10 @@ import torch
 from helpers import made_up
 
 from sinkutils.ledger import trials
-from sinkutils.ledger.results import ledgers
+from sinkutils.ledger.results import ledgers, results
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
-from sinkutils.showing import cards, figures, later
+from sinkutils.showing import cards, figures, later, reasons
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 
@@ -73,6 +73,16 @@ def test_a_group_is_told_from_its_records_and_what_is_missing_is_named(add, said
     assert "V-scale: small values made smaller that keep the gradient at x₁" in said()
     with pytest.raises(ValueError, match="group must be one of a way to say nothing"):
         later.rows("norms", "laptop")
+
+
+def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
+    add("fixed_1", 0.6), add("k_bias", 0.0, 5.0), add("sink_logit", 0.0, 4.0)
+    assert reasons.why("softpick_activations", results("laptop")) == "", "not without softpick's own"
+    add("softpick", 0.0, 6.0)
+    said = reasons.why("softpick_activations", results("laptop"))
+    assert "K biases 5.2, a learned sink logit a head 4.2, softpick 6.3 times the untrained model's" in said
+    add("k_bias", 0.3, 5.0)
+    assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
 
 
 def test_every_variant_stands_in_a_group_with_its_source(said):
