@@ -28,6 +28,7 @@ BESIDE = {
     "a way to say nothing": ("k_bias",),
     "another function of the logits": ("sigmoid",),
     "norms and values": ("post_norm",),
+    "optimiser": ("weight_decay_0",),
 }
 # The groups of the picture, and their marks.
 GROUPS = {"a way to say nothing": "o", "another function of the logits": "s", "norms and values": "^", "optimiser": "D"}

@@ -53,6 +53,25 @@ def _elements(*runs: str) -> Callable[[Results], str]:
     return say
 
 
+def _in_some_seeds(run: str) -> Callable[[Results], str]:
+    """2410.13835: in which seeds of a run x_1's largest element stands out among all tokens', before the last block."""
+
+    def say(ours: Results) -> str:
+        seeds = ours.seeds(run).values()
+        kept = [np.max(run.report["hidden_peaks"][:-1], axis=0) for run in seeds if run.report.get("hidden_peaks")]
+        peaks = [(tokens[0], tokens[1:].max()) for tokens in kept]
+        out = sum(first > 2 * other for first, other in peaks)
+        if out == len(peaks):
+            return ""
+        firsts, others = (", ".join(f"{pair[i]:.1f}" for pair in peaks) for i in (0, 1))
+        return (
+            f"x₁ stands out by more than twice in {out} of {len(peaks)} seeds: its largest element over the median is "
+            f"{firsts}, that of all other tokens {others}."
+        )
+
+    return say
+
+
 def _without_a_sink(ours: Results) -> str:
     """2504.20966: whether runs without a sink on x_1 have a large element there all the same."""
     cells = []
@@ -240,6 +259,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "value_bias_activations": _elements("v_bias"),
     "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
     "softpick_activations": _without_a_sink,
+    "relu": _in_some_seeds("relu_length"),
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,

@@ -85,6 +85,14 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
     assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
 
 
+def test_seeds_whose_first_token_stands_out_are_counted_where_not_all_are(add):
+    add("relu_length", 0.0, 4.0)
+    assert reasons.why("relu", results("laptop")) == "", "in all of them"
+    add("relu_length", 0.0, 1.95)
+    said = reasons.why("relu", results("laptop"))
+    assert said.startswith("x₁ stands out by more than twice in 2 of 3 seeds") and "is 1.9, 2.0, 2.1, that of" in said
+
+
 def test_every_variant_stands_in_a_group_with_its_source(said):
     with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
         groups = {row["name"]: row["group"] for row in csv.DictReader(file)}
