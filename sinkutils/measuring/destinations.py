@@ -22,8 +22,9 @@ def line_breaks(tokenizer: Tokenizer) -> Tensor:
 def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list[list[float]]]:
     """The share of attention by kind of key, as (L, H) lists: means over texts and queries 3..T of `ids` (n, T).
 
-    The kinds, each key counting for the first that fits: star (k* or x*), first (x_1), self, previous (the token
-    before), line_break, rest. Where weights do not sum to one, the shares are of the proxy scores of Section 7.4.
+    The kinds, each key counting for the first that fits: star (k* or x*; without them what rows lack of one), first
+    (x_1), self, previous (the token before), line_break, rest. Where weights do not sum to one, the shares are of the
+    proxy scores of Section 7.4.
     Shorter sequences than 3 tokens have no such query: an empty dict.
     """
     length = ids.shape[1]

@@ -141,5 +141,5 @@ def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
         "proxies."
     )
     words = "{} {:.2f} on the first token and {:.2f} on a bias"
-    alt = "; ".join(words.format(name, kinds["first"], kinds["star"]) for name, kinds in shares.items())
+    alt = "; ".join(words.format(name, kinds["first"], kinds.get("star", 0.0)) for name, kinds in shares.items())
     figures.show(comparisons.destinations(shares), caption, alt, f"destinations_{preset}")

@@ -153,12 +153,17 @@ def means_and_thresholds(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def destinations(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, float]]:
-    """Where attention goes in runs, by label and seed: its shares by kind of key, mean over layers, heads and seeds."""
-    shares = {}
+    """Where attention goes in runs, by label and seed: its shares by kind of key, mean over layers, heads and seeds.
+
+    Of runs without k* or x* what their rows do not sum to has no key, and is left out.
+    """
+    shares: dict[str, dict[str, float]] = {}
     for name, seeds in runs.items():
-        kinds = [run.final["destinations"] for run in seeds.values() if run.final.get("destinations")]
-        if kinds:
-            shares[name] = {kind: float(np.mean([seed[kind] for seed in kinds])) for kind in kinds[0]}
+        kept = [run for run in seeds.values() if run.final.get("destinations")]
+        for kind in kept[0].final["destinations"] if kept else ():
+            if kind != "star" or "sink_star" in kept[0].final:
+                mean = float(np.mean([run.final["destinations"][kind] for run in kept]))
+                shares.setdefault(name, {})[kind] = mean
     return shares
 
 

@@ -31,7 +31,7 @@ def rows(runs):
         norms = [[2.0 + seed, 1.0, 1.0], [4.0, 1.0, 1.0]]
         report = {"T": 3, "floor": 0.09, "targets": [1], "epsilons": [0.3], "layers": [0, 1], "sink": sink}
         report |= {"alpha": [[[0.2, 0.2]] * 2], "hidden_norms": norms}
-        kinds = {"first": [[0.5, 0.7]], "self": [[0.5, 0.3]]}
+        kinds = {"star": [[0.2, 0.0]], "first": [[0.3, 0.7]], "self": [[0.5, 0.3]]}
         final = {"step": 1, "sink_1": 0.0, "train_loss": 2.0, "valid_loss": 3.0}
         made_up(runs, "fixed_2", seed, final=final | {"report": report, "destinations": kinds})
     return names.rows("Table 10 right", "smoke")
@@ -111,9 +111,9 @@ def test_norm_ratios_are_means_over_seeds_and_say_what_there_is_not(rows):
 
 def test_where_attention_goes_is_a_mean_over_seeds_and_heads(rows):
     shares = destinations({row.label: row.trained for row in rows})
-    assert shares == {"position 2": {"first": pytest.approx(0.6), "self": pytest.approx(0.4)}}
+    assert shares == {"position 2": {"first": pytest.approx(0.5), "self": pytest.approx(0.4)}}, "no k*: to no key"
     bars = comparisons.destinations(shares).axes[0].patches
-    assert [bar.get_width() for bar in bars] == [pytest.approx(0.6), pytest.approx(0.4)]
+    assert [bar.get_width() for bar in bars] == [pytest.approx(0.5), pytest.approx(0.4)]
 
 
 def test_a_threshold_may_hide_a_mean(rows):
