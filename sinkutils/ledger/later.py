@@ -1,9 +1,9 @@
 """Claims of later papers as data, beside the paper's own: on variants that grid section 8 trains on the same base.
 
-What each source says was read where data/paper/after_paper.csv says so. They were written down when no record of
+What each source says was read where data/paper/after_paper.csv says so. The claims were written down when no record of
 section 8 existed, by the same rules; records that an earlier ledger was made under do not count (`frozen.ledgers`).
-Two (gates_activations, norms_keep_sinks) were added later, from texts read then and before any record of their
-variants. Their checks are corrected for their number among themselves, apart from the paper's own.
+Two (on gates and massive activations, on norms that keep sinks) were added later, from texts read then and before any
+record of their variants. The checks of all are corrected for their number among themselves, apart from the paper's own.
 
 Massive activations are here an element of the hidden state that is large beside the median one ("peak"), which even
 the models of a laptop have; the norms of the paper's figures (key "hidden") barely show it at that size. That was seen
