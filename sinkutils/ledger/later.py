@@ -76,7 +76,7 @@ LATER = (
     # Disputed: what sinks and massive activations are to each other
     Claim("activations_make_sinks", "arXiv 2510.06477, abstract",
           "Sinks come from massive activations: a model has both or neither.", each("together", "base", *APART),
-          "seen and ablated in finished models of 410M to 120B; both or neither is what follows"),
+          "seen in finished models of 410M to 120B, some of them ablated; both or neither is what follows"),
     Claim("pre_norm_couples", "arXiv 2603.05498, abstract",
           "They go together because of pre-norm: without it one is there and the other is not.",
           present("base") + present("base", key="peak") + each("apart", "post_norm", "sandwich_norm"),
