@@ -1,10 +1,12 @@
 """Which digits a training run gives: on this machine twice, against a record, and with fewer instructions.
 
-    python benchmarks/digits.py record [laptop/fixed_1/0]    train it again, compare the record to the last digit
+    python benchmarks/digits.py record [laptop/fixed_1/0 ..] [--runs FOLDER] [--json benchmarks/results/again.json]
     python benchmarks/digits.py machines [--steps 100] [--json benchmarks/results/digits.json]
 
-`machines` trains the laptop's base for a few steps in processes that may use fewer instructions, so that this machine
-computes as an older one would, and says at which step the loss first differs and what a step costs.
+`record` trains records again, into FOLDER if one is given (where a killed run goes on), compares them to the last digit
+and says where both end; it exits 1 where a digit differs. `machines` trains the laptop's base for a few steps in
+processes that may use fewer instructions, so that this machine computes as an older one would, and says at which step
+the loss first differs and what a step costs.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def machines(steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def same_as_record(name: str) -> bool:
-    """Whether the run of a record, trained again, has its metrics and its alphas."""
+def again(name: str, folder: str) -> dict[str, object]:
+    """A record beside the same run trained here: whether every digit of it is the same, and where both end."""
     import sinkutils as su
     from sinkutils.paths import RUNS
     from sinkutils.study.record import read_record
@@ -78,28 +80,32 @@ def same_as_record(name: str) -> bool:
 
     record = read_record(RUNS / name)
     preset, experiment, seed = name.split("/")
-    with tempfile.TemporaryDirectory() as folder:
-        again = train(su.config(experiment, preset, int(seed)), folder)
-        same = {
-            "text": again.config["corpus"] == record.config["corpus"],
-            "metrics": again.metrics == record.metrics,
-            "alpha": all(torch.equal(record.arrays[key], again.arrays[key]) for key in record.arrays),
-        }
-    before, now = (one.provenance["instruction_set"] for one in (record, again))
-    print(f"{name}: {same}; made on {before}, again on {now}")
-    return all(same.values())
+    anew = train(su.config(experiment, preset, int(seed)), folder)
+    if anew.config["corpus"] != record.config["corpus"]:
+        raise ValueError(f"{name} was trained on another text than the one here")
+    both = (record, anew)
+    alphas = all(torch.equal(record.arrays[key], anew.arrays[key]) for key in record.arrays)
+    ends = {key: [one.metrics["final"][key] for one in both] for key in ("sink_1", "excess_1", "valid_loss")}
+    sets = dict(zip(("made_on", "again_on"), (one.provenance["instruction_set"] for one in both), strict=True))
+    return {"record": name, **sets, "same": alphas and record.metrics == anew.metrics, **ends}
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("what", choices=("record", "machines", "losses"))
-    arguments.add_argument("which", nargs="?", help="a record, or the precision of losses")
+    arguments.add_argument("which", nargs="*", help="records, or the precision of losses")
     arguments.add_argument("--steps", type=int, default=100)
+    arguments.add_argument("--runs", help="folder of the runs trained again (default: one that is removed)")
     options = arguments.parse_args()
     if options.what == "losses":
-        print(json.dumps(losses(options.which or "bf16", options.steps)))
+        print(json.dumps(losses(*options.which, options.steps)))
     elif options.what == "record":
-        return int(not same_as_record(options.which or "laptop/fixed_1/0"))
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
+        for row in rows:
+            show(row)
+        keep(options.json, rows)
+        return int(not all(row["same"] for row in rows))
     else:
         keep(options.json, machines(options.steps))
     return 0

@@ -16,6 +16,7 @@ from math import isnan
 from operator import getitem
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sinkutils.ledger import claims as ledger
@@ -180,7 +181,15 @@ def records_page() -> str:
         numbers = [_range(group[column].dropna()) for column in ("sink_1", "sink_star", "valid_loss")]
         rows.append([title, str(group["item"].iloc[0]), str(len(group)), *numbers])
     columns = ["experiment", "paper's item", "seeds", "Sink₁ %", "Sink∗ %", "validation loss"]
-    return page(f"# The records of `{PRESET}`", state_part(), markdown(columns, rows))
+    return page(f"# The records of `{PRESET}`", state_part(), _made_on(), markdown(columns, rows))
+
+
+def _made_on() -> str:
+    """On which kinds of machine the records were made: their last digits differ."""
+    made = [entry.record.provenance["instruction_set"] for entry in Runs().entries(PRESET) if entry.record]
+    amx = sum("amx_bf16" in instructions for instructions in made)
+    said = f"{amx} of them were made on machines with AMX, {len(made) - amx} on machines without"
+    return f"{said}; [how reliable](reliability.md) says what that changes."
 
 
 def _range(values: pd.Series) -> str:
@@ -296,10 +305,27 @@ def digits_part() -> str:
     return markdown(columns, rows)
 
 
+def again_part() -> str:
+    """Where records end that were trained again on a machine of another kind, beside how far seeds lie apart."""
+    keys = {"sink_1": ("Sink₁ %", 1), "excess_1": ("excess of α₁", 3), "valid_loss": ("validation loss", 3)}
+    rows, found = [], benchmark("again")
+    for row in found:
+        there, here = ("with AMX" if "amx_bf16" in row[key] else "without" for key in ("made_on", "again_on"))
+        ends = [" and ".join(f"{end:.{digits}f}" for end in row[key]) for key, (_, digits) in keys.items()]
+        rows.append([row["record"], f"{there} and {here}", *ends])
+    said = []
+    for key, (label, digits) in keys.items():
+        made, anew = np.array([row[key] for row in found]).T
+        least, most = (f"{end:+.{digits}f}" for end in ((anew - made).min(), (anew - made).max()))
+        said.append(f"{label} by {least} to {most} (seeds lie {np.ptp(made):.{digits}f} apart)")
+    table = markdown(["record", "made and made again", *(label for label, _ in keys.values())], rows)
+    return f"{table}\n\nThe second machine moves {'; '.join(said)}."
+
+
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
 WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
 OF_RECORDS = (scope_part, state_part, headlines_part, differences_part, notebooks_part)
-OF_BENCHMARKS = (training_part, measure_part, reading_part, attention_part, reliability_part, digits_part)
+OF_BENCHMARKS = (training_part, measure_part, reading_part, attention_part, reliability_part, digits_part, again_part)
 PARTS = {part.__name__.removesuffix("_part"): part for part in (*OF_RECORDS, *OF_BENCHMARKS)}
 
 

@@ -220,9 +220,7 @@ def _further_from_the_end(ours: Results) -> str:
             kept, excesses = run.record.arrays.get("curve"), run.report.get("excess", {})
             if kept is None or len(kept) < 12 or max(excesses, key=excesses.__getitem__, default="") != f"{k + 1}":
                 return ""
-            mean = kept[:, k].float().mean(dim=(1, 2)).numpy()
-            before, end = (float(np.mean(part)) for part in (mean[-3 - len(mean) // 4 :][:3], mean[-3:]))
-            gains.setdefault(name, []).append(1 - before / end)
+            gains.setdefault(name, []).append(_last_quarter(kept[:, k].float().mean(dim=(1, 2)).numpy()))
     base, others = gains.pop("base", []), [gain for seeds in gains.values() for gain in seeds]
     if not base or len(gains) < 2 or min(others) <= max(base):
         return ""
@@ -230,6 +228,53 @@ def _further_from_the_end(ours: Results) -> str:
         "Each of these runs has its largest excess on the fixed token's own position, and is further from its end than "
         f"the base: in the last quarter of the steps that token's α gained {100 * min(others):.0f} to "
         f"{100 * max(others):.0f} % of what it ends with, the base's {100 * min(base):.0f} to {100 * max(base):.0f} %."
+    )
+
+
+def _last_quarter(course: np.ndarray) -> float:
+    """The share of its end, the mean of three evaluations, that a quantity gained in the last quarter of the steps."""
+    before, end = (part.mean() for part in (course[-3 - len(course) // 4 :][:3], course[-3:]))
+    return float(1 - before / end)
+
+
+def _still_growing(run: str) -> Callable[[Results], str]:
+    """2603.05498: whether a run's sink was further from its end than the base's in every seed, and how far apart."""
+
+    def say(ours: Results) -> str:
+        gains: dict[str, list[float]] = {"base": [], run: []}
+        for name in gains:
+            courses = [np.array([point["excess_1"] for point in one.curve]) for one in ours.seeds(name).values()]
+            if not courses or min(map(len, courses)) < 12 or min(course[-3:].min() for course in courses) <= 0:
+                return ""
+            gains[name] = [_last_quarter(course) for course in courses]
+        base, late = gains["base"], gains[run]
+        if min(late) <= max(base):
+            return ""
+        sinks = ", ".join(f"{one.final['sink_1']:.0f}" for one in ours.seeds(run).values())
+        return (
+            f"With {names.of(run, ours.preset)} the sink still grows when the run ends (Sink₁ {sinks} %): in the last "
+            f"quarter of the steps it gained {100 * min(late):.0f} to {100 * max(late):.0f} % of what it ends with, the "
+            f"base's {100 * min(base):.0f} to {100 * max(base):.0f} %."
+        )
+
+    return say
+
+
+def _behind_from_the_start(ours: Results) -> str:
+    """2503.10622: since when dynamic tanh learns worse than the base, seed by seed."""
+    behind = []
+    for seed, run in ours.seeds("dyt").items():
+        base = ours.seeds("base").get(seed)
+        if base is None or run.failed or base.failed or len(run.curve) != len(base.curve):
+            return ""
+        losses = [[point["valid_loss"] for point in one.curve] for one in (run, base)]
+        behind.append([losses[0][at] - losses[1][at] for at in (len(losses[0]) // 4, -1)])
+    if not behind or np.min(behind) <= 0 or np.diff(behind).mean() < 0:
+        return ""
+    early, late = (f"{min(gaps):.3f} to {max(gaps):.3f}" for gaps in zip(*behind, strict=True))
+    return (
+        f"It learns worse than RMSNorm in every seed, by {early} nats at a quarter of the steps and by {late} at the "
+        "end: the gap does not close with time. Whether it stays below the margin, so few seeds do not tell."
     )
 
 
@@ -270,6 +315,8 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "compensated_rate": _longer_learns_more,
     **dict.fromkeys(("shared_biases", "shared_key_biases"), _as_good_shared),
     "no_normalisation": _in_the_first_block("sigmoid", "elu"),
+    "dyt": _behind_from_the_start,
+    **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
     "softmax_plus_one": _in_the_first_block("softmax_plus_one"),
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }
