@@ -253,8 +253,8 @@ def _still_growing(run: str) -> Callable[[Results], str]:
         sinks = ", ".join(f"{one.final['sink_1']:.0f}" for one in ours.seeds(run).values())
         return (
             f"With {names.of(run, ours.preset)} the sink still grows when the run ends (Sink₁ {sinks} %): in the last "
-            f"quarter of the steps it gained {100 * min(late):.0f} to {100 * max(late):.0f} % of what it ends with, the "
-            f"base's {100 * min(base):.0f} to {100 * max(base):.0f} %."
+            f"quarter of the steps it gained {100 * min(late):.0f} to {100 * max(late):.0f} % of what it ends with, "
+            f"the base's {100 * min(base):.0f} to {100 * max(base):.0f} %."
         )
 
     return say

@@ -306,6 +306,37 @@ def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_neare
     )
 
 
+def test_a_sink_is_said_to_grow_still_only_where_each_seed_is_further_from_its_end_than_every_base(runs):
+    def growing(name, seed, slope):
+        last = {"step": 9, "sink_1": 7.0, "valid_loss": 2.7}
+        points = [last | {"step": step, "excess_1": 1 - slope * (11 - step) / 11} for step in range(12)]
+        made_up(runs, name, seed, "laptop", curve=points, final=last)
+
+    growing("fixed_1", 0, 0.1)
+    assert reasons.why("norms_keep_sinks", results("laptop")) == "", "no run of it"
+    growing("sandwich_norm", 0, 0.4), growing("sandwich_norm", 1, 0.5)
+    said = reasons.why("norms_keep_sinks", results("laptop"))
+    assert "(Sink₁ 7, 7 %)" in said and "gained 11 to 14 % of what it ends with, the base's 3 to 3 %" in said
+    growing("fixed_1", 1, 0.45)
+    assert reasons.why("norms_keep_sinks", results("laptop")) == "", "a seed of the base grows more"
+
+
+def test_a_loss_is_said_to_stay_behind_only_where_the_gap_does_not_close(runs):
+    def learning(name, early, late):
+        last = {"step": 12, "sink_1": 7.0, "valid_loss": late}
+        points = [last | {"step": step, "valid_loss": early} for step in range(12)]
+        made_up(runs, name, 0, "laptop", curve=[*points, last], final=last)
+
+    learning("fixed_1", 3.0, 2.7), learning("dyt", 3.02, 2.75)
+    assert "by 0.020 to 0.020 nats at a quarter of the steps and by 0.050 to 0.050" in reasons.why(
+        "dyt", results("laptop")
+    )
+    learning("dyt", 3.08, 2.75)
+    assert reasons.why("dyt", results("laptop")) == "", "the gap closes"
+    learning("dyt", 2.98, 2.75)
+    assert reasons.why("dyt", results("laptop")) == "", "better a quarter in"
+
+
 @pytest.mark.slow
 def test_every_card_is_short_lines_without_identifiers(some):
     table = cards.judged((), "laptop")
