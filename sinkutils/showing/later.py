@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from scipy.spatial.distance import cdist
 from scipy.stats import gmean
 
 from sinkutils.ledger.results import QUANTITIES, excess, results
@@ -79,7 +81,8 @@ def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1
 
 def picture(preset: str = "laptop") -> Figure | None:
     """Every variant at its sink (excess alpha_1) and its massive activations (largest element of h over the median,
-    times the untrained model's), validation loss as colour: a small mark a seed, a number their mean. None without any.
+    times the untrained model's), validation loss as colour: a mark a seed, tied to their mean; a variant's number
+    stands at its mark that is furthest from other variants'. None without any.
     """
     peak, points = QUANTITIES["peak"], []
     for group, shape in GROUPS.items():
@@ -88,22 +91,30 @@ def picture(preset: str = "laptop") -> Figure | None:
             values = [(excess(run), peak.read(run), run.final["valid_loss"]) for run in row.trained.values()]
             points += [(row.label, mark, *numbers) for numbers in values]
     table = pd.DataFrame(points, columns=["label", "mark", "sink", "peak", "loss"]).drop_duplicates().dropna()
+    table = table.reset_index(drop=True)
     if table["label"].nunique() < 2:
         return None
-    figure, axis = plt.subplots(figsize=(9.2, 4.6))
+    figure, axis = plt.subplots(figsize=(9.2, 5.2))
     norm = plt.Normalize(table["loss"].min(), table["loss"].quantile(0.9))  # what did not learn is off the scale
     edge: dict[str, Any] = {"edgecolors": figures.PAPER_COLOR, "linewidths": 0.5, "s": 34, "alpha": 0.8}
+    at = np.column_stack([table["sink"], np.log2(table["peak"])])  # as they are drawn
+    apart = cdist(at / np.ptp(at, axis=0), at / np.ptp(at, axis=0))
     lines = []
     for number, ((mark, label), part) in enumerate(table.groupby(["mark", "label"], sort=False), start=1):
+        mean = part["sink"].mean(), gmean(part["peak"])
+        for seed in part.itertuples():
+            axis.plot((mean[0], seed.sink), (mean[1], seed.peak), color=figures.PAPER_COLOR, linewidth=0.5, zorder=0)
         axis.scatter("sink", "peak", c="loss", data=part, norm=norm, cmap=LOSSES, marker=mark, **edge)
-        where = (part["sink"].mean(), gmean(part["peak"]))
-        axis.annotate(str(number), where, (5, 5), textcoords="offset points", fontsize="small", weight="bold")
+        alone = apart[np.ix_(table.index.isin(part.index), ~table.index.isin(part.index))].min(axis=1).argmax()
+        where = part["sink"].iloc[alone], part["peak"].iloc[alone]
+        axis.annotate(str(number), where, (4, 4), textcoords="offset points", fontsize="small", weight="bold")
         lines.append(Line2D([], [], marker=mark, color=figures.PAPER_COLOR, linestyle="", label=f"{number} {label}"))
     axis.axhline(float(peak.level), color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter("{x:g}")
-    figure.colorbar(plt.cm.ScalarMappable(norm, LOSSES), ax=axis, label="validation loss (nats a token)", extend="max")
+    colours = plt.cm.ScalarMappable(norm, LOSSES)
+    figure.colorbar(colours, ax=axis, location="top", aspect=40, label="validation loss (nats a token)", extend="max")
     figure.legend(handles=lines, loc="outside right center", fontsize="x-small")
     return figure
 
