@@ -316,10 +316,12 @@ def again_part() -> str:
     said = []
     for key, (label, digits) in keys.items():
         made, anew = np.array([row[key] for row in found]).T
-        least, most = (f"{end:+.{digits}f}" for end in ((anew - made).min(), (anew - made).max()))
+        least, most = (f"{end:+.{digits}f}".replace("-", "−") for end in ((anew - made).min(), (anew - made).max()))
         said.append(f"{label} by {least} to {most} (seeds lie {np.ptp(made):.{digits}f} apart)")
     table = markdown(["record", "made and made again", *(label for label, _ in keys.values())], rows)
-    return f"{table}\n\nThe second machine moves {'; '.join(said)}."
+    margins = f"{100 * rules.MARGIN:.0f} % of the base's excess, {100 * rules.LOSS:.1f} % of its loss"
+    moved = f"The second machine moves {'; '.join(said)}."
+    return f"{table}\n\n{moved} The ledger's margins, below which it calls a difference none, are {margins}."
 
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
