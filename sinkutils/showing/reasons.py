@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from scipy.stats import gmean
 
 from sinkutils.ledger.effects import paired
+from sinkutils.ledger.later import APART
 from sinkutils.ledger.results import Results, Run
 from sinkutils.ledger.rules import FAILS, HOLDS, Check, judge
 from sinkutils.measuring.open_lms import recorded
@@ -72,17 +74,50 @@ def _in_some_seeds(run: str) -> Callable[[Results], str]:
     return say
 
 
-def _without_a_sink(ours: Results) -> str:
-    """2504.20966: whether runs without a sink on x_1 have a large element there all the same."""
-    cells = []
-    for run in ("k_bias", "sink_logit", "softpick"):
-        gone, there = judge(Check("absent", (run,)), ours, {}), judge(Check("present", (run,), "peak"), ours, {})
-        if gone.state != HOLDS or there.state != HOLDS or there.effect is None or not _at_first(ours.seeds(run)):
-            return ""
-        cells.append(f"{names.of(run, ours.preset)} {there.effect.mean:.1f}")
+def _without_a_sink(*runs: str) -> Callable[[Results], str]:
+    """2504.20966, 2505.06708: whether runs without a sink on x_1 have a large element there all the same."""
+
+    def say(ours: Results) -> str:
+        cells = []
+        for run in ("k_bias", "sink_logit", *runs):
+            gone, there = judge(Check("absent", (run,)), ours, {}), judge(Check("present", (run,), "peak"), ours, {})
+            if gone.state != HOLDS or there.state != HOLDS or there.effect is None or not _at_first(ours.seeds(run)):
+                return ""
+            cells.append(f"{names.of(run, ours.preset)} {there.effect.mean:.1f}")
+        return (
+            "The element is one of x₁, the same token in every text here. It gets one whether heads look at it or not: "
+            f"{', '.join(cells)} times the untrained model's, none of them with a sink on x₁."
+        )
+
+    return say
+
+
+def _come_apart(ours: Results) -> str:
+    """2510.06477: which runs have a sink without massive activations, and which the other way round."""
+    kinds: dict[str, list[str]] = {"sink there, massive": [], "sink not there, massive": []}
+    for run in APART:
+        outcome = judge(Check("apart", (run,)), ours, {})
+        if outcome.state == HOLDS:
+            kinds[outcome.why.split(" activations")[0]].append(names.of(run, ours.preset))
+    sinks, elements = kinds.values()
+    said = [f"A sink without massive activations: {', '.join(sinks)}."] * bool(sinks)
+    said += [f"Massive activations without a sink: {', '.join(elements)}."] * bool(elements)
+    return " ".join(said)
+
+
+def _element_without_gradient(ours: Results) -> str:
+    """2603.17771: whether x_1 has a large element where no gradient gathers on it, as with K biases."""
+    there = judge(Check("present", ("k_bias",), "peak"), ours, {})
+    gathered = [ours.values(run, "gathered") for run in ("base", "k_bias")]
+    if there.state != HOLDS or there.effect is None or gathered[0].empty or not _at_first(ours.seeds("k_bias")):
+        return ""
+    base, biases = map(gmean, gathered)
+    if biases > base / 2:
+        return ""
     return (
-        "The element is one of x₁, the same token in every text here. It gets one whether heads look at it or not: "
-        f"{', '.join(cells)} times the untrained model's, none of them with a sink on x₁."
+        f"Here x₁ does not need that gradient for its element: with K biases it gets {biases:.1f} times the other "
+        f"tokens' gradient (in the base {base:.1f}), and its largest element is {there.effect.mean:.1f} times the "
+        "untrained model's all the same."
     )
 
 
@@ -303,7 +338,10 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "bias_activations": _elements("kv_bias", "k_bias"),
     "value_bias_activations": _elements("v_bias"),
     "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
-    "softpick_activations": _without_a_sink,
+    "softpick_activations": _without_a_sink("softpick"),
+    "gates_activations": _without_a_sink("gate_head", "gate_element"),
+    "activations_make_sinks": _come_apart,
+    "v_scale": _element_without_gradient,
     "relu": _in_some_seeds("relu_length"),
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,

@@ -22,19 +22,22 @@ matplotlib.use("agg")
 
 @pytest.fixture
 def add(runs, tmp_path, monkeypatch):
-    """Add records of three seeds: excess of alpha_1, the largest element over the median, validation loss."""
+    """Add records of three seeds: excess of alpha_1, the largest element over the median, validation loss, gradient."""
     monkeypatch.setattr(trials, "untrained_peak", lambda *arguments: 1.0)
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
     monkeypatch.setattr("sinkutils.study.record.ledger_sha256", lambda: ledgers(True)[-1])
 
-    def record(name, excess=0.3, peak=4.0, loss=2.7):
+    def record(name, excess=0.3, peak=4.0, loss=2.7, gradient=None):
         for seed in (0, 1, 2):
             alpha, layers = excess + 0.02 * seed, config(name, "laptop").model.num_layers
             report = {"T": 64, "targets": [1], "epsilons": [0.3], "layers": list(range(layers))}
             report |= {"excess": {"1": alpha}, "alpha": [[[alpha] * 4] * layers], "sink": {"1": {"0.3": 50.0}}}
             report["hidden_peaks"] = [[peak * (1 + 0.05 * seed), 1.0]] * layers
             last = {"step": 9, "valid_loss": loss, "sink_1": 50.0}
-            made_up(runs, name, seed, "laptop", curve=[last], final=last | {"report": report})
+            final = last | {"report": report}
+            if gradient is not None:
+                final["gradients"] = {"input": [[gradient, *[1.0] * 40]] * 3}
+            made_up(runs, name, seed, "laptop", curve=[last], final=final)
 
     return record
 
@@ -83,6 +86,26 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
     assert "K biases 5.2, a learned sink logit a head 4.2, softpick 6.3 times the untrained model's" in said
     add("k_bias", 0.3, 5.0)
     assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
+
+
+def test_what_comes_apart_is_listed_by_which_of_both_is_there(add):
+    assert reasons.why("activations_make_sinks", results("laptop")) == ""
+    add("fixed_1", 0.6), add("post_norm", 0.5, 1.1), add("softpick", 0.0, 6.0), add("gated_norm", 0.5, 6.0)
+    said = reasons.why("activations_make_sinks", results("laptop"))
+    assert said == (
+        "A sink without massive activations: post-norm blocks (Eq. 3). Massive activations without a sink: softpick."
+    )
+
+
+def test_an_element_is_said_to_need_no_gradient_only_while_one_without_it_is_there(add):
+    assert reasons.why("v_scale", results("laptop")) == "", "no record"
+    add("fixed_1", 0.6, gradient=16.0), add("k_bias", 0.0, 5.0, gradient=2.0)
+    said = reasons.why("v_scale", results("laptop"))
+    assert "gets 2.0 times the other tokens' gradient (in the base 16.0), and its largest element is 5.2" in said
+    add("k_bias", 0.0, 5.0, gradient=9.0)
+    assert reasons.why("v_scale", results("laptop")) == "", "more than half of the base's"
+    add("k_bias", 0.0, 1.0, gradient=2.0)
+    assert reasons.why("v_scale", results("laptop")) == "", "no such element"
 
 
 def test_seeds_whose_first_token_stands_out_are_counted_where_not_all_are(add):
