@@ -14,6 +14,7 @@ from sinkutils.ledger.effects import paired
 from sinkutils.ledger.later import APART
 from sinkutils.ledger.results import Results, Run
 from sinkutils.ledger.rules import FAILS, HOLDS, Check, judge
+from sinkutils.ledger.trials import untrained_peak
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
@@ -87,6 +88,29 @@ def _without_a_sink(*runs: str) -> Callable[[Results], str]:
         return (
             "The element is one of x₁, the same token in every text here. It gets one whether heads look at it or not: "
             f"{', '.join(cells)} times the untrained model's, none of them with a sink on x₁."
+        )
+
+    return say
+
+
+def _beside_the_median(*runs: str) -> Callable[[Results], str]:
+    """2410.05258 and others: largest elements as they are, which the ledger takes as times the untrained model's."""
+
+    def say(ours: Results) -> str:
+        starts, ends = {}, []
+        for run in ("base", *runs):
+            times, seeds = ours.values(run, "peak"), list(ours.seeds(run).values())
+            if times.empty:
+                return ""
+            starts[run] = untrained_peak(seeds[0].model, seeds[0].report["T"])  # as the quantity has it
+            ended = starts[run] * times
+            ends.append(f"{names.of(run, ours.preset)} {ended.min():.0f} to {ended.max():.0f}")
+        if max(starts[run] for run in runs) > 0.9 * starts["base"]:
+            return ""
+        said = ", ".join(f"{names.of(run, ours.preset)} {start:.1f}" for run, start in starts.items())
+        return (
+            "The ledger takes largest elements as times the untrained model's, which differ too (over the median: "
+            f"{said}). As they are, runs end at: {', '.join(ends)}."
         )
 
     return say
@@ -227,21 +251,22 @@ def _as_good_shared(ours: Results) -> str:
     )
 
 
-def _in_the_first_block(*runs: str) -> Callable[[Results], str]:
-    """Section 7.4, and softmax plus one: where what is left of the sink in these runs stands."""
+def _in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]:
+    """Section 7.4, softmax plus one, gates: where what is left of the sink in these runs stands."""
 
     def say(ours: Results) -> str:
         seeds = [run for name in runs for run in ours.seeds(name).values() if "alpha" in run.report]
         if not seeds:
             return ""
         blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in seeds])  # (runs, blocks)
-        even, first, others = uniform_alpha(seeds[0].report["T"]), blocks[:, 0], blocks[:, 1:]
-        if first.min() < 2 * even or (others.max(axis=1) > first / 2).any():
+        even, first, others = uniform_alpha(seeds[0].report["T"]), blocks[:, :count], blocks[:, count:]
+        if first.min() < 2 * even or (others.max(axis=1) - even > (first.min(axis=1) - even) / 2).any():
             return ""
+        place = "block 1" if count == 1 else f"blocks 1 to {count}"
         alone = "alone" if others.max() <= even else "above all"
         return (
-            f"What is left stands in block 1 {alone}: its heads give x₁ {first.min():.2f} to {first.max():.2f} in the "
-            f"mean, those of the others {others.min():.2f} to {others.max():.2f} (even attention: {even:.3f})."
+            f"What is left stands in {place} {alone}: heads there give x₁ {first.min():.2f} to {first.max():.2f} in "
+            f"the mean, those of the others {others.min():.2f} to {others.max():.2f} (even attention: {even:.3f})."
         )
 
     return say
@@ -333,15 +358,21 @@ def _sum_of_rates(train: TrainConfig) -> float:
     return sum(learning_rate(train, step) for step in range(train.steps))
 
 
+def _all(*reasons: Callable[[Results], str]) -> Callable[[Results], str]:
+    """What several tests say, one after the other."""
+    return lambda ours: " ".join(filter(None, (reason(ours) for reason in reasons)))
+
+
 REASONS: dict[str, Callable[[Results], str]] = {
     "first_token_norms": _elements(),
     "bias_activations": _elements("kv_bias", "k_bias"),
     "value_bias_activations": _elements("v_bias"),
     "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
     "softpick_activations": _without_a_sink("softpick"),
-    "gates_activations": _without_a_sink("gate_head", "gate_element"),
+    "gates_activations": _all(_without_a_sink("gate_head"), _beside_the_median("gate_head", "gate_element")),
+    "differential": _beside_the_median("differential"),
     "activations_make_sinks": _come_apart,
-    "v_scale": _element_without_gradient,
+    "v_scale": _all(_element_without_gradient, _beside_the_median("v_scale")),
     "relu": _in_some_seeds("relu_length"),
     "random_input": _gemma_with_bos,
     "repeated_massive": _gemma_repeats,
@@ -352,9 +383,10 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "window_small": _token_before,
     "compensated_rate": _longer_learns_more,
     **dict.fromkeys(("shared_biases", "shared_key_biases"), _as_good_shared),
-    "no_normalisation": _in_the_first_block("sigmoid", "elu"),
+    "gates_remove": _in_the_first_blocks("gate_element", count=2),
+    "no_normalisation": _in_the_first_blocks("sigmoid", "elu"),
     "dyt": _behind_from_the_start,
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
-    "softmax_plus_one": _in_the_first_block("softmax_plus_one"),
+    "softmax_plus_one": _in_the_first_blocks("softmax_plus_one"),
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }

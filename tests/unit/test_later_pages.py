@@ -108,6 +108,16 @@ def test_an_element_is_said_to_need_no_gradient_only_while_one_without_it_is_the
     assert reasons.why("v_scale", results("laptop")) == "", "no such element"
 
 
+def test_elements_are_told_as_they_are_only_where_untrained_ones_differ(add, monkeypatch):
+    add("fixed_1", 0.6, 4.0)
+    assert reasons.why("differential", results("laptop")) == "", "no run of it"
+    add("differential", 0.05, 4.0)
+    monkeypatch.setattr(reasons, "untrained_peak", lambda model, length: 10.0)
+    assert reasons.why("differential", results("laptop")) == "", "the same start"
+    monkeypatch.setattr(reasons, "untrained_peak", lambda model, length: 4.0 if '"differential": true' in model else 10)
+    assert "As they are, runs end at: the base 40 to 44" in reasons.why("differential", results("laptop"))
+
+
 def test_seeds_whose_first_token_stands_out_are_counted_where_not_all_are(add):
     add("relu_length", 0.0, 4.0)
     assert reasons.why("relu", results("laptop")) == "", "in all of them"

@@ -228,8 +228,8 @@ def test_what_is_left_of_a_sink_is_placed_only_where_one_block_has_it(runs, add)
     for name, others in (("elu", 0.05), ("softmax_plus_one", 0.12)):
         report = {"T": 64, "layers": [0, 1, 2, 3], "alpha": [[[0.3] * 4, *[[others] * 4] * 3]]}
         made_up(runs, name, 0, "laptop", final={"step": 9, "sink_1": 4.0, "valid_loss": 2.7, "report": report})
-    assert "block 1 alone: its heads give x₁ 0.30 to 0.30" in reasons.why("no_normalisation", results("laptop"))
-    assert "block 1 above all: its" in reasons.why("softmax_plus_one", results("laptop")), "more than even elsewhere"
+    assert "block 1 alone: heads there give x₁ 0.30 to 0.30" in reasons.why("no_normalisation", results("laptop"))
+    assert "block 1 above all: heads" in reasons.why("softmax_plus_one", results("laptop")), "more than even elsewhere"
     add("sigmoid", 0.5)
     assert reasons.why("no_normalisation", results("laptop")) == "", "as much of it in every block"
 
