@@ -204,4 +204,4 @@ def made_up(runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: A
     """
     run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
     said = DONE | metrics | {"final": END | metrics.get("final", {})}
-    return write_record(folder, run, said, {"wall_seconds": 1.0}, **(kept or {}))
+    return write_record(folder, run, said, {"wall_seconds": 1.0, "instruction_set": ["avx2"]}, **(kept or {}))
