@@ -98,7 +98,7 @@ def main() -> int:
     arguments.add_argument("--runs", help="folder of the runs trained again (default: one that is removed)")
     options = arguments.parse_args()
     if options.what == "losses":
-        print(json.dumps(losses(*options.which, options.steps)))
+        print(json.dumps(losses(*(options.which or ["bf16"]), options.steps)))
     elif options.what == "record":
         with tempfile.TemporaryDirectory() as folder:
             rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
