@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ PRINTED = {
     "valid_loss": ("valid_loss", "valid loss"),
 }
 # Where the alpha of a quantity is, for those beside which Sink at three eps is shown.
-POSITION: dict[str, int | str] = {"excess_1": 1, "learned_1": 1, "excess_star": "star", "learned_star": "star"}
+POSITION: dict[str, int | str] = {
+    **{f"excess_{k}": k for k in (1, 2, 3)},
+    **{"learned_1": 1, "excess_star": "star", "learned_star": "star"},
+}
 ELSEWHERE = {**proofs.PROOFS, **open_models.JUDGES}  # by id, how claims without checks are judged
 PARTS = {"paper": CLAIMS, "later": LATER}  # the paper's own claims, and those of later papers
 Judged = dict[str, tuple[str, list[tuple[Check | None, Outcome]]]]  # by claim: its verdict, and each check's outcome
@@ -73,7 +77,8 @@ def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> p
     """The checks under one claim's verdict, a row each: what it says, its outcome, the numbers and why.
 
     mean, low, high: of the level or paired difference that decides it, over `seeds`. kind, runs, key: of its `Check`,
-    empty where no record decides it. Raises ValueError for an unknown id.
+    empty where no record decides it. premise: whether it is what the claim takes for granted.
+    Raises ValueError for an unknown id.
     """
     import pandas as pd
 
@@ -83,8 +88,9 @@ def checks(id: str, preset: str = "laptop", runs: Path | str | None = None) -> p
         asked = (check.kind, tuple(map(ours.label, check.runs)), check.key) if check else ("", (), "")
         seeds = outcome.effect.seeds if outcome.effect else 0
         why = "; ".join(filter(None, (outcome.facts, outcome.why)))
-        rows.append((outcome.says, outcome.state, *_numbers(outcome.effect), seeds, why, *asked))
-    return pd.DataFrame(rows, columns=["check", "outcome", *("mean", "low", "high", "seeds"), "why", *ASKED])
+        rows.append((outcome.says, outcome.state, *_numbers(outcome.effect), seeds, why, *asked, outcome.premise))
+    columns = ["check", "outcome", *("mean", "low", "high", "seeds"), "why", *ASKED, "premise"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _numbers(estimate: Effect | None) -> tuple[float, float, float]:
@@ -114,6 +120,7 @@ def _judged_part(part: tuple[Claim, ...], ours: Results) -> Judged:
     judged: Judged = {claim.id: (NOT_VISIBLE, []) for claim in part}
     for claim in visible:
         outcomes: list[tuple[Check | None, Outcome]] = [(c, judge(c, ours, corrected)) for c in held[claim.id]]
+        outcomes += [(c, replace(judge(c, ours, {}), premise=True)) for c in claim.given]
         if not claim.checks:
             outcomes = [(None, outcome) for outcome in ELSEWHERE[claim.id]()]
         judged[claim.id] = of_outcomes([outcome for _, outcome in outcomes]), outcomes
@@ -141,6 +148,7 @@ def _held(claim: Claim, ours: Results) -> list[Check]:
 
 def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, Any]:
     outcomes = [outcome for _, outcome in judged]
+    tested = [outcome for outcome in outcomes if not outcome.premise]
     shown = [check for check, _ in judged if check is not None and check.kind not in TRAINED]
     facts = [outcome.facts for outcome in outcomes if outcome.facts]
     numbers = dict(zip(("effect", "low", "high"), _numbers(_effect(shown, ours)), strict=True))
@@ -152,7 +160,7 @@ def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | No
         "ours": "; ".join([*_figures(shown, ours), *facts]),
         "interval": "; ".join(_figures(shown, ours, interval=True)),
         "verdict": result,
-        "holds": f"{sum(outcome.state == HOLDS for outcome in outcomes)} of {len(outcomes)}",
+        "holds": f"{sum(outcome.state == HOLDS for outcome in tested)} of {len(tested)}",
         "reason": _reason(claim, ours, result, outcomes),
     }
 
@@ -162,7 +170,7 @@ def _reason(claim: Claim, ours: Results, result: str, outcomes: list[Outcome]) -
         return GATES[claim.gate][1]
     if result == NOT_RUN:
         lacking = dict.fromkeys(outcome.why for outcome in outcomes if outcome.state == MISSING)
-        runs = {ours.label(name) for check in claim.checks for name in check.reads}
+        runs = {ours.label(name) for check in (*claim.checks, *claim.given) for name in check.reads}
         older = sum(record.partition("/")[0] in runs for record in ours.older)
         before = [f"{older} records from before the ledger was frozen are not judged"] if older else []
         return "; ".join([*lacking, *before]) or f"not of preset {ours.preset!r}"

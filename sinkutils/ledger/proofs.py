@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 EPSILON = 0.3
 EXACT = 1e-9  # float64 over a few blocks or steps
-_proved = partial(told, why="exact")
+_proved = partial(told, why="computed in float64")
+TITLES = {
+    "nope": "no positions",
+    "relative": "bucket numbers",
+    "relative_learned": "learned buckets",
+    "alibi": "ALiBi",
+    "rotary": "rotary",
+}
 
 
 @lru_cache
@@ -33,7 +40,7 @@ def _alpha_1(position: str, length: int) -> float:
 
 
 def _said(position: str, length: int) -> str:
-    return f"alpha_1 at T = {length}: {position} {_alpha_1(position, length):.3f}"
+    return f"alpha_1 at T = {length}, {TITLES[position]}: {_alpha_1(position, length):.3f}"
 
 
 def _follows(position: str, length: int) -> bool:
@@ -52,7 +59,11 @@ def equal_states() -> list[Outcome]:
 
     apart = {position: _seen(position, 64).hidden_difference for position in PROPOSITION}
     return [
-        _proved(f"{name}: all h_t equal h_1", largest < EXACT, f"largest difference: {name} {_tiny(largest)}")
+        _proved(
+            f"{TITLES[name]}: all h_t equal h_1",
+            largest < EXACT,
+            f"largest difference, {TITLES[name]}: {_tiny(largest)}",
+        )
         for name, largest in apart.items()
     ]
 

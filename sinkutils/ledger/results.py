@@ -134,13 +134,14 @@ def _gap(run: Run) -> float | None:
 
 def _ratio(run: Run, name: str, positions: tuple[int, ...] = (1,)) -> float | None:
     """The largest ratio of a position's norm to the mean of the others', over the blocks but the last, whose output
-    reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself.
+    reflects the prediction; beside that of the untrained model, where x_1 stands out because it sees only itself, but
+    never beside less than 1: as long as the others is not standing out, whatever training began with.
     """
     norms = run.report.get(name)
     if not norms:
         return None
     largest = max(max(norm_ratio(norms[:-1] or norms, k)) for k in positions)
-    return largest / trials.untrained_ratio(run.model, run.report["T"], name, positions)
+    return largest / max(1.0, trials.untrained_ratio(run.model, run.report["T"], name, positions))
 
 
 def _peak_of(run: Run) -> float | None:

@@ -21,7 +21,8 @@ theirs, and a ratio of Sink_1 between two rows is the ratio of mean excess.
   (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
 - The levels of norm ratios (`results.QUANTITIES`): the figures draw 1 where activations are not massive and print no
   number. Twice the ratio of the same model before its first step counts as massive, in blocks before the last: an
-  untrained model has 3 already, because x_1 sees only itself. The same factor counts for the largest element.
+  untrained model has 3 already, because x_1 sees only itself. Where it is below 1 untrained (sigmoid's is), twice the
+  others' norm counts. The same factor counts for the largest element.
 """
 
 from __future__ import annotations
@@ -84,9 +85,10 @@ class Outcome:
     p: float | None = None
     why: str = ""
     facts: str = ""  # the figures, where no record gives them
+    premise: bool = False  # of the claim, which it does not show
 
 
-def told(says: str, holds: bool, facts: str = "", why: str = "by the measurement") -> Outcome:
+def told(says: str, holds: bool, facts: str = "", why: str = "as measured") -> Outcome:
     """The outcome of what no record decides; why: where it fails."""
     return Outcome(says, HOLDS if holds else FAILS, facts=facts, why="" if holds else why)
 
@@ -94,6 +96,8 @@ def told(says: str, holds: bool, facts: str = "", why: str = "by the measurement
 def judge(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outcome:
     """The outcome of a check on a preset's results; corrected: p-values of directional checks after Holm."""
     words, judged = KINDS[check.kind]
+    if not check.by_base and check.kind in ("present", "absent"):  # above its own level, not "there"
+        words = f"{{0}}: {{q}} {'' if check.kind == 'present' else 'not '}above {QUANTITIES[check.key].level:g}"
     says = words.format(*map(ours.label, check.runs), q=QUANTITIES[check.key].heading)
     lacking = [text for name in check.reads if (text := _lacking(check, name, ours))]
     if lacking:
@@ -229,11 +233,13 @@ KINDS: dict[str, tuple[str, Judge]] = {
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """Of a claim's checks: all hold; some hold and some fail; none holds and some fail; none fails, some are open.
-    While one is not run the claim is not.
+    While one is not run the claim is not; without its premises it is inconclusive.
     """
-    states = {outcome.state for outcome in outcomes}
-    if MISSING in states or not states:
+    states = {outcome.state for outcome in outcomes if not outcome.premise}
+    if not states or any(outcome.state == MISSING for outcome in outcomes):
         return NOT_RUN
+    if any(outcome.premise and outcome.state != HOLDS for outcome in outcomes):
+        return INCONCLUSIVE
     if states == {HOLDS}:
         return REPRODUCED
     if FAILS not in states:

@@ -105,7 +105,7 @@ def _star_hidden(own: Subject) -> float:
     ids = own.inputs("random", SEQUENCES, own.length)
     models = (own.model, TransformerLM(own.model.config))  # type: ignore[arg-type]
     trained, untrained = (max(sink_token_ratios(model, ids)[:-1]) for model in models)
-    return trained / untrained
+    return trained / max(1.0, untrained)
 
 
 def _edited(own: Subject, swap: bool) -> float:

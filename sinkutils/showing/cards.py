@@ -7,6 +7,7 @@ characters.
 from __future__ import annotations
 
 import html
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -68,10 +69,11 @@ def judged(ids: Sequence[str], preset: str) -> pd.DataFrame:
 def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, str]:
     """A claim's card as text and as HTML; row: of `su.claims`, checks: of `ledger.claims.checks`."""
     verdict, claim, source = row["verdict"], names.human(row["claim"]), names.human(row["source"])
-    count = "" if verdict in (rules.NOT_RUN, rules.NOT_VISIBLE) else f"{row['holds']} checks hold"
+    holds = "1 check holds" if row["holds"] == "1 of 1" else f"{row['holds']} checks hold"
+    count = "" if verdict in (rules.NOT_RUN, rules.NOT_VISIBLE) else holds
     table, words, facts = figures(row, preset)
     paper = [("paper", part) for part in words]
-    ours = [*(("ours", part) for part in facts), ("why", reason(row, checks, preset))]
+    ours = [*(("ours", _minus(part)) for part in facts), ("why", reason(row, checks, preset))]
     numbers = []
     for column, cells in table.items():
         numbers.append((column, " | ".join(f"{run}: {value}" for run, value in cells.items() if value)))
@@ -85,7 +87,7 @@ def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, s
         said = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(line, quote=False))
         page += f"<div><b>{who}</b> {said}</div>"
     if count:
-        items = "".join(f"<li>{_check(check, preset)}</li>" for check in checks.to_dict("records"))
+        items = "".join(f"<li>{_check(check, preset)}</li>" for _, check in checks.iterrows())
         page += f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
     border = f"1px solid #8c959f;border-left:6px solid {CHIPS[verdict][0]};border-radius:6px"
     claim, source = (html.escape(part, quote=False) for part in (claim, source))
@@ -139,19 +141,31 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return names.human(row["reason"], preset).capitalize() + "."
     if verdict == rules.NOT_RUN:
         return _lacking(row, preset)
+    tests, premises = checks[~checks["premise"]], checks[checks["premise"]]
+    lacking = premises[premises["outcome"] != rules.HOLDS]
+    if len(lacking):
+        told = f"Cannot be told, as what it starts from is not there here: {_found(lacking.iloc[0], preset)}."
+        return " ".join(filter(None, (told, _minus(reasons.why(row["id"], results(preset))))))
     if verdict == rules.REPRODUCED:
-        return {1: "The one check holds.", 2: "Both checks hold."}.get(len(checks), f"All {len(checks)} checks hold.")
-    counted = checks["outcome"].value_counts()
-    counts = f"{counted.get(rules.HOLDS, 0)} of {len(checks)} checks hold"
+        said = {1: "The one check holds.", 2: "Both checks hold."}.get(len(tests), f"All {len(tests)} checks hold.")
+        return " ".join([said, *_costs(tests, preset)])
+    counted = tests["outcome"].value_counts()
+    counts = f"{counted.get(rules.HOLDS, 0)} of {len(tests)} checks hold"
     counts += f", {counted[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in counted else ""
     state, opening = rules.FAILS, "Does not hold"
     if verdict == rules.INCONCLUSIVE:
         state, opening = rules.OPEN, "Cannot be told"
-    decisive = checks[checks["outcome"] == state]
+    decisive = tests[tests["outcome"] == state]
     opening += ", for one" if len(decisive) > 1 else ""
     said = f"{opening}: {_found(decisive.iloc[0], preset)}."
-    said = f"{counts}. {said}" if len(checks) > 1 else said
+    said = f"{counts}. {said}" if len(tests) > 1 else said
     return " ".join(filter(None, (said, _minus(reasons.why(row["id"], results(preset))))))
+
+
+def _costs(checks: pd.DataFrame, preset: str) -> list[str]:
+    """What is no worse by the ledger's margin, and all the same not for free."""
+    worse = checks[(checks["kind"] == "comparable") & (checks["low"] > 0)]
+    return [f"Within the margin, but not without a price: {_found(check, preset)}." for _, check in worse.iterrows()]
 
 
 def _found(check: pd.Series, preset: str) -> str:
@@ -159,18 +173,35 @@ def _found(check: pd.Series, preset: str) -> str:
     says, why = (names.human(check[part], preset) for part in ("check", "why"))
     if check["kind"] not in FOUND or pd.isna(check["mean"]):
         return f"\u201c{says}\u201d ({why})"
-    quantity, difference = QUANTITIES[check["key"]], len(check["runs"]) > 1
-    numbers = check[["mean", "low", "high"]].astype(float)
-    if quantity.log and difference:  # of logarithms
-        numbers = np.exp(numbers)
-    limit, digits = why.split("; ")[-1].split(" ")[1], quantity.digits
+    quantity, numbers = QUANTITIES[check["key"]], _measured(check)
+    limit, digits = _plain(check, why).split("; ")[-1].split(" ")[1], quantity.digits
     if f"{numbers['low']:.{digits}f}" == limit or f"{numbers['high']:.{digits}f}" == limit:  # on which side, then?
         digits += 1
     mean, low, high = (_minus(f"{number:.{digits}f}") for number in numbers)
     runs = [names.of(name, preset) for name in check["runs"]]
     apart = "has {value} times that of" if quantity.log else "differs by {value} from"
-    words = FOUND[check["kind"]].replace("{apart}", apart)
+    words = FOUND[check["kind"]]
+    if check["kind"] == "more" and check["outcome"] == rules.OPEN and check["low"] > 0:
+        words = "{q}: {0} {apart} {1}, but corrected for all comparisons of the ledger " + why.split(" after")[0]
+    words = words.replace("{apart}", apart)
     return words.format(*runs, q=names.human(quantity.heading), value=f"{mean} ({low} to {high})", limit=limit)
+
+
+def _of_logarithms(check: pd.Series) -> bool:
+    """Whether what decides a check is a difference of logarithms, said to a reader as a ratio."""
+    return len(check["runs"]) > 1 and QUANTITIES[check["key"]].log
+
+
+def _measured(check: pd.Series) -> pd.Series:
+    numbers = check[["mean", "low", "high"]].astype(float)
+    return np.exp(numbers) if _of_logarithms(check) else numbers
+
+
+def _plain(check: pd.Series, why: str) -> str:
+    """A check's why with its margin as a ratio where it is one."""
+    if not _of_logarithms(check):
+        return why
+    return re.sub(r"margin ([\d.]+)", lambda found: f"margin {math.exp(float(found[1])):.2f} times", why)
 
 
 def _lacking(row: dict[str, Any], preset: str) -> str:
@@ -204,7 +235,12 @@ def _minus(number: str) -> str:
     return re.sub(r"(?<![\w.])-(?=\d)", "\N{MINUS SIGN}", number)
 
 
-def _check(check: dict[str, Any], preset: str) -> str:
-    says, why = html.escape(names.human(check["check"], preset)), html.escape(names.human(check["why"]))
-    numbers = "" if pd.isna(check["mean"]) else f"{check['mean']:.3f} (95 %: {check['low']:.3f} to {check['high']:.3f})"
-    return f"{html.escape(check['outcome'])}: {says} <small>{'; '.join(filter(None, (_minus(numbers), why)))}</small>"
+def _check(check: pd.Series, preset: str) -> str:
+    says, why = (names.human(check[part], preset) for part in ("check", "why"))
+    numbers = ""
+    if not pd.isna(check["mean"]):
+        mean, low, high = (f"{number:.3f}" for number in _measured(check))
+        numbers = f"{mean}{' times' * _of_logarithms(check)} (95 %: {low} to {high})"
+    said = "; ".join(filter(None, (_minus(numbers), _plain(check, why))))
+    state = check["outcome"] + " (what the claim starts from)" * bool(check["premise"])
+    return f"{html.escape(state)}: {html.escape(says)} <small>{html.escape(said)}</small>"

@@ -124,9 +124,51 @@ def _come_apart(ours: Results) -> str:
         if outcome.state == HOLDS:
             kinds[outcome.why.split(" activations")[0]].append(names.of(run, ours.preset))
     sinks, elements = kinds.values()
+    before = judge(Check("present", ("post_norm",), "before_norm"), ours, {})
     said = [f"A sink without massive activations: {', '.join(sinks)}."] * bool(sinks)
     said += [f"Massive activations without a sink: {', '.join(elements)}."] * bool(elements)
+    if before.state == HOLDS and before.effect is not None and names.of("post_norm", ours.preset) in sinks:
+        times = f"the norm of h₁ is {before.effect.mean:.1f} times the untrained model's"
+        said.append(f"In post-norm blocks it is the state behind the norm that is counted: before it {times}.")
     return " ".join(said)
+
+
+def _without_decay(ours: Results) -> str:
+    """2410.13835, 2410.17174: what Adam without weight decay, beside which SGD stands, has left of the base's own."""
+    runs = ("base", "weight_decay_0", "sgd")
+    excesses, elements = ([ours.values(name, key) for name in runs] for key in ("excess_1", "peak"))
+    if any(len(values) < 2 for values in (*excesses, *elements)):
+        return ""
+    there = judge(Check("present", ("weight_decay_0",), "peak"), ours, {})
+    if there.state == HOLDS or excesses[1].mean() > 0.75 * excesses[0].mean():
+        return ""
+    base, plain, sgd = (f"{values.mean():.3f}" for values in excesses)
+    of_adam, of_sgd = (", ".join(f"{value:.1f}" for value in values) for values in elements[1:])
+    return (
+        f"SGD decays no weights, so it stands beside Adam without decay, which has lost much already: its excess of α₁ "
+        f"is {plain}, SGD's {sgd}, the base's {base}; its largest elements, times the untrained model's, are {of_adam} "
+        f"by seed, SGD's {of_sgd}."
+    )
+
+
+def _deeper_is_slower(ours: Results) -> str:
+    """2504.02732: how far from their end the runs of each depth are."""
+    said = []
+    for name in ("depth_1", "depth_2", "depth_3", "base", "depth_6"):
+        courses = [np.array([point["excess_1"] for point in run.curve]) for run in ours.seeds(name).values()]
+        if not courses or min(map(len, courses)) < 12 or min(course[-3:].min() for course in courses) <= 0:
+            return ""
+        said.append(
+            (config(name, ours.preset).model.num_layers, np.mean([_last_quarter(course) for course in courses]))
+        )
+    (_, first), *_, (_, last) = said
+    if last < 2 * max(first, 0.01):
+        return ""
+    gains = ", ".join(f"{100 * gain:.0f} % with {depth}" for depth, gain in said)
+    return (
+        "Of as many steps a deeper model is further from its end: in the last quarter of them the excess gained, of "
+        f"what it ends with, {gains} blocks. Whether longer runs change the order was not tried."
+    )
 
 
 def _element_without_gradient(ours: Results) -> str:
@@ -388,5 +430,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "dyt": _behind_from_the_start,
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
     "softmax_plus_one": _in_the_first_blocks("softmax_plus_one"),
+    "depth": _deeper_is_slower,
+    **dict.fromkeys(("sgd", "adam_activations"), _without_decay),
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }
