@@ -53,7 +53,8 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
         if field is None:
             fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
             raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
-        yield row[field]
+        if row[field] is not None:  # a document without text
+            yield row[field]
 
 
 def pile() -> Iterator[str]:

@@ -16,7 +16,7 @@ from sinkutils.ledger.later import LATER
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, results, sink
 from sinkutils.ledger.rules import GATES, HOLDS, MISSING, NOT_RUN, NOT_VISIBLE, TRAINED, Check, Outcome, judge
 from sinkutils.ledger.rules import verdict as of_outcomes
-from sinkutils.study.grid import experiment, unavailable
+from sinkutils.study.grid import config, experiment, unavailable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,8 +47,8 @@ def claims(preset: str = "laptop", runs: Path | str | None = None, part: str = "
 
     ours, interval: the means over seeds of what the checks read, and their 95 % intervals. holds: "k of n" checks.
     effect, low, high: the claim's first paired difference of an excess, or that of its first run's alpha_1 from the
-    base's, with the 95 % interval; of a claim on the base alone or on another quantity, its level. reason: of the
-    verdict.
+    base's (the default's, where it changes that), with the 95 % interval; of a claim on the base alone or on another
+    quantity, its level. reason: of the verdict.
     Raises ValueError for an unknown preset or part.
     """
     import pandas as pd
@@ -135,15 +135,23 @@ def _holm(raw: dict[Check, float]) -> dict[Check, float]:
 
 
 def _held(claim: Claim, ours: Results) -> list[Check]:
-    """The checks that a preset can hold: not of runs that it lacks, or that are the base itself or another row's."""
+    """The checks that a preset can hold: not of runs that it lacks, or that are the base itself or another row's, nor
+    of what a window of one key leaves to x_1.
+    """
     refused, base = unavailable(ours.preset), ours.label("base")
     checks: dict[tuple[str, tuple[str, ...], str], Check] = {}
     for check in claim.checks:
         labels = tuple(map(ours.label, check.runs))
         is_base = base in map(ours.label, set(check.runs) - {"base", base})
-        if not is_base and len(set(labels)) == len(labels) and not set(check.runs) & set(refused):
+        if is_base or len(set(labels)) < len(labels) or set(check.runs) & set(refused):
+            continue
+        if check.key != "visible_1" or min(_window(name, ours) for name in check.runs) > 1:
             checks.setdefault((check.kind, labels, check.key), check)
     return list(checks.values())
+
+
+def _window(name: str, ours: Results) -> float:
+    return config(name, ours.preset).model.attention.window or np.inf
 
 
 def _row(claim: Claim, ours: Results, result: str, judged: list[tuple[Check | None, Outcome]]) -> dict[str, Any]:

@@ -228,7 +228,7 @@ CLAIMS = (
     Claim("value_biases", "Section 7.3, Table 4", "Value biases leave the sink where it is.",
           present("v_bias", key="learned_1") + beside("same", "v_bias") + loss("comparable", "v_bias")),
     Claim("biases_removed", "Section 7.3",
-          "Without their trained K biases the models have no sink on x_1 and a much larger loss.",
+          "Without their trained K biases the models have no sink on x_1 and a larger loss.",
           absent("k_bias", key="without_bias") + present("k_bias", key="loss_without_bias"), "no number"),
     Claim("bias_activations", "Section 7.3, Figure 7 middle", "With KV or K biases massive activations are gone.",
           absent("kv_bias", "k_bias", key="hidden"), "a figure", given=present("base", key="hidden")),

@@ -2,9 +2,11 @@
 
 A level is the mean of a quantity over an experiment's seeds, with the t interval of those seeds. An effect is the mean
 of the paired differences of two experiments, seed by seed. Three seeds say little about their own spread, so the
-variance of a paired difference is pooled over all experiments that change the base (least squares, a mean for each).
-All of them share the base's seeds, so the part of it that a seed has in common (a second fit, with a mean for each seed
-too) counts with as many degrees of freedom as there are seeds, less one, the rest with its own (Satterthwaite).
+variance of a paired difference is pooled over all experiments that change the base (least squares, a mean for each):
+over the paper's own, and apart from them over those of later papers, which scatter more in some quantities. Not all
+scatter alike within either; cards say where a setting's own seeds would not tell. All of them share the base's seeds,
+so the part of it that a seed has in common (a second fit, with a mean for each seed too) counts with as many degrees of
+freedom as there are seeds, less one, the rest with its own (Satterthwaite).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.results import QUANTITIES, Results, results
-from sinkutils.study.grid import EXPERIMENTS
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment
 
 LEVEL = 0.95
 
@@ -76,8 +78,9 @@ def effect(
     """The mean over paired seeds of one experiment's quantity less the other's, with its 95 % interval.
 
     name, reference: experiments, "base" the preset's; key: of `results.QUANTITIES`, by default mean excess alpha_1. The
-    variance is pooled over the experiments that change the base. Quantities that are ratios are compared as their
-    logarithms. Raises ValueError for an unknown key or preset, and where the two share fewer than two seeds.
+    variance is pooled over the experiments that change the base: the paper's own, or those of later papers where one of
+    the two is theirs. Quantities that are ratios are compared as their logarithms.
+    Raises ValueError for an unknown key or preset, and where the two share fewer than two seeds.
     """
     if key not in QUANTITIES:
         raise ValueError(f"key must be one of {', '.join(QUANTITIES)}; got {key!r}")
@@ -92,7 +95,8 @@ def paired(ours: Results, name: str, reference: str, key: str) -> Effect | None:
     differences = each_seed(ours, name, reference, key)
     if len(differences) < 2:
         return None
-    variance, freedom = _pooled(ours, key) or (float(differences.var()), float(len(differences) - 1))
+    later = any(experiment(label).section == AFTER_PAPER for label in map(ours.label, (name, reference)))
+    variance, freedom = _pooled(ours, key, later) or (float(differences.var()), float(len(differences) - 1))
     return _effect(float(differences.mean()), len(differences), (variance / len(differences)) ** 0.5, freedom)
 
 
@@ -104,13 +108,18 @@ def each_seed(ours: Results, name: str, reference: str, key: str) -> pd.Series:
     return (a - b).dropna()
 
 
-def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
-    """Variance and degrees of freedom of one paired difference from the base; None where there is nothing to pool."""
+def _pooled(ours: Results, key: str, later: bool = False) -> tuple[float, float] | None:
+    """Variance and degrees of freedom of one paired difference from the base; None where there is nothing to pool.
+
+    later: of variants of later papers, else of the paper's own.
+    """
     from statsmodels.regression.linear_model import OLS
 
-    if (key, "pooled") in ours.cache:
-        return ours.cache[key, "pooled"]
-    changed = {ours.label(row.name) for row in EXPERIMENTS if row.base and row.section != "8"} - {ours.label("base")}
+    kept = (key, f"pooled, {later=}")
+    if kept in ours.cache:
+        return ours.cache[kept]
+    rows = [row for row in EXPERIMENTS if row.base and (row.section == AFTER_PAPER) == later]
+    changed = {ours.label(row.name) for row in rows} - {ours.label("base")}
     by_name = {name: each_seed(ours, name, "base", key) for name in sorted(changed)}
     several = {name: values for name, values in by_name.items() if len(values) > 1}
     pooled = None
@@ -126,5 +135,5 @@ def _pooled(ours: Results, key: str) -> tuple[float, float] | None:
             parts = shared**2 / (counts.sum() ** 2 / (counts**2).sum() - 1) + both.mse_resid**2 / both.df_resid
             freedom = float(variance**2 / parts) if parts > 0 else freedom
         pooled = variance, freedom
-    ours.cache[key, "pooled"] = pooled
+    ours.cache[kept] = pooled
     return pooled

@@ -227,7 +227,7 @@ def length_and_threshold() -> Iterable[Outcome]:
             rank, p = round(rank), 2 / factorial(len(lengths))
         kept = {eps: values[-1] / values[0] if values[0] else 1.0 for eps, values in sinks.items()}
         facts = f"{model.name} from T = {lengths[0]} to {lengths[-1]}: {sinks['0.3'][0]:.1f} to {sinks['0.3'][-1]:.1f}"
-        state = OPEN if p > 0.05 else HOLDS if rank < 0 else FAILS
+        state = OPEN if not p <= 0.05 else HOLDS if rank < 0 else FAILS
         why = f"rank correlation {rank:.2f} over {len(lengths)} lengths, p = {p:.2g}"
         yield Outcome(f"{model.name}: Sink_1 falls with T", state, facts=facts, why=why)
         yield told(f"{model.name}: a larger share of it is lost at eps 0.4 than at 0.2", kept["0.4"] < kept["0.2"])

@@ -175,15 +175,6 @@ def _ratio_at_sink(run: Run, name: str) -> float | None:
     return norm_ratio([norms[layer]])[0]
 
 
-def _depths(run: Run) -> float | None:
-    """Mean alpha_1 of the first quarter of the layers over that of the others."""
-    alpha = run.report.get("alpha")
-    if alpha is None or len(alpha[0]) < 2:
-        return None
-    early = max(1, len(alpha[0]) // 4)
-    return _mean(alpha[0][:early]) / _mean(alpha[0][early:])
-
-
 def _tuned(run: Run, key: str) -> float | None:
     """Of a fine-tuning: what its steps' losses (means of the first and last tenth) and gradient norms say."""
     steps = history(run.record.metrics)
@@ -234,7 +225,6 @@ QUANTITIES: dict[str, Quantity] = {
     "inside": _sink_of("largest excess alpha_k, k = 2..5", partial(_largest, positions=range(2, 6))),
     "beyond": _sink_of("largest excess alpha_k, k = 6..10", partial(_largest, positions=range(6, 11))),
     "second_over_first": Quantity("excess alpha_2 less alpha_1", partial(_difference, k=2, other=1), 0.0),
-    "star_over_first": Quantity("excess alpha_* less alpha_1", partial(_difference, k="star", other=1), 0.0),
     "onset": Quantity("onset, share of the steps", _onset),
     "turn": Quantity("least validation loss at, share of the steps", _turn),
     "valid_loss": Quantity("valid loss", lambda run: run.final.get("valid_loss")),
@@ -252,7 +242,6 @@ QUANTITIES: dict[str, Quantity] = {
         "largest norm ratio of h_2 to h_5, times the untrained",
         partial(_ratio, name="hidden_norms", positions=(2, 3, 4, 5)),
     ),
-    "depths": _ratio_of("alpha_1 of the first quarter of the layers over the others'", _depths),
     "fall": Quantity("fall of the training loss", partial(_tuned, key="fall"), 0.0),
     "end": Quantity("training loss at the end", partial(_tuned, key="end"), log=True),
     "gradient": Quantity("median gradient norm", partial(_tuned, key="gradient"), log=True),

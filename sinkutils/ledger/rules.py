@@ -45,6 +45,7 @@ SINK = 2.90 / 18.18
 BASE = 0.044
 MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
+TOO_FEW = "the two share fewer than {} seeds"
 ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a factor of two
 
 # What a preset cannot show, whatever its records say.
@@ -102,12 +103,10 @@ def judge(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     lacking = [text for name in check.reads if (text := _lacking(check, name, ours))]
     if lacking:
         return Outcome(says, MISSING, why="; ".join(lacking))
-    untrained = [ours.label(name) for name in check.reads if _untrained(ours, name)]
-    if (
-        untrained and check.kind not in TRAINED
-    ):  # a model that did not train shows neither that there is a sink nor that there is none
-        return Outcome(says, OPEN, why=f"{', '.join(untrained)} failed to train")
-    if check.by_base and check.runs != ("base",) and not _base_has_sink(ours):
+    failed = [text for name in check.reads if (text := _failed(ours, name))]
+    if failed and check.kind not in TRAINED:  # without training neither a sink nor its absence is shown
+        return Outcome(says, OPEN, why="; ".join(failed))
+    if check.by_base and not _is_base(check, ours) and not _base_has_sink(ours):
         return Outcome(says, OPEN, why=f"{ours.label('base')} has no sink to measure by")
     return replace(judged(check, ours, corrected), says=says)
 
@@ -115,7 +114,7 @@ def judge(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
 def _lacking(check: Check, name: str, ours: Results) -> str:
     """What of a run a check cannot do without, or nothing."""
     seeds = ours.seeds(name)
-    if check.kind in TRAINED or _untrained(ours, name):
+    if check.kind in TRAINED or _failed(ours, name):
         return "" if len(seeds) >= ours.least else f"{ours.label(name)}: {len(seeds)} of {ours.least} seeds"
     key = check.key if name in check.runs else "excess_1"
     known = len(ours.values(name, key))
@@ -125,9 +124,25 @@ def _lacking(check: Check, name: str, ours: Results) -> str:
     return f"{what} hold {QUANTITIES[key].heading}" if known < len(seeds) else what
 
 
-def _untrained(ours: Results, name: str) -> bool:
+def _failed(ours: Results, name: str) -> str:
+    """Of a run that failed in so many seeds that too few are left to judge it by: how many; else nothing."""
     runs = ours.seeds(name).values()
-    return bool(runs) and all(run.failed for run in runs)
+    failed = sum(run.failed for run in runs)
+    if not failed or len(runs) - failed >= ours.least:
+        return ""
+    which = "" if failed == len(runs) else f" in {failed} of {len(runs)} seeds"
+    return f"{ours.label(name)} failed to train{which}"
+
+
+def _is_base(check: Check, ours: Results) -> bool:
+    """Whether a check is on the base alone, by whichever name."""
+    return {ours.label(name) for name in check.runs} == {ours.label("base")}
+
+
+def _paired(check: Check, ours: Results) -> Effect | None:
+    """The first run's quantity less the second's, over enough seeds that both have; None where there are fewer."""
+    estimate = paired(ours, check.runs[0], check.runs[1], check.key)
+    return None if estimate is None or estimate.seeds < ours.least else estimate
 
 
 def _base_has_sink(ours: Results) -> bool:
@@ -147,7 +162,7 @@ def _present(check: Check, ours: Results, corrected: Mapping[Check, float]) -> O
     if not check.by_base:
         threshold = float(quantity.level)
     else:
-        threshold = BASE if check.runs == ("base",) else _margin(check, ours, SINK)
+        threshold = BASE if _is_base(check, ours) else _margin(check, ours, SINK)
     estimate = level(ours.values(check.runs[0], check.key), quantity.log)
     state = HOLDS if estimate.low > threshold else FAILS if estimate.high <= threshold else OPEN
     return Outcome("", state, estimate, why=f"threshold {threshold:.{quantity.digits}f}")
@@ -157,10 +172,9 @@ def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     """The first run has more than the second: significant after Holm. It fails where the interval leaves no room for
     a difference that counts: of an excess as much as a sink, else any at all.
     """
-    run, reference = check.runs
-    estimate = paired(ours, run, reference, check.key)
+    estimate = _paired(check, ours)
     if estimate is None:
-        return Outcome("", MISSING, why="the two share fewer than two seeds")
+        return Outcome("", MISSING, why=TOO_FEW.format(ours.least))
     p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))
     room = _margin(check, ours, SINK) if check.by_base else 0.0
     adjusted = corrected.get(check, p)
@@ -172,10 +186,9 @@ def _within(
     low: bool, high: bool, share: float, check: Check, ours: Results, corrected: Mapping[Check, float]
 ) -> Outcome:
     """No effect below minus the margin, none above it, or neither (TOST); beyond it at the same level, it fails."""
-    run, reference = check.runs
-    estimate = paired(ours, run, reference, check.key)
+    estimate = _paired(check, ours)
     if estimate is None:
-        return Outcome("", MISSING, why="the two share fewer than two seeds")
+        return Outcome("", MISSING, why=TOO_FEW.format(ours.least))
     margin = _margin(check, ours, share)
     inside = [estimate.p_above(-margin)] * low + [estimate.p_below(margin)] * high
     beyond = [estimate.p_below(-margin)] * low + [estimate.p_above(margin)] * high

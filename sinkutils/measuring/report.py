@@ -98,6 +98,7 @@ class Report:
 
         For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys. For "star" each of
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
+        The u of a model with a prefix is that without: uniform attention over its mask lies a little below 0.
         """
         alpha = self._of(k)
         if self.recorded is not None and "excess" in self.recorded:

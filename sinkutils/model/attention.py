@@ -106,7 +106,7 @@ class AttentionSpec:
             finite = self.normalizer in ("none", "max_abs_sum")
             require(finite, f"{negative}: normalizer must be 'none' or 'max_abs_sum'")
         if self.similarity == "linear":
-            require(self.bias != "v", "bias='v' needs rows of weights: similarity must be exp, sigmoid or elu")
+            require(self.bias != "v", "bias='v' needs rows of weights, which similarity='linear' has not")
         sigmoid, own_z = self.similarity == "sigmoid", self.similarity != "softpick" or self.normalizer == "sum"
         require(self.logit_bias == 0 or sigmoid, "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
         require(own_z, "softpick has its own Z: normalizer must be 'sum'")

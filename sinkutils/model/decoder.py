@@ -248,7 +248,7 @@ class TransformerLM(nn.Module):
         """Initialise as the authors' code is written (the paper says nothing of it).
 
         Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
-        After the paper: alpha of DyT 0.5 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and
+        After the paper: alpha of DyT 1 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and
         the c of V-scale the expected |v|^2.
         The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
 

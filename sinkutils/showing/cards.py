@@ -18,6 +18,7 @@ import pandas as pd
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import rules
+from sinkutils.ledger.effects import each_seed, level
 from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
@@ -130,6 +131,10 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
         else:
             cells = {name: f"{value} ({known[name]})" if name in known else value for name, value in values.items()}
             means["ours: " + names.human(heading)] = cells
+    for column in columns.keys() & {"ours: Sink₁ %"}:  # of what the paper prints beside it, though no check asks for it
+        for name in columns.get("paper: Sink₁ %", {}).keys() - columns[column].keys():
+            shares = [run.final["sink_1"] for run in results(preset).seeds(name).values() if not run.failed]
+            columns[column] |= {name: f"{np.mean(shares):.1f}"} if shares else {}
     table = pd.DataFrame(columns | means).rename(index=lambda name: names.of(name, preset))
     return table.map(lambda value: _minus(value) if isinstance(value, str) else ""), words, facts
 
@@ -148,7 +153,7 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return " ".join(filter(None, (told, _minus(reasons.why(row["id"], results(preset))))))
     if verdict == rules.REPRODUCED:
         said = {1: "The one check holds.", 2: "Both checks hold."}.get(len(tests), f"All {len(tests)} checks hold.")
-        return " ".join([said, *_costs(tests, preset)])
+        return " ".join([said, *_costs(tests, preset), *_unsure(tests, preset)])
     counted = tests["outcome"].value_counts()
     counts = f"{counted.get(rules.HOLDS, 0)} of {len(tests)} checks hold"
     counts += f", {counted[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in counted else ""
@@ -159,7 +164,19 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
     opening += ", for one" if len(decisive) > 1 else ""
     said = f"{opening}: {_found(decisive.iloc[0], preset)}."
     said = f"{counts}. {said}" if len(tests) > 1 else said
-    return " ".join(filter(None, (said, _minus(reasons.why(row["id"], results(preset))))))
+    cause = _minus(reasons.why(row["id"], results(preset)))
+    return " ".join(filter(None, (said, *_unsure(tests, preset), cause)))
+
+
+def _unsure(checks: pd.DataFrame, preset: str) -> list[str]:
+    """What is above another by the spread pooled over all settings, and not by that of its own few seeds."""
+    ours, named = results(preset), []
+    for _, check in checks[(checks["kind"] == "more") & (checks["outcome"] == rules.HOLDS)].iterrows():
+        seeds = each_seed(ours, check["runs"][0], check["runs"][1], check["key"])
+        if len(seeds) > 1 and level(seeds).low <= 0:
+            named.append(names.human(check["check"], preset))
+    words = "By the spread of these seeds alone, not pooled, one could not tell"
+    return [f"{words}: {'; '.join(named)}."] if named else []
 
 
 def _costs(checks: pd.DataFrame, preset: str) -> list[str]:

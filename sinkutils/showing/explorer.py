@@ -89,7 +89,8 @@ def maps(
     data |= {"columns": columns, "T": length, "head": best, "size": size, "cell": cell}
     caption = (
         f"Where {name} looks. Left, heads (a row a block), darker the more attention they give the first token; "
-        "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white. "
+        "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white, weights as "
+        "their square roots so that small ones show. "
         f"Shown is the head with the largest α₁, {alpha[0, best]:.2f}; the mean of the {len(heads)} heads is "
         f"{alpha[0].mean():.2f}. Click a head, point at a row."
     )
@@ -102,8 +103,9 @@ def side_by_side(
 ) -> Picture:
     """Two attention maps of one text by their titles, each (T, T) or, with k* before the text, (T, T + 1)."""
     root, side = svg.canvas(380), 262.0
+    cell = side / max(weights.shape[1] for weights in maps.values())  # the same in both, so that their rows line up
     for left, (title, weights) in zip((82, 366), maps.items(), strict=True):
-        token_map(root, weights, tokens, left, 96, side, queries=left < 100)
+        token_map(root, weights, tokens, left, 96, cell * weights.shape[1], queries=left < 100)
         svg.text(root, title, left, 18, font_weight="bold")
     svg.text(root, below, 82, 376, fill=GREY)
     return Picture(root, alt, caption)

@@ -197,10 +197,16 @@ def draw_map(axis: Axes, values: Any, norm: Any = None, cmap: str = LIGHT, causa
     return axis.imshow(squares, cmap=cmap, interpolation="nearest", **options)
 
 
-def attention_map(weights: Any) -> Figure:
-    """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show."""
+def attention_map(weights: Any, window: int | None = None) -> Figure:
+    """One head's attention map (T, T): queries down, keys across, on a square-root scale so that small weights show.
+
+    window: the keys that a query sees; those before stay white.
+    """
     figure, axis = plt.subplots(figsize=(5.2, 4.6))
-    image = draw_map(axis, weights, mpl.colors.PowerNorm(0.5, vmin=0, vmax=1))
+    squares = np.array(weights, dtype=float)
+    if window is not None:
+        squares[np.tril_indices(len(squares), -window)] = np.nan
+    image = draw_map(axis, squares, mpl.colors.PowerNorm(0.5, vmin=0, vmax=1))
     figure.colorbar(image, ax=axis, label=r"$A_{i,k}$", shrink=0.8)
     axis.set(xlabel="key $k$", ylabel="query $i$")
     return figure

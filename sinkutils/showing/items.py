@@ -44,9 +44,10 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
         for row in (row for row in rows if row.trained):
             mean = f"{np.mean(row.final(column)):.1f}" if row.final(column) else "none"
             shares.append(f"{row.short} {mean}" + f" ({row.paper.values.get(column, 'no number')})" * printed)
+    shaded = ", the base is shaded" if any(row.base for row in rows) else ""
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
-        "each other, the dashed line is ε = 0.3, the base is shaded. Right, the share of heads and texts above ε: "
+        f"each other, the dashed line is ε = 0.3{shaded}. Right, the share of heads and texts above ε: "
         "small marks are seeds, large ones their mean."
     )
     thin = any(comparisons.with_fixed_token(row) is not None for row in rows)
@@ -116,7 +117,7 @@ def effects(preset: str, key: str = "excess_1") -> None:
         "Where there are more settings, the ten largest and the ten smallest."
     )
     if key == "onset":
-        caption += " Settings that a seed of has no sink within the run are left out."
+        caption += " Onset: when Sink₁ comes to stay at 2.9 % or more. Settings with a seed that has none are left out."
     figures.show(figure, caption, f"{what} of {len(table)} settings, less the base's", f"effects_{key}_{preset}")
 
 
@@ -127,7 +128,10 @@ def thresholds(preset: str) -> None:
         "**A threshold hides what lies below it.** A point is a setting: its mean α₁ over heads, texts and seeds, and "
         "the share of heads above ε = 0.3 (dashed)."
     )
-    alt = f"Mean alpha_1 and Sink_1 of {len(table)} settings; {int(table['hidden'].sum())} have next to no head above ε"
+    alt = (
+        f"Mean alpha_1 and Sink_1 of {len(table)} settings; {int(table['hidden'].sum())} have next to no head above ε "
+        "although their mean is over twice that of even attention"
+    )
     figures.show(comparisons.means_and_thresholds(table), caption, alt, f"thresholds_{preset}")
 
 

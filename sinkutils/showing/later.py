@@ -23,6 +23,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.showing import figures, items, names, seen
 from sinkutils.showing.pages import WIDTH
+from sinkutils.study.grid import config
 from sinkutils.study.paper import PaperRow
 
 # Runs of the paper's own variants that belong into a group too, before its own.
@@ -35,6 +36,7 @@ BESIDE = {
 # The groups of the picture, and their marks.
 GROUPS = {"a way to say nothing": "o", "another function of the logits": "s", "norms and values": "^", "optimiser": "D"}
 LOSSES = "viridis_r"
+CONTEXTS = "context length"
 
 
 def sources() -> pd.DataFrame:
@@ -54,17 +56,19 @@ def show_sources(group: str) -> None:
 
 
 def rows(group: str, preset: str = "laptop") -> list[names.Row]:
-    """The base, then the variants of a group, with the records of ours that the ledger judges.
+    """The base, or what stands for it, then the variants of a group, with the records of ours that the ledger judges.
 
     Raises ValueError for an unknown group or preset.
     """
     table, ours = sources(), results(preset)
     if group not in set(table["group"]):
         raise ValueError(f"group must be one of {', '.join(table['group'].unique())}; got {group!r}")
-    experiments = ["base", *BESIDE.get(group, ()), *table.index[table["group"] == group]]
+    first, variants = "base", list(table.index[table["group"] == group])
+    if group == CONTEXTS:  # measured on shorter texts than the base, so beside a run of its context that is too
+        first = f"context_{config('base', preset).model.context_length}"
+    experiments = [first, *BESIDE.get(group, ()), *(name for name in variants if name != first)]
     labels = {ours.label(name): names.of(name, preset) for name in experiments}
-    variants = [(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()]
-    return names.named(variants, preset)
+    return names.named([(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()], preset)
 
 
 def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss")) -> None:

@@ -131,7 +131,8 @@ def look_around(
     own = subject(str(record.folder), device)
     ids = own.inputs("natural", 4, min(32, own.length), first=first)
     called = names.of(name, preset)
-    called = called if called.startswith("the ") else f"the model with {called}"
+    article = "a " if called.startswith(("prefix", "window")) else ""
+    called = called if called.startswith("the ") else f"the model with {article}{called}"
     return explore(own.model, ids, called, own.tokenizer)
 
 

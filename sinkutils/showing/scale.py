@@ -93,8 +93,9 @@ def sentences(name: str, preset: str = "desk") -> list[str]:
             f"Seed {seed}: after {tokens[-1]:.0f}M tokens Sink₁ = {last['sink_1']:.1f} %. The largest mean α₁ is "
             f"{alpha[-1].max():.2f}, of head {head + 1} in block {block + 1}; the largest of all heads is first "
             f"{', '.join(passed)} (even attention: {uniform_alpha(run.report['T']):.3f}). The largest element of h₁ "
-            f"over the median is then {peaks.max():.1f} times the untrained model's in block {peaks.argmax() + 1}, the "
-            f"least value ratio {min(last['value_ratio_1']):.2f} in block {np.argmin(last['value_ratio_1']) + 1}."
+            f"over the median is at the end {peaks.max():.1f} times the untrained model's in block "
+            f"{peaks.argmax() + 1}, the least value ratio {min(last['value_ratio_1']):.2f} in block "
+            f"{np.argmin(last['value_ratio_1']) + 1}."
         )
     return lines
 

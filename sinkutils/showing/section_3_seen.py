@@ -60,7 +60,8 @@ def norms(title: str, of: Sections) -> str:
     ratio = np.array(norm_ratio(kept["hidden_norms"][:-1]))  # the last block's reflects the prediction
     large, where = np.flatnonzero(ratio > 2) + 1, "nowhere twice the others'"
     if len(large):
-        where = f"over twice the others' after {len(large)} of the first {len(ratio)} blocks, from block {large[0]} on"
+        all_of = "each" if len(large) == len(ratio) else f"{len(large)}"
+        where = f"over twice the others' after {all_of} of the first {len(ratio)} blocks, from block {large[0]} on"
     text = f"In {title} ‖h₁‖ is {where}; the most is {ratio.max():.1f} times, after block {1 + int(ratio.argmax())}."
     if "key_norms" in kept:
         key, value = (np.array(norm_ratio(kept[name])) for name in ("key_norms", "value_norms"))

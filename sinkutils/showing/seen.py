@@ -68,9 +68,11 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
 
 
 def reference(shown: Sequence[Row]) -> str:
-    """The experiment that an item's rows are compared with: the base, in its place that of the windows, which are
-    measured on shorter texts, or the default where rows change that.
+    """The experiment that an item's rows are compared with: the base, in its place that of the windows or the first of
+    the context lengths, which are measured on shorter texts, or the default where rows change that.
     """
+    if shown[0].experiment.startswith("context_"):
+        return shown[0].experiment
     there = {row.experiment for row in shown}
     if "default" not in there and any(row.base for row in shown):
         return "base"
@@ -112,7 +114,9 @@ def _without_onset(shown: Sequence[Row], ours: Results) -> list[str]:
 
 def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     other = reference(shown)
-    name = {"default": "the default", "window_none": "the base at this T"}.get(other) or of(other, ours.preset)
+    name = "the default" if other == "default" else of(other, ours.preset)
+    if other == "window_none" or other.startswith("context_"):
+        name = "the base at this T"
     lines = _of_base(ours, other, key, name)
     table = differences(shown, ours, key)
     more, less = table[table["low"] > 0], table[table["high"] < 0]
@@ -201,7 +205,7 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
         side = "Above" if above else "Not above" if below else "Not to be told from"
         if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
             norms = row.values(lambda run: run.report.get("hidden_norms"))
-            itself = f"; itself {np.mean([max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms]):.1f}"
+            itself = f"; itself {np.mean([norm_ratio(blocks[:-1] or blocks) for blocks in norms], axis=0).max():.1f}"
         sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
     lines = [line for side, cells in sides.items() for line in _listing(f"{side} {threshold:g}", cells)]
     what = "95 % interval" + ("; itself: not divided" if key == "hidden" else "")

@@ -120,15 +120,26 @@ def run_lock(target: Path) -> Iterator[None]:
     """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
 
     The kernel drops the lock with the process that held it. What a killed one left of a record that it was writing is
-    removed.
+    removed, or put in its place where that is empty and what is left is whole: killed while one replaced the other.
     """
     partial = partial_folder(target)
     with _locked(partial / "lock", short_name(target)):
         for left in target.parent.glob(f".{target.name}-*.tmp"):
+            if not target.exists() and _is_whole(left):
+                os.replace(left, target)
             shutil.rmtree(left, ignore_errors=True)
         yield
         if target.exists():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder is a record that can be read."""
+    try:
+        read_record(folder)
+    except CorruptRecord:
+        return False
+    return True
 
 
 def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:

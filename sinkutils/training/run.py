@@ -20,7 +20,7 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report
+from sinkutils.measuring.report import NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
@@ -156,7 +156,10 @@ class Run:
         point: dict[str, Any] = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
         if not math.isfinite(point["valid_loss"]):
             return point, None
-        report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
+        try:
+            report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
+        except NotFinite:  # also of a model whose loss is finite still
+            return point, None
         point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
         if report.star is not None:
             point |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}

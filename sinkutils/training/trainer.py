@@ -151,11 +151,12 @@ def _loop(
             if not failure:
                 point, report = run.evaluate()
                 failure = divergence([point["valid_loss"]], hopeless)
+                failure = failure or (None if report is not None else "the model computed what is not finite")
             passed = time.monotonic() - started
             run.seconds = before + passed
             if failure:
                 return f"{failure} by step {run.step}", None
-            assert report is not None  # the validation loss is finite
+            assert report is not None
             run.keep({**point, **run.steps(losses), "train_loss": sum(losses) / len(losses)}, report)
             run.passed.clear()
             rate = int((run.step - first) * run.tokens_per_step / passed)

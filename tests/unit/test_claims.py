@@ -387,10 +387,11 @@ TOLD = {  # what the sources say; in dispute, what those say that sinks and mass
     "k_bias": {"excess": 0.0, "star": 0.3, "peak": 1.2, "gathered": 3.0},
     "sigmoid": {"excess": 0.0, "peak": 1.2, "gathered": 3.0},
     "depth_1": {"excess": 0.1}, "depth_2": {"excess": 0.2}, "depth_3": {"excess": 0.25}, "depth_6": {"excess": 0.4},
+    "weight_decay_0": {},
     "context_32": {"excess": 0.1}, "context_128": {"excess": 0.35}, "context_512": {"excess": 0.4},
 }  # fmt: skip
 OTHERWISE = {"activations_make_sinks": PARTLY, "two_blocks": rules.NOT_VISIBLE}
-BASE_HOLDS = {"softpick_activations", "adam_activations", "pre_norm_couples", "norms_keep_sinks", "v_scale"}
+SOME_HOLD = {"adam_activations", "norms_keep_sinks", "v_scale"}
 
 
 def trained(runs, noise=0.002, base=4.0, **changed):
@@ -398,7 +399,8 @@ def trained(runs, noise=0.002, base=4.0, **changed):
     Ledger(runs).base(0.3, peak=base, gathered=16.0)
     ledger = Ledger(runs, noise=noise)
     for name, values in TOLD.items():
-        ledger.add(name, **({"excess": 0.3, "peak": 4.0, "gathered": 16.0} | (changed or values)))
+        kept = {"peak": base} if name == "weight_decay_0" else changed or values  # what SGD stands beside
+        ledger.add(name, **({"excess": 0.3, "peak": 4.0, "gathered": 16.0} | kept))
     return ledger
 
 
@@ -417,7 +419,7 @@ def test_claims_of_later_papers_fail_when_the_sink_stays_and_all_else_gets_worse
     table = claims("laptop", trained(tmp_path, **worse).runs, "later").set_index("id")
     verdicts = table["verdict"].drop("two_blocks").to_dict()
     assert verdicts.pop("activations_make_sinks") == REPRODUCED
-    assert verdicts == {id: PARTLY if id in BASE_HOLDS else NOT_REPRODUCED for id in verdicts}
+    assert verdicts == {id: PARTLY if id in SOME_HOLD else NOT_REPRODUCED for id in verdicts}
 
 
 @pytest.mark.slow
@@ -425,6 +427,39 @@ def test_claims_of_later_papers_are_inconclusive_where_seeds_disagree(tmp_path):
     same = {"excess": 0.2, "star": 0.05, "peak": 2.2, "gathered": 16.0, "loss": 2.85}
     table = claims("laptop", trained(tmp_path, noise=0.1, base=2.3, **same).runs, "later").set_index("id")
     assert set(table["verdict"].drop("two_blocks")) == {INCONCLUSIVE}, table["verdict"].to_dict()
+
+
+@pytest.mark.slow
+def test_without_its_premise_a_claim_is_inconclusive_and_with_it_nothing_is_shown(tmp_path):
+    plain = claims("laptop", trained(tmp_path, base=1.1).runs, "later").set_index("id")
+    for id in ("softpick_activations", "pre_norm_couples"):  # the base has nothing massive that could be gone
+        assert plain.loc[id, "verdict"] == INCONCLUSIVE
+    table = checks("softpick_activations", "laptop", tmp_path).set_index("premise")
+    assert (
+        table["outcome"].to_dict() == {False: "holds", True: "fails"}
+        and plain.loc["softpick_activations", "holds"] == "1 of 1"
+    )
+
+
+def test_a_run_that_failed_in_some_seeds_is_open_and_not_waited_for(ledger):
+    ledger.base().add("softmax_p2", failed=True, seeds=(1,)).add("softmax_p2", 0.0, seeds=(0, 2))
+    outcome = ledger.judge("absent", "softmax_p2")
+    assert (outcome.state, outcome.why) == ("inconclusive", "softmax_p2 failed to train in 1 of 3 seeds")
+    assert ledger.judge("fails", "softmax_p2").state == "inconclusive"
+    ledger.add("softmax_p2", 0.0, seeds=(3,))
+    assert ledger.judge("absent", "softmax_p2").state == "holds", "three that trained are enough"
+
+
+def test_a_pair_is_judged_on_three_seeds_that_both_have(ledger):
+    ledger.base().add("sigmoid", 0.0, seeds=(0, 1, 2)).add("elu", 0.0, seeds=(1, 2, 3))
+    assert ledger.judge("more", "base", "elu").state == "holds"
+    assert ledger.judge("more", "sigmoid", "elu").state == "not run"
+
+
+def test_the_base_is_the_base_by_whichever_name(ledger):
+    ledger.base(0.05)
+    same = [ledger.judge("present", name, key="learned_1") for name in ("base", "fixed_1")]
+    assert same[0].why == same[1].why == "threshold 0.044" and same[0].state == same[1].state
 
 
 def test_later_claims_need_records_that_keep_what_they_ask_and_a_ledger_that_holds_them(ledger, monkeypatch):

@@ -259,7 +259,8 @@ ON_THE_HUB = {
 @pytest.mark.parametrize("name", ON_THE_HUB)
 def test_a_hub_data_set_is_read_as_owner_name_and_config_and_its_text_field_found(monkeypatch, corpus, tmp_path, name):
     texts, field = list(corpus.texts("train", limit=60)), "content" if name == "hub:single" else "text"
-    asked = fake_hub(monkeypatch, [{"id": i, field: text} for i, text in enumerate(texts)])
+    rows = [{"id": i, field: text} for i, text in enumerate(texts)]
+    asked = fake_hub(monkeypatch, [*rows[:30], {"id": 30, field: None}, *rows[30:]])  # one has no text
     assert sorted(all_texts(load(name, tmp_path))) == sorted(texts)
     assert asked == [ON_THE_HUB[name]]
 

@@ -38,9 +38,9 @@ SAME = {
     "desk": {
         **{name: run for name, run in PLAIN.items() if name != "window_none"},
         **{"k_bias_dims_2": "k_bias_dims_1", "k_bias_dims_4": "k_bias_dims_1"},
-        **{"depth_6": "default", "context_128": "default"},
+        **{"depth_6": "default", "context_128": "window_none"},
     },
-    "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1", "context_512": "default"},
+    "gpu": {**PLAIN, "k_bias_dims_2": "k_bias_dims_1"},
     "paper": {**PLAIN, "data_share_1": "default", **ULTRACHAT},
     "paper-1b": ULTRACHAT,
 }

@@ -141,3 +141,41 @@ def test_blocks_are_measured_one_by_one():
     table = later.blocks(model, torch.randint(1024, (4, 40)))
     assert list(table) == ["sink", "peak", "value", "gradient"] and list(table.index) == [1, 2, 3]
     assert (table["sink"].abs() < 0.05).all() and (table["peak"] > 3).all() and (table["gradient"] > 1).all()
+
+
+def test_context_lengths_are_compared_with_the_bases_own_at_their_length_of_text(add, said, shown):
+    add("fixed_1", 0.1), add("context_64", 0.3), add("context_32", 0.4)
+    shown_rows = later.rows("context length", "laptop")
+    assert [row.experiment for row in shown_rows[:2]] == ["context_64", "context_32"]
+    assert not any(row.base for row in shown_rows)
+    later.compare("context length", "laptop", ("excess_1",))
+    assert "than the base at this T (difference of the excess of α₁, 95 % interval): context 32, as many" in said()
+    assert "is shaded" not in said()
+    lengths = {config(f"context_{length}", "laptop").train.eval_length for length in (32, 64, 128, 256, 512)}
+    assert len(lengths) == 1, "α₁ falls with T whatever was trained on"
+
+
+def test_sgd_is_said_to_stand_beside_an_adam_that_has_lost_much_already(add):
+    add("fixed_1", 0.4), add("weight_decay_0", 0.4), add("sgd", 0.05, 1.2)
+    assert reasons.why("sgd", results("laptop")) == "", "nothing is lost"
+    add("weight_decay_0", 0.1, 1.3)
+    assert "its excess of α₁ is 0.120, SGD's 0.070, the base's 0.420" in reasons.why("sgd", results("laptop"))
+    add("weight_decay_0", 0.1, 4.0)
+    assert reasons.why("sgd", results("laptop")) == "", "its massive activations are there"
+
+
+def test_deeper_models_are_called_further_from_their_end_only_while_they_are(add, runs):
+    def growing(name, slope):
+        last = {"sink_1": 50.0, "valid_loss": 2.7}
+        points = [last | {"step": step, "excess_1": 1 - slope * (1 - step / 11)} for step in range(12)]
+        for seed in (0, 1, 2):
+            made_up(runs, name, seed, "laptop", curve=points, final=points[-1])
+
+    for name in ("depth_1", "depth_2", "depth_3", "fixed_1", "depth_6"):
+        assert reasons.why("depth", results("laptop")) == "", "one is missing"
+        growing(name, 0.1)
+    assert reasons.why("depth", results("laptop")) == "", "all alike"
+    growing("depth_6", 0.5)
+    assert "3 % with 1, 3 % with 2, 3 % with 3, 3 % with 4, 14 % with 6 blocks." in reasons.why(
+        "depth", results("laptop")
+    )

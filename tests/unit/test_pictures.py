@@ -134,3 +134,6 @@ def test_effects_are_filled_where_their_interval_leaves_out_zero():
 def test_keys_that_a_query_cannot_see_stay_white():
     image = figures.attention_map(np.full((4, 4), 0.25)).axes[0].images[0].get_array()
     assert np.isnan(np.ma.filled(image, np.nan)).tolist() == np.triu(np.ones((4, 4)), 1).astype(bool).tolist()
+    image = figures.attention_map(np.full((4, 4), 0.25), 2).axes[0].images[0].get_array()
+    seen = np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
+    assert np.isnan(np.ma.filled(image, np.nan)).tolist() == (seen == 0).tolist(), "nor what lies before its window"

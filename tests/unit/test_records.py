@@ -146,22 +146,28 @@ def die_before_step(step: int, what) -> bool:
 def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_next_run_cleans_up(tiny, tmp_path, there):
     target = record_folder("test", "tiny", 0, tmp_path)
     old, new = DONE | {"status": "failed", "reason": "old"}, DONE
-    left, deaths = set(), 0
+    left, found, deaths = set(), set(), 0
+
+    def state():
+        return read_record(target).metrics["reason"] if target.exists() else "nothing"
+
     for step in itertools.count(1):
+        shutil.rmtree(target, ignore_errors=True)
         if there == "another record":
             write_record(target, tiny, old, {})
-        with run_lock(target):  # what the worker before left is gone
-            assert {path.name for path in target.parent.iterdir()} <= {"0", "0.partial"}
         ended = die_before_step(step, lambda: write_record(target, tiny, new, {}))
-        left.add(read_record(target).metrics["reason"] if target.exists() else "nothing")
+        left.add(state())
         if ended:
             break
         deaths += 1
+        with run_lock(target):  # what the worker before left is gone, or in its place
+            assert {path.name for path in target.parent.iterdir()} <= {"0", "0.partial"}
+            found.add(state())
     assert read_record(target).metrics == new
-    if there == "no record":  # four files and a rename
-        assert deaths == 5 and left == {"nothing", None}
-    else:  # and one more to put the old one away; between the two there is none, and the run is trained again
-        assert deaths == 6 and left == {"old", "nothing", None}
+    if there == "no record":  # four files and a rename, before which the record is whole
+        assert deaths == 5 and left == {"nothing", None} and found == {"nothing", None}
+    else:  # and one more to put the old one away; between the two there is none, and the lock puts one back
+        assert deaths == 6 and left == {"old", "nothing", None} and "nothing" not in found
 
 
 def test_a_lock_on_a_file_that_its_last_owner_removed_is_taken_again(tmp_path, monkeypatch):

@@ -115,10 +115,10 @@ def test_without_an_onset_there_is_no_difference_of_it(add):
 
 
 def test_a_norm_ratio_is_given_beside_what_the_picture_shows(add, monkeypatch):
-    monkeypatch.setattr("sinkutils.ledger.trials.untrained_ratio", lambda *arguments: 0.2)
+    monkeypatch.setattr("sinkutils.ledger.trials.untrained_ratio", lambda *arguments: 0.5)
     add("fixed_1", 0.50, 0.54, 0.52, norm=1.3)
     (line, *_) = seen.sentences("Figure 7 left", key="hidden")
-    assert "itself: not divided" in line and "(6.50 to 6.50; itself 1.3)" in line
+    assert "itself: not divided" in line and "(1.30 to 1.30; itself 1.3)" in line, "never divided by less than 1"
 
 
 def test_rows_of_a_bias_say_what_is_on_it_and_what_the_paper_has(add):
@@ -189,14 +189,17 @@ FOUND = [
     (("more", ("fixed_1", "default"), "hidden"), (0.0, np.log(0.5), np.log(2)), "p = 1 after Holm",
      "norm ratio of h₁, times the untrained: the base has 1.00 (0.50 to 2.00) times that of any first token "
      "(the paper's default), and should be above it."),
+    (("alike", ("sft_sigmoid", "sft_softmax"), "gradient"), np.log([3.0, 2.5, 3.6]), "margin 0.693",
+     "median gradient norm: sigmoid, no normalisation, fine-tuned has 3.000 (2.500 to 3.600) times that of the base, "
+     "fine-tuned, beside a margin of 2.00."),
     (("", (), ""), (np.nan,) * 3, "something 1.2; exact", "\u201casked\u201d (something 1.2; exact)."),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("asked", "numbers", "why", "words"), FOUND)
 def test_a_reason_says_what_was_found_in_the_place_of_what_was_asked(asked, numbers, why, words):
-    columns = ["check", "outcome", "mean", "low", "high", "seeds", "why", *ledger.ASKED]
-    checks = pd.DataFrame([("asked", "fails", *numbers, 3, why, *asked)], columns=columns)
+    columns = ["check", "outcome", "mean", "low", "high", "seeds", "why", *ledger.ASKED, "premise"]
+    checks = pd.DataFrame([("asked", "fails", *numbers, 3, why, *asked, False)], columns=columns)
     said = cards.reason({"id": "none", "verdict": "not reproduced"}, checks, "laptop")
     assert said == f"Does not hold: {words}"
 
@@ -277,14 +280,19 @@ def test_in_a_window_of_two_tokens_the_first_is_the_token_before_only_while_it_g
 
 
 def test_shared_biases_are_called_as_good_only_while_they_take_as_much_at_the_same_loss(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
     add("kv_bias", 0.01, 0.01, 0.01, star=0.5, losses=(2.70, 2.71, 2.72))
     assert reasons.why("shared_biases", results("laptop")) == "", "none of both"
     add("kv_bias_shared", 0.01, 0.01, 0.01, star=0.55, losses=(2.71, 2.70, 2.72))
     said = reasons.why("shared_biases", results("laptop"))
-    assert said.startswith("Sharing KV biases costs nothing here: k* takes as much (Sink* 100 %, with one for ")
+    assert said.startswith(
+        "Sharing KV biases costs little here: within the ledger's margin k* takes as much (Sink* 100 %"
+    )
     assert "moves by +0.000 nats (" in said and "4 heads share a bias here, 8 in the paper" in said
     add("kv_bias_shared", 0.01, 0.01, 0.01, star=0.55, losses=(2.91, 2.90, 2.92))
     assert reasons.why("shared_biases", results("laptop")) == "", "worse trained"
+    add("kv_bias_shared", 0.01, 0.01, 0.01, star=0.2, losses=(2.71, 2.70, 2.72))
+    assert reasons.why("shared_biases", results("laptop")) == "", "less on k*"
 
 
 def test_runs_are_called_further_from_their_end_only_beside_a_base_that_is_nearer(runs):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 from unittest.mock import Mock
 
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from helpers import CPU, own_model
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.measuring.report import norm_ratio
+from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.grid import config
 from sinkutils.study.record import partial_folder, read_record
+from sinkutils.training import run as training_run
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizers
@@ -123,6 +125,22 @@ def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp
     assert record.metrics["curve"][0]["step"] == 0
     assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
     assert read_record(record.folder).status == "failed"
+
+
+def test_a_model_whose_attention_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
+    tiny, corpus, tmp_path, monkeypatch
+):
+    times = itertools.count()
+
+    def breaks(*arguments, really=training_run.measure, **options):
+        if next(times) == 2:
+            raise NotFinite("alpha holds nan")
+        return really(*arguments, **options)
+
+    monkeypatch.setattr(training_run, "measure", breaks)
+    record = train(tiny, tmp_path, corpus=corpus, progress=False)
+    assert record.status == "failed" and [point["step"] for point in record.metrics["curve"]] == [0, 4]
+    assert record.metrics["reason"] == "the model computed what is not finite by step 8"
 
 
 def test_bf16_trains_to_about_the_same_loss(tiny, corpus, tmp_path):
