@@ -3,7 +3,9 @@
 A record's provenance holds the hash of the ledger that it was made under; `results` reads only records of a ledger that
 is listed in frozen.json, so none that was made before the claims and rules were fixed. After a change of the ledger
 `python -m sinkutils.ledger.frozen "reason"` adds the entry. The claims of later papers (`ledger.later`) were written
-after the paper's own: the records of their variants count from the entry on that says so ("later": true).
+after the paper's own: the records of their variants count from the entry on that says so ("later": true). Of the claim
+on norms that keep sinks, added once more, this cannot be read off the records of its two variants: they name the entry
+before, whose rules stood in the clone that trained them, though their code is that of the commit that added the claim.
 """
 
 from __future__ import annotations

@@ -49,6 +49,14 @@ def title(name: str) -> str:
     return experiment("default" if name == "base" else name).title.replace(" x ", " × ").replace("alpha", "α")
 
 
+def model(name: str, preset: str = "laptop") -> str:
+    """What a model of ours is called, by its experiment or the name of its record."""
+    called = human(name, preset)
+    if called.startswith("the "):
+        return called
+    return f"the model with {'a ' if called.startswith(('prefix', 'window')) else ''}{called}"
+
+
 def is_experiment(name: str) -> bool:
     """Whether this is the identifier of an experiment."""
     return bool(NAMES.fullmatch(name))

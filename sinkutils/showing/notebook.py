@@ -23,7 +23,7 @@ from sinkutils.showing.pages import WIDTH, put
 from sinkutils.showing.svg import Picture
 from sinkutils.showing.tables import plain
 from sinkutils.study.experiments import experiment
-from sinkutils.study.grid import config, keeps_weights, unavailable
+from sinkutils.study.grid import config, keeps_weights, resolve, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
 from sinkutils.study.store import Runs
@@ -130,10 +130,7 @@ def look_around(
         return None
     own = subject(str(record.folder), device)
     ids = own.inputs("natural", 4, min(32, own.length), first=first)
-    called = names.of(name, preset)
-    article = "a " if called.startswith(("prefix", "window")) else ""
-    called = called if called.startswith("the ") else f"the model with {article}{called}"
-    return explore(own.model, ids, called, own.tokenizer)
+    return explore(own.model, ids, names.model(resolve(name, preset), preset), own.tokenizer)
 
 
 def ensure(

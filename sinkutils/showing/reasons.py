@@ -237,12 +237,13 @@ def _longer_learns_more(ours: Results) -> str:
     if any(gain is None or gain.high >= 0 for gain in gains):
         return ""
     losses = [experiment("default" if name == "base" else name).paper["valid_loss"] for name in runs]
-    onsets = ", ".join(f"{100 * ours.values(name, 'onset').mean():.0f}" for name in runs)
+    onsets = " and ".join(f"{100 * ours.values(name, 'onset').mean():.0f}" for name in runs[1:])
+    first = f"{100 * ours.values('base', 'onset').mean():.0f}"
     said = " and ".join(f"{-gain.mean:.3f} ({-gain.high:.3f} to {-gain.low:.3f})" for gain in gains if gain)
     return (
-        f"The sum of the rates is the same, and the sink sets in after {onsets} % of the steps; but our longer runs "
-        f"learn better, by {said} nats: the base's steps do not take all there is. The paper's learn better too "
-        f"({losses[1]:.2f} and {losses[2]:.2f} against {losses[0]:.2f}) and have less of a sink all the same: why, our "
+        f"The sum of the rates is the same, and the sink sets in after as large a share of the steps ({onsets} %, in "
+        f"the base {first} %); but our longer runs learn better, by {said} nats: the base's steps do not take all there "
+        f"is. The paper's learn better too ({losses[1]:.2f} and {losses[2]:.2f} against {losses[0]:.2f}) and have less of a sink all the same: why, our "
         "records do not tell."
     )
 
