@@ -242,9 +242,9 @@ def _longer_learns_more(ours: Results) -> str:
     said = " and ".join(f"{-gain.mean:.3f} ({-gain.high:.3f} to {-gain.low:.3f})" for gain in gains if gain)
     return (
         f"The sum of the rates is the same, and the sink sets in after as large a share of the steps ({onsets} %, in "
-        f"the base {first} %); but our longer runs learn better, by {said} nats: the base's steps do not take all there "
-        f"is. The paper's learn better too ({losses[1]:.2f} and {losses[2]:.2f} against {losses[0]:.2f}) and have less of a sink all the same: why, our "
-        "records do not tell."
+        f"the base {first} %); but our longer runs learn better, by {said} nats: the base's steps do not take all "
+        f"there is. The paper's learn better too ({losses[1]:.2f} and {losses[2]:.2f} against {losses[0]:.2f}) and "
+        "have less of a sink all the same: why, our records do not tell."
     )
 
 
