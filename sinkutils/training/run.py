@@ -66,6 +66,12 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, giv
     return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
 
+def instruction_set() -> list[str]:
+    """What decides the roundings of a CPU's products: machines that differ in it give other last digits."""
+    has = torch.cpu.get_capabilities()
+    return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
+
+
 class Run:
     """`train` drives it."""
 
@@ -96,6 +102,7 @@ class Run:
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
         self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
         self.seconds = 0.0
+        self.machines = [instruction_set()]  # of each that trained a part of it, in their order
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
@@ -118,8 +125,11 @@ class Run:
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
 
     def provenance(self) -> dict[str, Any]:
-        """What the record says of the run's text beside its name and hash."""
-        return {"corpus_train_tokens": len(self.chunks.tokens)}
+        """What the record says of the run's text beside its name and hash, and of the machines that it ran on."""
+        known: dict[str, Any] = {"instruction_set": self.machines[-1]}
+        if len(self.machines) > 1:
+            known["began_on"] = self.machines[:-1]
+        return known | {"corpus_train_tokens": len(self.chunks.tokens)}
 
     def autocast(self) -> torch.autocast:
         """bf16 where the config asks for it."""

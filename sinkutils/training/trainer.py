@@ -109,7 +109,6 @@ def train(
         provenance = {
             **run.provenance(),
             "device": device_name(target),
-            "instruction_set": instruction_set(),
             "wall_seconds": round(run.seconds, 1),
             "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
             "compiled": compile,
@@ -213,12 +212,6 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-
-
-def instruction_set() -> list[str]:
-    """What decides the roundings of a CPU's products: machines that differ in it give other last digits."""
-    has = torch.cpu.get_capabilities()
-    return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
 
 
 def device_name(device: torch.device) -> str:

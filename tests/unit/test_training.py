@@ -183,6 +183,19 @@ def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_bloc
         make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
+def test_a_run_that_moved_between_kinds_of_machine_says_where_it_began(tiny, corpus, tmp_path, monkeypatch):
+    run, path = Run(tiny, corpus, CPU), tmp_path / "c.safetensors"
+    save_checkpoint(run, path)
+    load_checkpoint(stayed := Run(tiny, corpus, CPU), path)
+    assert "began_on" not in stayed.provenance()
+    monkeypatch.setattr(training_run, "instruction_set", lambda: ["another"])
+    for _ in range(2):  # and goes on there
+        load_checkpoint(moved := Run(tiny, corpus, CPU), path)
+        said = moved.provenance()
+        assert (said["instruction_set"], said["began_on"]) == (["another"], [run.provenance()["instruction_set"]])
+        save_checkpoint(moved, path)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, tmp_path):
     tiny = change(tiny, optimizer=optimizer)
