@@ -174,6 +174,25 @@ def _deeper_is_slower(ours: Results) -> str:
     )
 
 
+def _most_at_its_own(ours: Results) -> str:
+    """2504.02732: whether the context of the base has more of a sink than shorter and longer ones, in every pair."""
+    middle = config("base", ours.preset).model.context_length
+    found = {length: ours.values(f"context_{length}", "excess_1") for length in (32, 64, 128, 256, 512)}
+    means = {length: values.mean() for length, values in found.items() if len(values) > 2}
+    sides = [length for length in means if length != middle]
+    if middle not in means or not min(sides, default=middle) < middle < max(sides, default=middle):
+        return ""
+    for length in sides:
+        less = paired(ours, f"context_{middle}", f"context_{length}", "excess_1")
+        if less is None or less.low <= 0:
+            return ""
+    said = ", ".join(f"{mean:.3f} at {length}" for length, mean in means.items())
+    return (
+        f"The excess is largest at {middle} tokens, the length that the recipe was calibrated for, and smaller on both "
+        f"sides ({said}), as many tokens a step in each: longer contexts are fewer texts a step, and fewer first tokens."
+    )
+
+
 def _element_without_gradient(ours: Results) -> str:
     """2603.17771: whether x_1 has a large element where no gradient gathers on it, as with K biases."""
     there = judge(Check("present", ("k_bias",), "peak"), ours, {})
@@ -442,6 +461,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
     "softmax_plus_one": _in_the_first_blocks("softmax_plus_one"),
     "depth": _deeper_is_slower,
+    "context": _most_at_its_own,
     **dict.fromkeys(("sgd", "adam_activations"), _without_decay),
     **dict.fromkeys(("small_rate", "small_rate_delays"), _past_the_best_rate),
 }

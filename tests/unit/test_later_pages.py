@@ -179,3 +179,13 @@ def test_deeper_models_are_called_further_from_their_end_only_while_they_are(add
     assert "3 % with 1, 3 % with 2, 3 % with 3, 3 % with 4, 14 % with 6 blocks." in reasons.why(
         "depth", results("laptop")
     )
+
+
+def test_the_bases_own_context_is_called_best_only_while_it_is(add):
+    add("context_64", 0.4), add("context_32", 0.2)
+    assert reasons.why("context", results("laptop")) == "", "no longer one"
+    add("context_512", 0.1)
+    said = reasons.why("context", results("laptop"))
+    assert "largest at 64 tokens" in said and "(0.220 at 32, 0.420 at 64, 0.120 at 512)" in said
+    add("context_128", 0.5)
+    assert reasons.why("context", results("laptop")) == "", "a longer one has more"
