@@ -189,7 +189,7 @@ def _most_at_its_own(ours: Results) -> str:
     said = ", ".join(f"{mean:.3f} at {length}" for length, mean in means.items())
     return (
         f"The excess is largest at {middle} tokens, the length that the recipe was calibrated for, and smaller on both "
-        f"sides ({said}), as many tokens a step in each: longer contexts are fewer texts a step, and fewer first tokens."
+        f"sides ({said}), as many tokens a step in each: longer contexts are fewer texts a step, so fewer first tokens."
     )
 
 
