@@ -2,11 +2,12 @@
 
     python benchmarks/digits.py record [laptop/fixed_1/0 ..] [--runs FOLDER] [--json benchmarks/results/again.json]
     python benchmarks/digits.py machines [--steps 100] [--json benchmarks/results/digits.json]
+    python benchmarks/digits.py losses
 
 `record` trains records again, into FOLDER if one is given (where a killed run goes on), compares them to the last digit
 and says where both end; it exits 1 where a digit differs. `machines` trains the laptop's base for a few steps in
 processes that may use fewer instructions, so that this machine computes as an older one would, and says at which step
-the loss first differs and what a step costs.
+the loss first differs and what a step costs. `losses` prints the base's first losses, to hold beside another machine's.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     seed = {"type": int, "default": 0}
     preset = {"default": "laptop", "choices": list(PRESETS), "help": "scale of the study"}
     runs = {"type": Path, "help": "folder of the records (default: data/runs)"}
-    model = {"help": "hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0"}
+    model = {"help": "smollm2, a hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0"}
     device = {"help": "cpu, cuda, .. (default: cuda where there is one)"}
     dtype = {"help": "float32, bfloat16, float16 or float64 (default: float32 on the CPU, else the model's own)"}
     text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"

@@ -1,4 +1,4 @@
-"""The ledger's rules, fixed before the records that it judges: what a check asks, when it holds, when it fails.
+"""The ledger's rules, fixed before the first record that it judges: what a check asks, when it holds, when it fails.
 
 The primary outcome is mean excess alpha_1, (alpha_1 - u) / (1 - u) with u that of uniform attention, over texts, layers
 and heads; Sink_1 at three eps stands beside it. Every check has four outcomes: it holds, it fails, it is inconclusive,

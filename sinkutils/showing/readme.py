@@ -72,8 +72,15 @@ def _numbers(row: dict[str, Any]) -> list[str]:
     lines = [f"{fact}." for fact in facts]
     for column in (name for name in table if name.startswith("ours: Sink")):
         printed = table.get(column.replace("ours", "paper"), {})
-        pairs = [(f"{run}: {ours}", printed.get(run)) for run, ours in table[column].items() if ours]
-        cells = [f"{ours} (the paper {paper})" if paper else ours for ours, paper in pairs]
+        default = names.title("default")  # what the paper's tables change, where ours change the base
+        alone = "Table 10 right" in row["source"] or not printed.get(default)
+        cells = []
+        for run, ours in table[column].items():
+            paper = f"the paper {printed[run]}" if printed.get(run) else ""
+            if run == "the base" and not alone:
+                paper = f"the paper's, which meets any first token, {printed[default]}"
+            if ours and (alone or run != default):
+                cells.append(f"{run}: {ours} ({paper})" if paper else f"{run}: {ours}")
         lines.append(f"{column.removeprefix('ours: ')}: {'; '.join(cells)}.")
     return lines
 
@@ -234,7 +241,12 @@ def training_part() -> str:
     step = (base.hidden_size, base.context_length, "ours compiled bf16")
     rate = next(row["tokens_per_second"] for row in measured if (row["d"], row["context"], row["who"]) == step)
     hours = sum(cost(run).tokens for run in runs) / rate / 3600
-    whole = f"The whole study at `{PRESET}`, {len(runs)} runs, is {hours:.0f} core-hours of the base's compiled step."
+    took = [entry.record.provenance["wall_seconds"] / 3600 for entry in Runs().entries(PRESET) if entry.record]
+    whole = (
+        f"The base's compiled step alone is {hours:.0f} core-hours over the {len(runs)} runs of the study at "
+        f"`{PRESET}`; evaluations and dearer variants come on top: the {len(took)} runs that are recorded took "
+        f"{sum(took):.0f} hours of one core, most of them with another training beside."
+    )
     return f"{table}\n\n{whole}"
 
 
