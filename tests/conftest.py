@@ -84,3 +84,10 @@ def tiny() -> RunConfig:
         train=TrainConfig(steps=12, batch_size=4, warmup_steps=3, eval_every=4, eval_sequences=2, eval_length=32,
                           valid_chunks=4),
     )  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Cells of notebooks wait longer for their output than nbval's 5 seconds, which a busy machine can take."""
+    for item in items:
+        if hasattr(item, "output_timeout"):
+            item.output_timeout = 60
