@@ -222,7 +222,8 @@ def alpha_heatmaps(alphas: Mapping[str, Any]) -> Figure | None:
     figure, axes = plt.subplots(1, len(alphas), figsize=size, squeeze=False, width_ratios=widths)
     for axis, (name, alpha) in zip(axes[0], alphas.items(), strict=True):
         image = draw_map(axis, alpha, causal=False, aspect="auto")
-        axis.set(title=name, xlabel="head $h$")
+        axis.set(xlabel="head $h$")
+        axis.set_title(textwrap.fill(name, 26), fontsize="small")
         whole_numbers(axis.xaxis, axis.yaxis)
     axes[0, 0].set_ylabel("block $l$")
     figure.colorbar(image, ax=axes[0], label=r"$\alpha_1^{l,h}$")

@@ -81,7 +81,7 @@ def chain(models: Models) -> Figure | None:
     models = {title: of for title, of in models.items() if "first_token" in of}
     if not models:
         return None
-    figure, axes = plt.subplots(len(models), 3, figsize=(8.8, 2.3 * len(models) + 0.3), squeeze=False)
+    figure, axes = plt.subplots(len(models), 3, figsize=(9.8, 2.4 * len(models) + 0.6), squeeze=False)
     for (sizes, shares, keys), (title, of) in zip(axes, models.items(), strict=True):
         first, middle = of["first_token"][usual(of)], of["first_token"]["middle"]
         for rank, label in enumerate(("largest", "second", "third")):
@@ -97,8 +97,8 @@ def chain(models: Models) -> Figure | None:
         _first(keys, near, control, f"token {middle}", STAR_COLOR)
         keys.set(ylabel=r"$\cos(k, \mathrm{mean}\ k)$", ylim=(0, 1.03))
     figures.block_axis(*axes.flat)
-    for axis in axes[0]:
-        axis.legend(fontsize="small", loc="lower right")
+    for axis in axes[-1]:  # below, where no curve runs
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=3, columnspacing=1)
     return figure
 
 
