@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -37,6 +38,7 @@ BESIDE = {
 GROUPS = {"a way to say nothing": "o", "another function of the logits": "s", "norms and values": "^", "optimiser": "D"}
 LOSSES = "viridis_r"
 CONTEXTS = "context length"
+STEPS = {"depth": "num_layers", CONTEXTS: "context_length"}  # groups whose rows are steps of a quantity, in its order
 
 
 def sources() -> pd.DataFrame:
@@ -63,12 +65,15 @@ def rows(group: str, preset: str = "laptop") -> list[names.Row]:
     table, ours = sources(), results(preset)
     if group not in set(table["group"]):
         raise ValueError(f"group must be one of {', '.join(table['group'].unique())}; got {group!r}")
-    first, variants = "base", list(table.index[table["group"] == group])
-    if group == CONTEXTS:  # measured on shorter texts than the base, so beside a run of its context that is too
-        first = f"context_{config('base', preset).model.context_length}"
-    experiments = [first, *BESIDE.get(group, ()), *(name for name in variants if name != first)]
+    variants = list(table.index[table["group"] == group])
+    # Contexts are measured on shorter texts than the base, so beside a run of its context that is too.
+    control = f"context_{config('base', preset).model.context_length}"
+    experiments = list(dict.fromkeys([control if group == CONTEXTS else "base", *BESIDE.get(group, ()), *variants]))
+    if group in STEPS:
+        experiments.sort(key=lambda name: getattr(config(name, preset).model, STEPS[group]))
     labels = {ours.label(name): names.of(name, preset) for name in experiments}
-    return names.named([(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()], preset)
+    shown = names.named([(PaperRow(group, label, name, {}, ""), label) for name, label in labels.items()], preset)
+    return [replace(row, base=row.base or row.experiment == ours.label(control)) for row in shown]
 
 
 def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1", "peak", "valid_loss")) -> None:

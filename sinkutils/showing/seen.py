@@ -68,11 +68,12 @@ def of_rows(shown: Sequence[Row], ours: Results, key: str = "excess_1") -> list[
 
 
 def reference(shown: Sequence[Row]) -> str:
-    """The experiment that an item's rows are compared with: the base, in its place that of the windows or the first of
-    the context lengths, which are measured on shorter texts, or the default where rows change that.
+    """The experiment that an item's rows are compared with: the base, in its place that of the windows or of the
+    context lengths, which are measured on shorter texts, or the default where rows change that.
     """
-    if shown[0].experiment.startswith("context_"):
-        return shown[0].experiment
+    control = next((row.experiment for row in shown if row.base and row.experiment.startswith("context_")), "")
+    if control:
+        return control
     there = {row.experiment for row in shown}
     if "default" not in there and any(row.base for row in shown):
         return "base"
