@@ -22,6 +22,7 @@ from sinkutils.ledger.effects import each_seed, level
 from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
+from sinkutils.study.grid import config, unavailable
 
 # Background and ink of a chip, and the mark before it where there is no colour. The verdict's word always stands there.
 CHIPS = {
@@ -135,8 +136,19 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
         for name in columns.get("paper: Sink₁ %", {}).keys() - columns[column].keys():
             shares = [run.final["sink_1"] for run in results(preset).seeds(name).values() if not run.failed]
             columns[column] |= {name: f"{np.mean(shares):.1f}"} if shares else {}
-    table = pd.DataFrame(columns | means).rename(index=lambda name: names.of(name, preset))
+    table = pd.DataFrame(columns | means)
+    table = table.rename(index=_labels(list(table.index), preset))
     return table.map(lambda value: _minus(value) if isinstance(value, str) else ""), words, facts
+
+
+def _labels(runs: list[str], preset: str) -> dict[str, str]:
+    """The runs' names on a card, with the T that each was measured at where that differs: alpha_1 falls with T."""
+    lengths = {name: config(name, preset).train.eval_length for name in runs if name not in unavailable(preset)}
+    differ = len(set(lengths.values())) > 1
+    return {
+        name: names.of(name, preset) + (f", at T = {lengths[name]}" if differ and name in lengths else "")
+        for name in runs
+    }
 
 
 def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:

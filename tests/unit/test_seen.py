@@ -219,6 +219,19 @@ def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     assert ">not run<" in page and cards.CHIPS["not run"][0] in page
 
 
+def test_a_card_says_what_t_each_run_was_measured_at_where_they_differ():
+    row = {"paper": "", "interval": "", "ours": "excess of alpha_1: context_32 0.2, context_512 0.1"}
+    assert list(cards.figures(row, "laptop")[0].index) == [
+        "context 32, as many tokens a step",
+        "context 512, as many tokens a step",
+    ]
+    row["ours"] += ", fixed_1 0.3"
+    assert list(cards.figures(row, "laptop")[0].index)[1:] == [
+        "context 512, as many tokens a step, at T = 32",
+        "the base, at T = 64",
+    ]
+
+
 def test_a_cause_is_named_of_claims_that_there_are_and_only_while_its_test_says_so(runs):
     known = {claim.id for part in ledger.PARTS.values() for claim in part}
     said = {id: reasons.why(id, results("laptop", runs)) for id in reasons.REASONS}
