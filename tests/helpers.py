@@ -50,6 +50,8 @@ def architectures() -> dict[str, dict[str, Any]]:
         "learnable_sink_token": {"position": "learnable", "sink_token": True},
         "t5_k_bias": {"position": "relative_learned", "attention": AttentionSpec(bias="k")},
         "sigmoid_k_bias": {"attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")},
+        "alibi_sink_logit": {"position": "alibi", "attention": AttentionSpec(sink_logit="learned")},
+        "alibi_differential": {"position": "alibi", "attention": AttentionSpec(differential=True)},
         "prefix_sink_logit": {"attention": AttentionSpec(sink_logit="learned", prefix=7)},
         "window_differential": {"attention": AttentionSpec(differential=True, window=5)},
     }
@@ -128,6 +130,7 @@ class DenseMaps:
 
     def __init__(self, model: TransformerLM, ids: Tensor) -> None:
         self.maps: list[Tensor] = []  # (B, H, T, S) by layer, x* or k* first
+        self.qkv: list[tuple[Tensor, Tensor, Tensor]] = []
         self.hidden: list[Tensor] = []
         self.before: list[Tensor] = []
         with torch.no_grad():
@@ -140,6 +143,7 @@ class DenseMaps:
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> None:
         self.maps.append(dense_shares(q, k, v, spec, extras))
+        self.qkv.append((q, k, v))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.hidden.append(hidden)

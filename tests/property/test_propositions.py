@@ -64,6 +64,11 @@ def test_proposition_4_the_bound_on_rotary_attention_goes_to_zero() -> None:
     bound = seen.bound()
     assert (bound.diff(dim=-1) < 0).all()
     assert (seen.logits.abs() <= seen.xi[..., None] + 1e-12).all()
+    one = repeated_tokens("rotary", 8, num_heads=1)
+    model = TransformerLM(LMConfig(64, 8, 3, 1, 32, 64, "rotary"), 0)
+    norms = measure(model, torch.full((1, 8), 7))
+    expected = norms.query_norms[:, :1] * norms.key_norms[:, :1] / 32**0.5
+    torch.testing.assert_close(one.xi.float(), expected, rtol=1e-4, atol=1e-6)
     xi = float(seen.xi[0, 0])
     assert float(bound[0, 0, 9]) == pytest.approx(math.exp(2 * xi) / (math.exp(2 * xi) + 9))
 

@@ -12,9 +12,10 @@ from sinkutils.measuring.destinations import destinations
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.positions import rotary_tables, rotate
 
 
 def test_v_scale_shrinks_small_values_and_their_gradients_and_changes_no_attention():
@@ -47,10 +48,14 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     handle = model.blocks[1].attention.register_forward_hook(
         lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
     )
+    projected: list[Tensor] = []
+    model.blocks[1].attention.qkv.register_forward_hook(lambda _, __, out: projected.append(out) or out.retain_grad())
     torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
     handle.remove()
     expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
     assert found["input"][1] == pytest.approx(expected.tolist(), rel=1e-3)
+    values = projected[0].grad.sum(0)[1:, 32:].norm(dim=-1)  # q and k stand before v
+    assert found["value"][1] == pytest.approx(values.tolist(), rel=1e-3)
     assert [len(rows) for rows in found.values()] == [2, 2] and len(found["value"][0]) == 8
     # v_j's gradient is the attention-weighted sum of those of the outputs that read it: none is read by no one
     assert min(map(min, found["value"])) > 0
@@ -65,7 +70,9 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
     dense = DenseMaps(model, ids)
     found = destinations(model, ids, torch.tensor([2]))
     rows = dense.maps[1][:, 0, 2:, :]  # of layer 2, head 1, queries 3..T; column 0 is k*
-    expected = {"star": rows[..., 0], "first": rows[..., 1]}
+    at = torch.arange(2, 12)
+    own, before = (rows[:, at - 2, at + 1 - back] for back in (0, 1))
+    expected = {"star": rows[..., 0], "first": rows[..., 1], "self": own, "previous": before}
     for kind, at in expected.items():
         assert found[kind][1][0] == pytest.approx(float(at.mean()), abs=2e-4)
     later = range(6, 12)  # the line break at 5 is neither the query's own key nor the one before
@@ -84,6 +91,30 @@ def test_peaks_are_the_largest_element_over_the_median_one():
     again = Report.from_dict(report.to_dict())
     torch.testing.assert_close(again.hidden_peaks, report.hidden_peaks, rtol=1e-4, atol=1e-5)
     assert measure(model, ids, norms=False).hidden_peaks is None
+
+
+def test_dyt_is_the_tanh_of_a_scaled_input_and_scales_the_embeddings():
+    model, ids = TransformerLM(LMConfig(**SHAPE, normalization="dyt"), 0), torch.randint(60, (2, 5))
+    torch.testing.assert_close(DenseMaps(model, ids).first, 4 * model.embed(ids))  # sqrt(d)
+    norm, x = model.blocks[1].norm_2, torch.randn(2, 5, 16)
+    with torch.no_grad():
+        norm.alpha.fill_(0.3)
+        norm.weight.copy_(torch.linspace(0.5, 2, 16))
+    torch.testing.assert_close(norm(x), torch.tanh(0.3 * x) * norm.weight)
+
+
+@torch.no_grad()
+def test_a_differential_layer_is_that_of_ye_et_al_from_its_weights():
+    model, x = own_model(attention=AttentionSpec(differential=True)).double(), torch.randn(2, 6, 16).double()
+    layer, tables = model.blocks[1].attention, rotary_tables(6, 4, torch.float64)  # each map's own, of half the size
+    q, k, v = layer.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    first, second = (attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1))
+    start = 0.8 - 0.6 * math.exp(-0.3)  # of the second layer
+    q_1, k_1, q_2, k_2 = layer.mix
+    heads = (first - ((q_1 @ k_1).exp() - (q_2 @ k_2).exp() + start) * second) @ v
+    heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight * (1 - start)
+    got = layer(x, {"cos": model.cos[:6], "sin": model.sin[:6]})
+    torch.testing.assert_close(got, heads.transpose(1, 2).flatten(2) @ layer.out.weight.T, atol=1e-5, rtol=1e-5)
 
 
 def test_a_gated_norm_is_rmsnorm_times_a_gate_of_its_own_output():

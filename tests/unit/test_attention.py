@@ -64,7 +64,12 @@ OPERATIONS = {
         for f, z in product(BY_HAND, Z_BY_HAND)
         if f != "softpick" and (f != "linear" or z in ("none", "max_abs_sum"))
     },
-    (("similarity", "softpick"),): over(BY_HAND["softpick"], lambda s, row: sum(abs(math.expm1(x)) for x in s)),
+    **{
+        (("similarity", "softpick"), ("scale", a)): over(
+            BY_HAND["softpick"], lambda s, row, a=a: sum(abs(math.expm1(x)) for x in s) / a
+        )
+        for a in (1.0, 0.05)
+    },
     (("similarity", "sigmoid"), ("normalizer", "none"), ("logit_bias", -math.log(5))): over(
         lambda s: BY_HAND["sigmoid"](s - math.log(5)), Z_BY_HAND["none"]
     ),

@@ -49,12 +49,12 @@ def test_secondary_sinks_are_found_where_a_key_draws_attention_and_not_near_the_
     report = measure(model, ids, mass=True)
     report.mass = torch.full_like(report.mass, 0.1)
     report.mass[1, 1, 0, 6] = 0.5  # text 1, layer 1, head 0, position 7
-    report.mass[0, 0, 1, 20] = 0.6
-    report.mass[2, 0, 0, 30] = 0.9  # seen by ten queries only
+    report.mass[0, 0, 1, 24] = 0.6  # seen by sixteen queries
+    report.mass[2, 0, 0, 25] = 0.9  # and by fifteen
     report.mass[:, :, :, 0] = 0.9  # the first key is no secondary one
     table = secondary_sinks(report, ids)
-    assert table.drop(columns=["token", "alpha"]).values.tolist() == [[0, 1, 0, 21], [1, 0, 1, 7]]
-    assert table["token"].tolist() == [int(ids[0, 20]), int(ids[1, 6])]
+    assert table.drop(columns=["token", "alpha"]).values.tolist() == [[0, 1, 0, 25], [1, 0, 1, 7]]
+    assert table["token"].tolist() == [int(ids[0, 24]), int(ids[1, 6])]
     assert len(secondary_sinks(report, ids, queries=5)) == 3 and secondary_sinks(report, ids, epsilon=0.95).empty
     with pytest.raises(ValueError, match="mass=True"):
         secondary_sinks(measure(model, ids), ids)

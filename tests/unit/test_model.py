@@ -1,16 +1,18 @@
 """The decoder: shapes, equations, refusals, initialisation, and agreement of its two attention paths."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import DenseMaps, architectures, own_model, tokens
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils.measuring.measure import measure
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.config import FFNS, LMConfig
 from sinkutils.model.decoder import TransformerLM, fixed_value
-from sinkutils.model.positions import alibi_slopes, relative_buckets, rotary_tables, rotate
+from sinkutils.model.positions import absolute_embedding, alibi_slopes, relative_buckets, rotary_tables, rotate
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
 
@@ -32,7 +34,7 @@ def test_every_variant_is_causal_and_its_fast_path_equals_the_reference(name):
     later = ids.clone()
     later[:, 12] = (ids[:, 12] + 1) % 60
     torch.testing.assert_close(model(later)[:, :12], fast[:, :12])
-    assert not torch.allclose(model(later)[:, 12:], fast[:, 12:])
+    assert not torch.allclose(model(later)[:, 12], fast[:, 12])
     if name == "prefix_4":  # seen by the tokens before it
         later[:, 3] = (ids[:, 3] + 1) % 60
         assert not torch.allclose(model(later)[:, 0], fast[:, 0])
@@ -47,6 +49,8 @@ def test_initialisation_has_the_authors_variances():
         assert std[name] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert std["blocks.0.attention.key_bias"] == pytest.approx(0.02, rel=0.3)
     assert model.norm.weight.eq(1).all()
+    mixed = TransformerLM(LMConfig(**shape, attention=AttentionSpec(differential=True)), 0)
+    assert mixed.blocks[0].attention.mix.std().item() == pytest.approx(0.1, rel=0.3)
     for ffn in FFNS:  # the output of SwiGLU alone starts small, as in the published code
         down = TransformerLM(LMConfig(**shape, ffn=ffn), 0).blocks[2].ffn.down.weight.std().item()
         assert down == pytest.approx(1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02)
@@ -104,6 +108,35 @@ def test_a_gate_multiplies_the_output_of_a_head_and_changes_no_attention():
     torch.testing.assert_close(measure(gated, ids).alpha[:, :, 0], measure(plain, ids).alpha[:, :, 0])
 
 
+def test_ffns_are_those_of_table_11():
+    phi = {"re": torch.relu, "ge": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2, "sw": lambda x: x * torch.sigmoid(x)}
+    for name in FFNS:
+        ffn, x = own_model(ffn=name).blocks[0].ffn, torch.randn(5, 16)
+        gate, *up = (x @ ffn.up.weight.T).split(24, dim=-1)
+        assert len(up) == name.endswith("glu")
+        torch.testing.assert_close(ffn(x), (phi[name[:2]](gate) * (up[0] if up else 1)) @ ffn.down.weight.T)
+
+
+def test_added_heads_are_joined_ones_with_one_output_map_for_all():
+    added, joined = (own_model(head_merge=merge).blocks[0].attention for merge in ("add", "concat"))
+    x = torch.randn(2, 5, 16)
+    joined.load_state_dict(added.state_dict() | {"out.weight": added.out.weight.repeat(1, 2)})
+    torch.testing.assert_close(added(x, {}), joined(x, {}))
+
+
+def test_queries_and_keys_are_normed_before_they_are_turned():
+    model, seen = own_model(qk_norm=True), []
+    layer = model.blocks[0].attention
+    with torch.no_grad():
+        for norm in (layer.query_norm, layer.key_norm):
+            norm.weight.copy_(torch.linspace(0.5, 2, 8))
+    x, tables = torch.randn(1, 6, 16), {"cos": model.cos[:6], "sin": model.sin[:6]}
+    layer(x, tables, observer=SimpleNamespace(attention=lambda layer, q, k, *_: seen.extend((q, k))))
+    for part, got in zip(layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4), seen, strict=False):
+        normed = part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.query_norm.weight
+        torch.testing.assert_close(got, rotate(normed, *tables.values()))
+
+
 def test_qk_norm_bounds_the_logits_and_sandwich_norm_the_sublayers():
     report = measure(own_model(1.0, qk_norm=True), tokens(2, 21))
     for norms in (report.query_norms, report.key_norms):
@@ -124,12 +157,23 @@ def test_rotary_products_depend_on_the_distance_only():
     assert not torch.isclose(product(5, 2), product(6, 2))
 
 
+def test_positions_turn_and_are_embedded_at_the_papers_frequencies():
+    cos, sin = rotary_tables(40, 8)
+    turned = 7 / 10_000 ** (2 * 3 / 8)  # position 7 from 0, pair 3 from 0
+    assert (float(cos[7, 3]), float(sin[7, 3])) == pytest.approx((math.cos(turned), math.sin(turned)))
+    turn = rotate(torch.eye(8)[3], cos[7], sin[7])  # pairs are (i, i + 4)
+    assert (float(turn[3]), float(turn[7])) == pytest.approx((math.cos(turned), math.sin(turned)))
+    angle = 5 / 10_000 ** (2 / 6)  # of p_5, the first position being p_1
+    assert absolute_embedding(9, 6)[4, 2:4].tolist() == pytest.approx([math.sin(angle), math.cos(angle)])
+
+
 def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
     assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
     torch.testing.assert_close(alibi_slopes(16)[:3], torch.tensor([2**-0.5, 2**-1.0, 2**-1.5]))
     for kind in ("first", "uniform"):
         value = fixed_value(AttentionSpec(bias="k", fixed_value=kind, fixed_value_norm=5.0), 16)
         assert value.norm().item() == pytest.approx(5.0, rel=1e-5)
+        assert value.tolist() == ([5.0] + [0.0] * 15 if kind == "first" else [1.25] * 16)
 
 
 def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one_step():
@@ -137,6 +181,8 @@ def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one
     printed = 16 + 16 * torch.floor(torch.log(exact / 16) / math.log(128 / 16))  # Eq. 6, floor before the factor
     assert printed.eq(16).all() and relative_buckets(128)[16:].unique().tolist() == list(range(16, 32))
     buckets = relative_buckets(400)
+    of_t5 = T5Attention._relative_position_bucket(-torch.arange(400), False, num_buckets=32, max_distance=128)
+    assert torch.equal(buckets, of_t5)
     assert buckets[:17].tolist() == list(range(17)) and (buckets.diff() >= 0).all() and buckets[128:].eq(31).all()
 
 

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, own_model, tokens
+from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
 
 from sinkutils.measuring import tally
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
 from sinkutils.model import fast
+from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 
@@ -45,12 +46,16 @@ def test_alpha_star_mass_maps_and_norms_are_those_of_the_dense_maps(name, monkey
         torch.testing.assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
         if not spec.prefix > 1:
             torch.testing.assert_close(report.mass[:, layer], dense.own(layer).sum(dim=2) / queries, **close)
-    assert report.kept[1, 0].cosine.abs().max() <= 1 + 1e-5
     first = int(model.config.sink_token)  # norms count positions from the first real token
+    q, k, _ = (x[:, 0, first:] for x in dense.qkv[1])
+    cosine = torch.cosine_similarity(q[:, :, None], k[:, None], dim=-1)
+    torch.testing.assert_close(report.kept[1, 0].cosine, cosine, atol=1e-5, rtol=1e-5)
     hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
     torch.testing.assert_close(report.hidden_norms, hidden)
     torch.testing.assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
-    assert report.key_norms.shape == report.value_norms.shape == report.query_norms.shape == (2, T)
+    for part, norms in enumerate((report.query_norms, report.key_norms, report.value_norms)):
+        expected = torch.stack([layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv])
+        torch.testing.assert_close(norms, expected)
     assert (report.before_norm_norms is None) == (norm != "post")
     if norm == "post":
         before = torch.stack([h.norm(dim=-1).mean(dim=0) for h in dense.before])
@@ -70,6 +75,16 @@ def test_other_precisions_have_float32_reports_that_stay_close(name):
     assert double.alpha.dtype == double.hidden_norms.dtype == torch.float32
     torch.testing.assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
     assert (measure(model.bfloat16(), ids, TARGETS).alpha - exact).abs().max() < 0.05
+
+
+def test_shares_of_given_queries_and_keys_are_no_coarser_under_autocast():
+    spec, found = AttentionSpec(window=9), []
+    (q, k, _), _ = draw(spec, T, dtype=torch.float32)
+    for enabled in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            mass = fast.log_mass(q, k, spec)
+            found.append((mass, tally.chosen_shares(q, k, spec, mass[..., None], {}, torch.arange(T))[0]))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
@@ -110,12 +125,22 @@ def test_sink_thresholds_each_sequence_strictly_and_then_averages():
 def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_position_have_it():
     assert uniform_alpha(64) == pytest.approx(sum(1 / i for i in range(1, 65)) / 64)
     assert report_of([[[0.1]]]).floor == pytest.approx(0.0741, abs=1e-4)
+    unequal = Report(torch.zeros(2, 1, 1, 1), (1,), (0.3,), torch.tensor([1, 2]), (0,))
+    assert unequal.floor == pytest.approx((1 + 3 / 4) / 2)
     weights = torch.ones(64, 64).tril()
     weights /= weights.sum(dim=-1, keepdim=True)
     for k in (1, 2, 40):
         assert uniform_alpha(64, k) == pytest.approx(float(weights[k - 1 :, k - 1].mean()), rel=1e-5)
     report = measure(own_model(position="nope"), torch.full((2, T), 7))
     torch.testing.assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
+
+
+def test_an_interval_is_over_texts_not_heads_and_as_wide_as_its_level():
+    two = report_of([[[0.9] * 50], [[0.1] * 50]])  # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    assert two.interval() == (0, 100)
+    hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
+    assert hundred.interval(level=0.95) == pytest.approx((40, 60), abs=1)
+    assert hundred.interval(level=0.5) == pytest.approx((47, 53), abs=1)
 
 
 def test_questions_a_report_cannot_answer_are_clear_errors():

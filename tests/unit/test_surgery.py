@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import own_model, tokens
 from small_models import build, eager_maps, state_of
+from transformers import DynamicCache
 
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.surgery import (
@@ -48,9 +49,9 @@ def another_first(ids):
     return torch.cat([ids[:, :1] % 37 + 3, ids[:, 1:]], dim=1)
 
 
-def plain_losses(model, ids):
+def plain_losses(model, ids, **options):
     with torch.no_grad():
-        log_p = model(ids).logits.log_softmax(dim=-1)
+        log_p = model(ids, **options).logits.log_softmax(dim=-1)
     return -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
 
@@ -77,6 +78,16 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
     assert len(pairs) == 3 and all(len(k) == len(v) == 5 for k, v in pairs)
     alone = [keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
     torch.testing.assert_close(pairs[2][0], torch.cat(alone), atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        kept = model(ids[:, :6], use_cache=True).past_key_values.layers[2]
+    for got, expected in zip(keys_values(model, ids, 5)[2], (kept.keys, kept.values), strict=True):
+        torch.testing.assert_close(got, expected[:, :, 4], atol=1e-5, rtol=1e-4)
+    cache = DynamicCache(config=model.config)
+    for layer, pair in enumerate(pairs):
+        k, v = (x.mean(dim=0).expand(len(ids), -1, -1)[:, :, None] for x in pair)
+        cache.update(k, v, layer)
+    expected = plain_losses(model, ids, past_key_values=cache)
+    torch.testing.assert_close(transplant(model, ids, ids).losses, expected, atol=1e-4, rtol=1e-4)
     same = transplant(model, ids, ids, zero_values_from=3)
     torch.testing.assert_close(same.losses, transplant(model, ids, ids).losses)
     losses = [transplant(model, ids, ids, zero_values_from=layer).losses for layer in (0, 1, 2)]
@@ -102,6 +113,9 @@ def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
     if getattr(model.config, "sliding_window", None) is None:
         kept = [stream(model, x, 2, sinks=1).losses for x in (ids, other)]
         assert (kept[0] - kept[1])[:, 7:].abs().max() > 1e-4
+        second = torch.cat([ids[:, :1], another_first(ids[:, 1:])], dim=1)  # x_2 is not kept
+        again = stream(model, second, 2, sinks=1).losses
+        torch.testing.assert_close(again[:, 7:], kept[0][:, 7:], atol=1e-5, rtol=1e-5)
 
 
 def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
@@ -119,6 +133,8 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     found = set_back(model, ids, 1, (4, 9))
     handle.remove()
     h, edited = (x for x in seen if x.shape[:2] == ids.shape)
+    over = h[:, 0].abs() / h.abs().flatten(1).median(dim=1).values[:, None]
+    torch.testing.assert_close(sizes[1], over.mean(dim=0))
     torch.testing.assert_close(edited[:, 0, [4, 9]], h[:, 1:, [4, 9]].mean(dim=1))
     changed = (edited != h).any(dim=0)
     assert set(map(tuple, changed.nonzero().tolist())) == {(0, 4), (0, 9)}
@@ -126,6 +142,22 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     torch.testing.assert_close(found.report.alpha[:, :, :2], before.report.alpha[:, :, :2])
     largest = sizes[1].topk(2).indices.tolist()
     torch.testing.assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
+
+
+@pytest.mark.parametrize("first_exact", [False, True])
+def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(model, ids, first_exact):
+    class Rounded(DynamicCache):
+        def update(self, key_states, value_states, *args, **kwargs):
+            for text in (*key_states, *value_states):  # (H_kv, T, D)
+                part = text[:, int(first_exact) :]
+                step = part.abs().max() / 3  # of three bits, -3 .. 3
+                part.copy_((part / step).round() * step)
+            return super().update(key_states, value_states, *args, **kwargs)
+
+    model.set_attn_implementation("eager")
+    expected = plain_losses(model, ids, past_key_values=Rounded(config=model.config))
+    found = rounded(model, ids, 3, first_exact=first_exact).losses
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_rounding_to_many_bits_is_exact_and_to_few_is_not(model, ids):

@@ -75,6 +75,13 @@ def test_predictions_within_the_prefix_and_of_a_fixed_token_carry_no_loss(tiny, 
     assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
 
 
+@torch.no_grad()
+def test_every_validation_chunk_counts_alike_also_those_of_a_last_part(tiny, corpus):
+    run = Run(change(tiny, valid_chunks=35), corpus, CPU)
+    assert len(run.valid) == 35  # of 32 and 3
+    assert run.valid_loss() == pytest.approx(float(next_token_loss(run.model, run.valid)), rel=1e-6)
+
+
 def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, tmp_path, monkeypatch):
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"{index} " + "zebra sink token head. " * 50)
