@@ -34,8 +34,10 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> dict[str, list[list[flo
     ids: (n, T), on the model's device. "input" is what a layer's attention reads (after the norm before it), "value"
     its values. Each is summed over the n texts before its norm is taken, as an optimiser step sums it: what the
     texts share, such as their first token, adds up. No parameter's gradient changes. An empty dict where one is not
-    finite.
+    finite, or where a text is one token and nothing is predicted.
     """
+    if ids.shape[1] < 2:
+        return {}
     inputs: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     values = Values()

@@ -60,7 +60,7 @@ def secondary_sinks(report: Report, ids: Tensor, epsilon: float = 0.3, queries: 
     check_epsilons((epsilon,))
     if report.mass is None:
         raise ValueError("secondary sinks need alpha of every key: measure(model, ids, mass=True)")
-    last = report.mass.shape[-1] - queries + 1
+    last = max(1, report.mass.shape[-1] - queries + 1)
     text, layer, head, key = (report.mass[..., 1:last] > epsilon).nonzero(as_tuple=True)
     columns: dict[str, Any] = {
         "layer": torch.tensor(report.layers)[layer],

@@ -14,6 +14,7 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, special_ids
+from sinkutils.measuring.families import context_length
 from sinkutils.measuring.load import find, load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
@@ -38,8 +39,7 @@ class Subject:
     @property
     def context(self) -> int:
         """C, the longest input that the model was made for."""
-        shape: Any = self.model.config
-        return shape.context_length if isinstance(self.model, TransformerLM) else shape.max_position_embeddings
+        return context_length(self.model)
 
     @property
     def firsts(self) -> tuple[str, ...]:

@@ -111,8 +111,8 @@ class Report:
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
-        if self.recorded is not None and any(self.windows):
-            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None]
+        if self.recorded is not None:
+            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None] if any(self.windows) else self._of(k)
         return self._of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
@@ -148,6 +148,7 @@ class Report:
         require(0 < level < 1, f"level must be in (0, 1), got {level}")
         integer("draws", draws, least=1)
         if self.recorded is not None:
+            require(level == 0.95, f"a record without alpha by text has intervals of 95 % only, got level {level}")
             return tuple(self._recorded_at("interval", k, eps))
         each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
@@ -178,6 +179,8 @@ class Report:
                 for k in self._keys
             },
         }
+        if int(self.lengths.min()) < self.length:
+            result["lengths"] = self.lengths.tolist()
         if self.star is not None:
             result["sink_star"] = sink.pop("star")
         result["sink"] = sink
@@ -215,7 +218,7 @@ class Report:
             alpha,
             tuple(summary["targets"])[: alpha.shape[1]],
             tuple(summary["epsilons"]),
-            torch.full((len(alpha),), summary["T"]),
+            torch.tensor(summary["lengths"]) if "lengths" in summary else torch.full((len(alpha),), summary["T"]),
             tuple(summary["layers"]),
             windows=tuple(summary.get("windows", ())),
             recorded=None if by_text else summary,
@@ -275,7 +278,8 @@ class Report:
         check_epsilons((eps,))
         values = self.recorded[table] if table == "sink_star" else self.recorded[table].get(f"{k}", {})
         if f"{eps}" not in values:
-            raise ValueError(f"eps must be one that the record has, {', '.join(values)}; got {eps}")
+            known = ", ".join(values) or "of which there is none for this key"
+            raise ValueError(f"eps must be one that the record has, {known}; got {eps}")
         return values[f"{eps}"]
 
     def _active(self, k: int | str, eps: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkutils.data.probes import bos_id, encode
+from sinkutils.measuring.families import context_length
 from sinkutils.model.decoder import TransformerLM
 
 TASK = "hellaswag"
@@ -69,9 +70,7 @@ def _scorer_class() -> type:
         def __init__(self, model: nn.Module, tokenizer: Any, first: list[int]) -> None:
             super().__init__()
             self.model, self.tokenizer, self.first = model.eval(), tokenizer, first
-            shape: Any = model.config
-            self.own = isinstance(model, TransformerLM)
-            self.context_length: int = shape.context_length if self.own else shape.max_position_embeddings
+            self.own, self.context_length = isinstance(model, TransformerLM), context_length(model)
 
         @property
         def eot_token_id(self) -> int:

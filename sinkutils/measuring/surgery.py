@@ -128,6 +128,7 @@ def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]
     "share": of ||LN(h)||^2 in its `largest` dimensions; "rest": the median |LN(h)_j| over dimensions. Each (layers, 2):
     of the first token, and the mean over the others.
     """
+    integer("T", ids.shape[1], least=2)
     rows: dict[str, list[Tensor]] = {"share": [], "rest": []}
 
     def see(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -165,6 +166,8 @@ def set_back(
 
     with _operating(model) as (blocks, _):
         integer("block", block, 0, len(blocks) - 1)
+        for dimension in chosen:
+            integer("dimension", dimension, 0, model.config.get_text_config().hidden_size - 1)  # type: ignore[union-attr, operator]
         with blocks[block].register_forward_hook(edit):
             return _run(model, ids, shares)
 
@@ -200,7 +203,7 @@ def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module
     it was. Raises ValueError for models without a cache of keys and values.
     """
     kind = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder or not model.get_output_embeddings():
         raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
     blocks, modules = attention_layers(model.base_model)
     require(all(eager_function(module) for module in modules), f"{kind} has attention outside transformers' interface")

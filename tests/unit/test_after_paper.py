@@ -57,6 +57,7 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     values = projected[0].grad.sum(0)[1:, 32:].norm(dim=-1)  # q and k stand before v
     assert found["value"][1] == pytest.approx(values.tolist(), rel=1e-3)
     assert [len(rows) for rows in found.values()] == [2, 2] and len(found["value"][0]) == 8
+    assert gradient_norms(model, ids[:, :1]) == {}, "one token predicts none"
     # v_j's gradient is the attention-weighted sum of those of the outputs that read it: none is read by no one
     assert min(map(min, found["value"])) > 0
     with torch.no_grad():

@@ -56,5 +56,8 @@ def test_secondary_sinks_are_found_where_a_key_draws_attention_and_not_near_the_
     assert table.drop(columns=["token", "alpha"]).values.tolist() == [[0, 1, 0, 25], [1, 0, 1, 7]]
     assert table["token"].tolist() == [int(ids[0, 24]), int(ids[1, 6])]
     assert len(secondary_sinks(report, ids, queries=5)) == 3 and secondary_sinks(report, ids, epsilon=0.95).empty
+    few = measure(model, ids[:, :10], mass=True)
+    few.mass = torch.full_like(few.mass, 0.5)
+    assert secondary_sinks(few, ids[:, :10]).empty, "no key is seen by sixteen"
     with pytest.raises(ValueError, match="mass=True"):
         secondary_sinks(measure(model, ids), ids)

@@ -213,8 +213,13 @@ def test_a_report_says_under_which_conditions_and_a_recorded_one_answers_as_the_
     for name in ("hidden_norms", "key_norms", "value_norms"):
         assert read.norm_ratio(name) == pytest.approx(live.norm_ratio(name), rel=1e-6)
     assert (summary["T"], read.samples, read.bos, read.windows, read.to_dict()) == (T, 3, True, live.windows, summary)
-    with pytest.raises(ValueError, match="eps must be one that the record has"):
-        read.sink(1, 0.123)
+    assert (read.floor, read.caps(2), str(read)) == (live.floor, live.caps(2), str(live))
+    for question, message in (
+        (lambda: read.sink(1, 0.123), "eps must be one that the record has"),
+        (lambda: read.interval(level=0.5), "intervals of 95 % only, got level 0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            question()
     by_text = Report.from_dict(summary, live.alpha[:, :2].half(), None if live.star is None else live.star.half())
     assert by_text.targets == (1, 2) and by_text.sink(1, 0.123) == live.sink(1, 0.123)
     for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):

@@ -187,6 +187,13 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids):
         hide(build("bloom"), ids)
     with pytest.raises(ValueError, match="keeps something else than keys and values"):
         untouched(build("qwen3_next"), ids)
+    with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got LlamaModel"):
+        untouched(build("llama").model, ids)
+    for dimension in (-1, 999):
+        with pytest.raises(ValueError, match=f"dimension must be in 0..31, got {dimension}"):
+            set_back(build("llama"), ids, 0, (dimension,))
+    with pytest.raises(ValueError, match="T must be at least 2"):
+        normed(build("llama"), ids[:, :1])
 
 
 def test_what_attention_reads_of_h_is_its_norm_output(model, ids):
