@@ -19,9 +19,9 @@ from scipy import stats
 
 from sinkutils.data.tokenizer import train_tokenizer
 from sinkutils.ledger import frozen, open_models, proofs, rules, trials
-from sinkutils.ledger.claims import COLUMNS, checks, claims, verdict
+from sinkutils.ledger.claims import COLUMNS, _holm, checks, claims, verdict
 from sinkutils.ledger.conclusions import CLAIMS
-from sinkutils.ledger.effects import effect, level, paired
+from sinkutils.ledger.effects import Effect, effect, level, paired
 from sinkutils.ledger.later import LATER
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, results
 from sinkutils.ledger.rules import FAILS, HOLDS, INCONCLUSIVE, NOT_REPRODUCED, NOT_RUN, OPEN, PARTLY, REPRODUCED, Check
@@ -172,12 +172,15 @@ def test_a_level_and_its_p_values_are_those_of_t_tests(ledger):
     assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), known.low, known.high))
     assert found.p_above(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="greater").pvalue)
     assert found.p_below(0.199) == pytest.approx(stats.ttest_1samp(values, 0.199, alternative="less").pvalue)
+    alike = Effect(0.2, 0.2, 0.2, 3, 0.0, 2.0)  # in all seeds: what is on the margin is not beyond it
+    assert (alike.p_above(0.1), alike.p_above(0.2), alike.p_below(0.2), alike.p_below(0.3)) == (0.0, 1.0, 1.0, 0.0)
     ratios = level(values, log=True)
     assert ratios.low < ratios.mean < ratios.high and ratios.mean == pytest.approx(stats.gmean(values))
 
 
 def test_an_effect_is_paired_and_its_variance_pooled_with_the_seeds_part_at_the_seeds_freedom(ledger):
     ledger.base().add("k_bias", -0.05, 0.4).add("v_bias", 0.28).add("sigmoid", -0.02)
+    ledger.add("kv_bias", 0.1, seeds=(1,))  # which says nothing of a spread
     ours = results("laptop", ledger.runs)
     base = ours.values("base", "excess_1")
     differences = {name: (ours.values(name, "excess_1") - base).dropna() for name in ("k_bias", "sigmoid", "v_bias")}
@@ -192,6 +195,11 @@ def test_an_effect_is_paired_and_its_variance_pooled_with_the_seeds_part_at_the_
     low, high = stats.t.interval(0.95, freedom, found.mean, math.sqrt(residual / 3))
     assert (found.low, found.high) == pytest.approx((low, high))
     assert paired(ours, "v_bias", "base", "excess_1").error == pytest.approx(found.error)  # one variance for all
+
+
+def test_an_effect_on_a_ratio_is_one_of_its_logarithm(ledger):
+    ledger.base(hidden=(8.0,)).add("v_bias", hidden=(2.0,))
+    assert effect("v_bias", "base", key="hidden", runs=ledger.runs).mean == pytest.approx(math.log(2 / 8), abs=0.01)
 
 
 @pytest.mark.slow
@@ -227,6 +235,7 @@ def judged(tmp_path_factory):
     """A base of 0.3, and runs beside it on each side of each threshold, and on it."""
     ledger = Ledger(tmp_path_factory.mktemp("judged")).base(0.3, loss=2.8)
     ledger.add("nope", 0.3 * rules.SINK + 0.02).add("absolute", 0.3 * rules.SINK - 0.02).add("alibi", 0.3 * rules.SINK)
+    ledger.add("relative", 0.3 * rules.SINK + 0.003).add("learnable", 0.3 * rules.SINK - 0.003)
     ledger.add("weight_decay_0.5", 0.35).add("weight_decay_0", 0.3).add("weight_decay_0.01", 0.36)
     ledger.add("batch_half", 0.18).add("batch_x2", 0.45).add("batch_quarter", 0.3 * (1 - rules.MARGIN))
     ledger.add("sigmoid", 0.0, loss=2.87).add("elu", 0.0, loss=2.92)
@@ -237,6 +246,7 @@ def judged(tmp_path_factory):
     ("excess_1", "present", ["nope"], HOLDS), ("excess_1", "absent", ["nope"], FAILS),
     ("excess_1", "present", ["absolute"], FAILS), ("excess_1", "absent", ["absolute"], HOLDS),
     ("excess_1", "present", ["alibi"], OPEN), ("excess_1", "absent", ["alibi"], OPEN),
+    ("excess_1", "present", ["relative"], OPEN), ("excess_1", "present", ["learnable"], OPEN),  # by the mean one is
     ("excess_1", "more", ["weight_decay_0.5", "base"], HOLDS),
     ("excess_1", "more", ["weight_decay_0", "base"], FAILS), ("excess_1", "more", ["base", "weight_decay_0.01"], FAILS),
     ("excess_1", "same", ["batch_half", "base"], HOLDS), ("excess_1", "same", ["batch_x2", "base"], FAILS),
@@ -247,6 +257,38 @@ def judged(tmp_path_factory):
 ])  # fmt: skip
 def test_a_check_holds_fails_or_stays_open_by_its_interval_against_its_threshold(key, kind, runs, expected, judged):
     assert judged.judge(kind, *runs, key=key).state == expected
+
+
+@pytest.mark.parametrize("kind, means, expected", [
+    ("same", (-1.1, 1.1), HOLDS), ("same", (-5.0, 5.0), FAILS), ("same", (-4.7, -1.3, 1.3, 4.7), OPEN),
+    ("kept", (-1.1, 5.0), HOLDS), ("kept", (-5.0,), FAILS), ("kept", (-4.7, -1.3), OPEN),
+    ("comparable", (-5.0, 1.1), HOLDS), ("comparable", (5.0,), FAILS), ("comparable", (1.3, 4.7), OPEN),
+    ("worse", (5.0,), HOLDS), ("worse", (-5.0, 1.1), FAILS), ("worse", (1.3, 4.7), OPEN),
+])  # fmt: skip
+def test_no_effect_is_a_one_sided_test_at_5_percent_on_each_side_that_is_asked(kind, means, expected, monkeypatch):
+    """A margin of 3 standard errors; with ten degrees of freedom t is 1.81 at 5 %, and 2.23 at half of it."""
+    monkeypatch.setattr(rules, "_margin", lambda *arguments: 3.0)
+    for mean in means:
+        monkeypatch.setattr(rules, "_paired", lambda *arguments, mean=mean: Effect(mean, 0, 0, 3, 1.0, 10.0))
+        assert rules.KINDS[kind][1](Check(kind, ("elu", "base")), None, {}).state == expected, mean
+
+
+def test_thresholds_are_shares_of_the_papers_own_figures(judged):
+    sinks, losses = ({e.name: e.paper.get(key) for e in EXPERIMENTS} for key in ("sink_1", "valid_loss"))
+    between = (sinks["heads_4"] + sinks["scale_0.2"]) / 2, (losses["nope"] + losses["weight_decay_1"]) / 2
+    assert rules.SINK == pytest.approx(sinks["lr_quarter"] / sinks["default"])
+    assert rules.MARGIN == pytest.approx(1 - between[0] / sinks["default"])
+    assert rules.LOSS == pytest.approx(between[1] / losses["default"] - 1)
+    ours = results("laptop", judged.runs)
+    for key, run, reference in (("excess_1", "batch_x2", 0.3), ("valid_loss", "elu", 2.8)):  # of the base's, not theirs
+        margin = rules._margin(Check("same", (run, "base"), key), ours, 0.1)
+        assert margin == pytest.approx(0.1 * reference, rel=1e-3), key
+
+
+@pytest.mark.parametrize("times, expected", [(1.9, HOLDS), (0.55, HOLDS), (2.1, FAILS), (0.45, FAILS)])
+def test_alike_is_within_a_factor_of_two(times, expected, ledger):
+    ledger.finetuned("sft_softmax", norms=(1.0, 1.0)).finetuned("sft_sigmoid", norms=(times, times))
+    assert ledger.judge("alike", "sft_sigmoid", "sft_softmax", key="gradient").state == expected
 
 
 def test_heads_that_all_sit_below_the_threshold_are_a_sink_all_the_same(ledger):
@@ -275,6 +317,8 @@ def test_without_a_sink_in_the_base_nothing_is_measured_by_it(ledger):
     ledger.base(rules.BASE - 0.01).add("sigmoid", 0.0).add("elu", 0.0)
     assert ledger.says("no_normalisation") == INCONCLUSIVE
     assert ledger.says("emerges") == NOT_REPRODUCED  # an existence claim can fail
+    noisy = Ledger(ledger.runs / "noisy", noise=0.02).base(rules.BASE + 0.005).add("sigmoid", 0.0)
+    assert noisy.judge("absent", "sigmoid").why == "fixed_1 has no sink to measure by", "not surely"
 
 
 def test_a_run_that_diverged_or_is_stuck_at_a_uniform_guess_has_failed(ledger):
@@ -286,6 +330,8 @@ def test_a_run_that_diverged_or_is_stuck_at_a_uniform_guess_has_failed(ledger):
     ledger.add("mlp", 0.0, loss=uniform).add("mlp_normalised", 0.0)
     assert ledger.says("mlp_kernel") == INCONCLUSIVE  # a model that did not train shows no absence of anything
     assert "mlp failed to train" in ledger.row("mlp_kernel")["reason"]
+    ledger.add("mlp", 0.3, loss=uniform, seeds=(0,)).add("mlp", 0.0, seeds=(1, 2))
+    assert "mlp 0.2/0.2/0.2" in ledger.row("mlp_kernel")["ours"], "of the seeds that trained"
 
 
 def test_an_untrained_models_share_is_no_sink(ledger):
@@ -306,6 +352,7 @@ def test_a_gate_is_of_the_preset_whatever_its_records_say(tmp_path):
 def test_directional_checks_need_significance_after_a_correction_over_the_whole_ledger(ledger):
     ledger.base().add("v_bias", 0.3).add("lr_x2", 0.3075).add("lr_half", 0.2).add("lr_quarter", 0.1)
     check, raw = Check("more", ("base", "lr_half")), ledger.judge("more", "lr_x2", "base")
+    assert raw.p == ledger.judge("more", "base", "lr_x2").p == pytest.approx(2 * raw.effect.p_above())  # two-sided
     assert raw.p < 0.05 and ledger.judge("more", *check.runs).state == HOLDS
     assert ledger.judge("more", *check.runs, corrected={check: 0.2}).state == OPEN
     for name in ("weight_decay_0", "weight_decay_0.001", "weight_decay_0.01", "scale_0.2", "scale_0.1", "scale_0.05"):
@@ -314,10 +361,31 @@ def test_directional_checks_need_significance_after_a_correction_over_the_whole_
     assert float(re.search(r"p = ([\d.e-]+)", row["why"])[1]) > 1.5 * raw.p
 
 
+def test_the_correction_is_holms():
+    raw = {Check("more", (name, "base")): p for name, p in (("lr_x2", 0.02), ("lr_half", 0.01), ("scale_2", 0.03))}
+    assert list(_holm(raw).values()) == pytest.approx([0.04, 0.03, 0.04]) and _holm({}) == {}
+
+
+@pytest.mark.parametrize("sink, peak, together, apart", [
+    (HOLDS, HOLDS, HOLDS, FAILS), (FAILS, FAILS, HOLDS, FAILS), (HOLDS, FAILS, FAILS, HOLDS),
+    (FAILS, HOLDS, FAILS, HOLDS), (HOLDS, OPEN, OPEN, OPEN), (OPEN, FAILS, OPEN, OPEN),
+])  # fmt: skip
+def test_a_sink_and_massive_activations_go_together_only_where_both_are_decided(
+    sink, peak, together, apart, monkeypatch
+):
+    states = {"excess_1": sink, "peak": peak}
+    monkeypatch.setattr(rules, "_present", lambda check, *more: rules.Outcome("", states[check.key]))
+    ours = SimpleNamespace(values=lambda *arguments: [0.0] * 3, least=3)
+    for kind, expected in (("together", together), ("apart", apart)):
+        assert rules.KINDS[kind][1](Check(kind, ("softpick",)), ours, {}).state == expected
+
+
 def test_a_variant_that_is_the_base_or_another_row_here_is_no_evidence_of_its_own(ledger):
     assert resolve("heads_4", "laptop") == "fixed_1"
     says = list(ledger.states("heads"))
     assert not any("fixed_1: " in text for text in says) and len(says) == 8
+    assert config("window_1_64", "laptop").model.attention.window == 1  # no other key that x_1 could stand above
+    assert not any("window_1_64" in text for text in ledger.states("window_small"))
     dims = [text for text in ledger.states("bias_dims") if "is there" in text]
     assert len(dims) == len({resolve(f"k_bias_dims_{d}", "laptop") for d in (1, 2, 4, 8, 16, 32, 64)})
 
@@ -338,6 +406,38 @@ def fake(curve=(), final=None, window=None):
 def test_the_onset_is_the_first_step_from_which_the_sink_stays(sinks, expected):
     curve = [{"step": 10 * i, "sink_1": sink} for i, sink in enumerate(sinks)]
     assert QUANTITIES["onset"].read(fake(curve)) == expected
+
+
+EXCESS = {"excess": {"1": 0.9, "2": 0.1, "5": 0.5, "6": 0.4, "10": 0.2}}
+KEYS = {"alpha": [[[0.1], [0.8], [0.3]]], "key_norms": [[9.0, 1.0, 1.0], [0.5, 1.0, 1.0], [7.0, 1.0, 1.0]]}
+PEAKS = {"T": 64, "hidden_peaks": [[3.0, 1.0], [2.0, 6.0], [50.0, 1.0]]}
+BLOCKS = {"T": 64, "alpha": [[[0.1], [0.2], [0.7], [0.4]]]}
+
+
+@pytest.mark.parametrize("key, report, expected", [
+    ("inside", EXCESS, 0.5), ("beyond", EXCESS, 0.4), ("largest", EXCESS, 0.9), ("second_over_first", EXCESS, -0.8),
+    ("key", KEYS, 0.5),  # where the sink is
+    ("peak", PEAKS, 6.0),  # before the last block
+    ("third_block", BLOCKS, (0.7 - uniform_alpha(64)) / (1 - uniform_alpha(64))),
+])  # fmt: skip
+def test_a_quantity_is_of_the_positions_and_blocks_that_its_heading_names(key, report, expected):
+    assert QUANTITIES[key].read(fake(final={"report": report})) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("key, expected", [
+    ("late_1", 0.3), ("turn", 0.4), ("gap", 0.5), ("peak_1", 0.6), ("gathered", 4.0),
+    ("fall", 2.0), ("end", 3.0), ("gradient", 2.0), ("spike", 6.0),
+])  # fmt: skip
+def test_a_quantity_is_of_the_steps_that_its_heading_names(key, expected):
+    excesses, losses = (0.0, 0.1, 0.2, 0.6, 0.5, 0.4), (5.0, 4.0, 3.5, 3.3, 3.0, 3.2)
+    curve = [
+        {"step": step, "excess_1": excess, "valid_loss": loss}
+        for step, excess, loss in zip((0, 10, 20, 30, 40, 100), excesses, losses, strict=True)
+    ]
+    curve[-1] |= {"losses": [5.0] * 4 + [4.0] * 32 + [3.0] * 4, "gradient_norms": [12.0, *[2.0] * 38, 1.0]}
+    gradients = [[norm, *[1.0] * 31, 99.0] for norm in (8.0, 4.0, 2.0)]  # by block; x_33 is not among the others
+    final = {"valid_loss": 3.0, "train_loss": 2.5, "report": {"excess": {"1": 0.4}}, "gradients": {"input": gradients}}
+    assert QUANTITIES[key].read(fake(curve, final)) == pytest.approx(expected)
 
 
 def test_massive_is_measured_by_the_same_model_before_its_first_step_and_not_in_the_last_block(monkeypatch):
@@ -615,6 +715,13 @@ def test_the_row_and_the_checks_of_a_claim_hold_the_same_effect(ledger):
     assert (found.mean, found.low, found.high) == (row["effect"], row["low"], row["high"])
 
 
+def test_the_row_of_a_claim_gives_ratios_by_their_logarithms_and_an_effect_from_what_the_run_changes(tmp_path):
+    ledger = Ledger(tmp_path / "runs", noise=0.1).base(hidden=(8.0,)).add("default", 0.15)
+    assert "fixed_1 8.00" in ledger.row("first_token_norms")["ours"]
+    row = ledger.row("fixed_token")  # at laptop the base changes the default
+    assert row["effect"] == pytest.approx(effect("fixed_1", "default", runs=ledger.runs).mean) and row["effect"] > 0.1
+
+
 # --- trials on weights, and open models ------------------------------------------------------------------------------
 
 
@@ -654,20 +761,48 @@ def test_the_sink_token_itself_is_looked_at_for_massive_activations(ledger, toke
         trials.sink_token_ratios(TransformerLM(LMConfig()), torch.zeros(1, 4, dtype=torch.long))
 
 
-def test_without_its_biases_a_model_is_what_it_was_but_for_them(tokenizer):
+def test_what_a_model_has_before_its_first_step_is_its_largest_before_the_last_block(monkeypatch):
+    monkeypatch.undo()
+    peaks = torch.tensor([[3.0, 1.0], [2.0, 5.0], [50.0, 1.0]])
+    report = SimpleNamespace(norm_ratio=lambda name, k: {2: [4.0], 3: [2.0, 7.0]}[k], hidden_peaks=peaks)
+    monkeypatch.setattr(trials, "_untrained", lambda *arguments: report)
+    assert trials.untrained_ratio("{}", 64, "hidden_norms", (2, 3)) == 7.0 and trials.untrained_peak("{}", 64) == 5.0
+    ratios = iter(([3.0, 2.0, 50.0], [0.5, 0.4, 9.0]))  # at x*: trained, and untrained below 1
+    monkeypatch.setattr(trials, "sink_token_ratios", lambda *arguments: next(ratios))
+    own = SimpleNamespace(length=8, inputs=lambda *arguments: None, model=SimpleNamespace(config=LMConfig()))
+    assert trials._star_hidden(own) == 3.0
+
+
+@torch.no_grad()
+def test_without_its_biases_a_model_is_what_it_was_but_for_them(tokenizer, monkeypatch):
     own = Subject("k_bias", TransformerLM(config("k_bias", "smoke").model).eval(), tokenizer)
     plain, ids = trials._unbiased(own).model, own.inputs("random", 2, 16)
     kept, whole = plain.state_dict(), own.model.state_dict()
     assert set(kept) < set(whole) and all(torch.equal(kept[name], whole[name]) for name in kept)
     assert not torch.allclose(plain(ids), own.model(ids), atol=1e-4)
+    monkeypatch.setattr(Subject, "inputs", lambda *arguments: ids)
+    loss = torch.nn.functional.cross_entropy
+    without, with_biases = (float(loss(model(ids)[:, :-1].mT, ids[:, 1:])) for model in (plain, own.model))
+    assert trials._loss_without_bias(own) == pytest.approx(without - with_biases, abs=1e-6) != 0
 
 
-@pytest.mark.parametrize("follows, left, shift", [(True, 0.0, 0.5), (False, 1.0, -0.5)])
+def test_the_first_key_of_a_window_is_the_oldest_that_a_query_beyond_the_first_window_sees():
+    seen = torch.zeros(2, 6, 6)
+    seen[:, 2, 0] = 0.9  # at t = w the first key is x_1
+    seen[:, [3, 4, 5], [1, 2, 3]] = 0.5
+    shape = SimpleNamespace(attention=SimpleNamespace(window=3), num_layers=1, num_heads=1)
+    report = SimpleNamespace(kept={(0, 0): SimpleNamespace(map=seen)})
+    own = SimpleNamespace(model=SimpleNamespace(config=shape), context=6, inputs=lambda *arguments: None)
+    own.measure = lambda ids, **options: report
+    assert trials._window_first(own) == pytest.approx((1 / 2 - 1 / 3) / (1 - 1 / 3))
+
+
+@pytest.mark.parametrize("follows, left, shift", [(True, 0.0, 0.25), (False, 1.0, -0.5)])  # the weakest of each
 def test_edited_positions_take_the_sink_along_or_leave_it(follows, left, shift, monkeypatch):
     at = [1]  # where p_1 stands
 
     def measure(ids, targets=(1,), norms=True):
-        seen = {at[-1] if follows else 1: 0.5}
+        seen = {at[-1] if follows else 1: 0.25 if at[-1] == 30 else 0.5}
         return SimpleNamespace(excess=lambda k: seen.get(k, 0.0))
 
     @contextmanager
@@ -728,6 +863,49 @@ def test_a_fall_with_length_is_by_rank_over_all_lengths(sinks, verdict, ledger):
     assert ledger.says("length_and_threshold") == verdict
 
 
+def test_each_claim_is_judged_on_the_models_and_heads_that_it_is_of(monkeypatch):
+    def told(id, *models):
+        monkeypatch.setattr(open_models, "measured", lambda: models)
+        return {outcome.says: outcome.state for outcome in open_models.JUDGES[id]()}
+
+    sink = {"sink": {"1": {"0.3": 50.0}}, "interval": {"1": {"0.3": [40.0, 60.0]}}}
+    natural = sink | {"alpha": [[[0.6, 0.1]]], "hidden_norms": [[9.0, 1.0, 1.0], [1.0, 1.0, 1.0]]}
+    repeated = sink | {"hidden_norms": [[9.0, 9.0, 1.0], [1.0, 1.0, 1.0]]}  # all but one
+    probes = {"natural": {"text": natural}, "repeat": {"text": repeated}}
+    cosine = {"first": [[0.9, 0.0]], "others": [[0.1, 0.9]]}  # by head: the first has the sink
+    angles = {"cosine": cosine, "norm_product": {"first": [[1.0, 9.0]], "others": [[2.0, 1.0]]}}
+    sinks = {f"{2**n}": {"sink": {"1": dict.fromkeys(("0.2", "0.3", "0.4"), 100.0 - n)}} for n in range(5, 10)}
+    large = open_models.Measured(
+        "large", 7e9, "Llama", probes=probes, more={"angles": angles, "lengths": {"text": sinks}}
+    )
+    small = open_models.Measured("small", 124e6, "GPT2", probes=probes)
+    assert told("small_models", large, small) == {"small: a sink on natural input": HOLDS}
+    assert told("repeated_input", large, small) == {"large: no sink on repeat input": FAILS}
+    assert told("repeated_massive", large, small) == {"large: every repeated token over 2 times the usual norm": FAILS}
+    assert list(told("qk_angles", large).values()) == [HOLDS, HOLDS]
+    (falls, _) = open_models.JUDGES["length_and_threshold"]()
+    assert falls.why == "rank correlation -1.00 over 5 lengths, p = 0.017"  # two of 120 orders
+
+
+def test_each_claim_is_judged_by_what_it_says_of_a_model(monkeypatch):
+    def states(id, *models):
+        monkeypatch.setattr(open_models, "measured", lambda: models)
+        return [outcome.state for outcome in open_models.JUDGES[id]()]
+
+    def model(sink=50.0, low=40.0, chat=False, **more):
+        report = {"sink": {"1": {"0.3": sink}}, "interval": {"1": {"0.3": [low, 60.0]}}}
+        report |= {"alpha": [[[0.1], [0.9], [0.2], [0.3]]], "hidden_norms": [[9.0, 1.0]] * 4}  # the sink: in block 2
+        report |= {"key_norms": [[2.0, 1.0], [0.5, 1.0], *[[2.0, 1.0]] * 2], "value_norms": [[1.5, 1.0]] * 4}
+        return open_models.Measured("a", 1e9, "Llama", chat=chat, probes={"natural": {"text": report}}, more=more)
+
+    assert states("universal", model(low=2.0)) == [OPEN], "not by the point"
+    assert states("norms_everywhere", model()) == [HOLDS, HOLDS, FAILS]
+    assert states("later_blocks", model()) == [HOLDS], "the first of four"
+    assert states("base_and_chat", model(), model(70.0, chat=True)) == [FAILS], "a rise is a change too"
+    by = {name: {"text": {"sink": {"1": {"0.3": sink}}}} for name, sink in (("x", 44.0), ("y", 50.0), ("z", 56.0))}
+    assert states("domains", model(domains={"by": by})) == [HOLDS], "from their mean, not from each other"
+
+
 def save(model, sink, domain=""):
     """A measurement as `measure --save` keeps it, of a model whose later layers have more of a sink."""
     path = saved.path_of(model, domain=domain)
@@ -771,6 +949,9 @@ def test_hellaswag_and_sink_are_compared_within_and_across_families(ledger):
         save(model, sink)
         saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
     assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [REPRODUCED, "2 of 2"]
+    for model, score in (("EleutherAI/pythia-1.4b", 29.0), ("facebook/opt-1.3b", 20.0)):  # worse by more than 5
+        saved.save_scores(model, {"task": "hellaswag", "acc_norm": score})
+    assert ledger.row("hellaswag")[["verdict", "holds"]].tolist() == [NOT_REPRODUCED, "0 of 2"]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from sinkutils.data import embedded, external
 from sinkutils.data.cache import pack_corpus
 from sinkutils.data.corpus import SPLITS, corpus_names, load_corpus
 from sinkutils.data.probes import probe
+from sinkutils.data.tokenizer import train_tokenizer
 from sinkutils.paths import ROOT
 
 STRANGE = [
@@ -83,6 +84,10 @@ def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_spl
     assert all(240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid"))  # of 12,000, 4 sigma
     for split in SPLITS:
         assert set(half.texts(split)) < set(whole.texts(split))
+
+
+def test_the_tokenizer_is_trained_on_the_training_documents_alone(corpus):
+    assert train_tokenizer(corpus.texts("train"), 300).to_str() == corpus.tokenizer.to_str()
 
 
 def test_the_same_text_gives_the_same_tokens_and_fingerprint_elsewhere(text_folder, tmp_path):

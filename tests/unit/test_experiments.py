@@ -13,7 +13,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
-from sinkutils.study.grid import config, largest_alpha, plan, resolve, unavailable
+from sinkutils.study.grid import config, keeps_weights, largest_alpha, plan, resolve, unavailable
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
@@ -229,6 +229,11 @@ def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_n
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
     large = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")  # of which none is of the headline
     assert missing("paper-1b", tmp_path) == [(name, seed) for name in large for seed in (0, 1, 2)]
+
+
+def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small():
+    assert [keeps_weights(config("k_bias", "laptop", seed)) for seed in range(5)] == [True] * 3 + [False] * 2
+    assert not any(keeps_weights(config(name, scale)) for name, scale in (("v_bias", "laptop"), ("k_bias", "gpu")))
 
 
 def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked():

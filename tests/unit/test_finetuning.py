@@ -284,6 +284,11 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     assert before["step"] == 0 and state.steps([]) == {"losses": [], "gradient_norms": []}
     assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
     assert before["sink_1"] == state.start.metrics["final"]["sink_1"]
+    held_out = state_of(small("sft_softmax", chats, valid_chunks=40), started, corpus)
+    with torch.no_grad():  # a token of the last 8 conversations counts as much as one of the 32 before
+        loss = float(answer_loss(held_out.model, held_out.valid))
+    assert held_out.valid_loss() == pytest.approx(loss, rel=1e-6)
+    assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
     other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache", progress=False)

@@ -10,7 +10,9 @@ import torch
 from helpers import made_up
 
 from sinkutils.ledger import trials
+from sinkutils.ledger.effects import Effect
 from sinkutils.ledger.results import ledgers, results
+from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.showing import cards, figures, later, reasons
@@ -58,6 +60,7 @@ def test_the_picture_has_a_point_a_seed_and_a_number_a_variant(add):
     points = np.concatenate([collection.get_offsets() for collection in axis.collections])
     assert len(points) == 12 and np.isclose(points, (0.0, 1.2)).all(axis=1).any()
     assert [text.get_text() for text in axis.texts] == ["1", "2", "3", "4"]
+    assert axis.lines[0].get_xydata()[0] == pytest.approx((0.32, 4.0 * (1.05 * 1.1) ** (1 / 3)))  # peaks by their ratio
     labels = [line.get_label() for line in figure.legends[0].legend_handles]
     assert labels[0] == "1 the base" and "V-scale" in " ".join(labels)
     plt.close(figure)
@@ -88,13 +91,42 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
     assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
 
 
-def test_what_comes_apart_is_listed_by_which_of_both_is_there(add):
+def test_elements_are_told_where_norms_say_nothing_and_only_there(runs, monkeypatch):
+    monkeypatch.setattr(trials, "untrained_peak", lambda *arguments: 1.0)
+    monkeypatch.setattr(trials, "untrained_ratio", lambda *arguments: 3.0)
+
+    def record(name, peak, norm=3.3, other=1.0):
+        for seed in (0, 1, 2):
+            report = {"T": 64, "excess": {"1": 0.5}, "hidden_norms": [[norm, 1.0], [norm - 1, 1.0], [99.0, 1.0]]}
+            report["hidden_peaks"] = [[peak * (1 + 0.05 * seed), other if seed == 2 else 1.0]] * 3
+            made_up(runs, name, seed, "laptop", final={"step": 9, "report": report})
+
+    record("fixed_1", 4.0), record("kv_bias", 1.1)
+    assert reasons.why("bias_activations", results("laptop")) == "", "one of two biases"
+    record("k_bias", 5.0)
+    said = reasons.why("bias_activations", results("laptop"))
+    assert "is 3.0 times the others' before the first step already" in said
+    assert ": the base 4.2 (" in said and "; KV biases 1.2 (" in said
+    assert said.endswith("By that, x₁ stands out with K biases as well.")
+    record("kv_bias", 1.1, other=1.5)
+    assert reasons.why("bias_activations", results("laptop")) == "", "another token's element in one seed"
+    record("kv_bias", 1.1), record("fixed_1", 4.0, norm=9.0)
+    assert reasons.why("bias_activations", results("laptop")) == "", "the norm tells"
+
+
+def test_what_comes_apart_is_listed_by_which_of_both_is_there(add, runs, monkeypatch):
     assert reasons.why("activations_make_sinks", results("laptop")) == ""
     add("fixed_1", 0.6), add("post_norm", 0.5, 1.1), add("softpick", 0.0, 6.0), add("gated_norm", 0.5, 6.0)
     said = reasons.why("activations_make_sinks", results("laptop"))
     assert said == (
         "A sink without massive activations: post-norm blocks (Eq. 3). Massive activations without a sink: softpick."
     )
+    monkeypatch.setattr(trials, "untrained_ratio", lambda *arguments: 1.0)
+    for seed in (0, 1, 2):
+        report = {"T": 64, "excess": {"1": 0.5}, "hidden_peaks": [[1.1, 1.0]], "before_norm_norms": [[5.0, 1.0]]}
+        made_up(runs, "post_norm", seed, "laptop", final={"report": report})
+    said = reasons.why("activations_make_sinks", results("laptop"))
+    assert said.endswith("before it the norm of h₁ is 5.0 times the untrained model's.")
 
 
 def test_an_element_is_said_to_need_no_gradient_only_while_one_without_it_is_there(add):
@@ -138,7 +170,9 @@ def test_every_variant_stands_in_a_group_with_its_source(said):
 
 def test_blocks_are_measured_one_by_one():
     model = TransformerLM(LMConfig(num_layers=3), 0)
-    table = later.blocks(model, torch.randint(1024, (4, 40)))
+    ids = torch.randint(1024, (4, 40), generator=torch.Generator().manual_seed(0))
+    table = later.blocks(model, ids)
+    assert table["sink"].mean() == pytest.approx(measure(model, ids).excess(1), abs=1e-6)
     assert list(table) == ["sink", "peak", "value", "gradient"] and list(table.index) == [1, 2, 3]
     assert (table["sink"].abs() < 0.05).all() and (table["peak"] > 3).all() and (table["gradient"] > 1).all()
 
@@ -180,11 +214,14 @@ def test_deeper_models_are_called_further_from_their_end_only_while_they_are(add
     )
 
 
-def test_the_bases_own_context_is_called_best_only_while_it_is(add):
+def test_the_bases_own_context_is_called_best_only_while_it_is(add, monkeypatch):
     add("context_64", 0.4), add("context_32", 0.2)
     assert reasons.why("context", results("laptop")) == "", "no longer one"
     add("context_512", 0.1)
     said = reasons.why("context", results("laptop"))
     assert "largest at 64 tokens" in said and "(0.220 at 32, 0.420 at 64, 0.120 at 512)" in said
+    with monkeypatch.context() as unsure:
+        unsure.setattr(reasons, "paired", lambda *arguments: Effect(0.2, -0.1, 0.5, 3, 0.1, 4.0))
+        assert reasons.why("context", results("laptop")) == "", "by chance, perhaps"
     add("context_128", 0.5)
     assert reasons.why("context", results("laptop")) == "", "a longer one has more"

@@ -121,6 +121,9 @@ def test_a_threshold_may_hide_a_mean(rows):
     assert table[["label", "alpha", "sink", "hidden"]].values.tolist() == [
         ["position 2", pytest.approx(0.2), 0.0, True]
     ]
+    for run in rows[1].runs.values():
+        run.report["floor"] = 0.11
+    assert means_and_thresholds(rows)["hidden"].tolist() == [False], "not twice that of even attention"
     assert comparisons.means_and_thresholds(table[:0]) is None
 
 

@@ -43,7 +43,8 @@ def add(runs):
             report |= {"floor": FLOOR, "alpha": [maps["1"], maps["2"]], "sink": sink, "excess": excess}
             if norm:
                 report["hidden_norms"] = [[norm, 1.0]] * shape.num_layers
-            curve = [{"step": n, "sink_1": 50.0 * (n >= onset), "valid_loss": loss} for n in range(10)] if onset else []
+            first = onset[seed] if isinstance(onset, tuple) else onset
+            curve = [{"step": n, "sink_1": 50.0 * (n >= first), "valid_loss": loss} for n in range(10)] if onset else []
             final = {"step": 9, "sink_1": sink["1"]["0.3"], "valid_loss": loss, "train_loss": 2.6, "report": report}
             if previous:
                 final["destinations"] = {"previous": [[previous] * shape.num_heads] * shape.num_layers}
@@ -146,6 +147,27 @@ def test_windows_are_compared_with_the_base_at_their_own_length(add):
     assert "than the base at this T (difference" in told and "w = 32" in told
 
 
+def test_the_study_as_a_whole_is_told_from_its_ends(add):
+    add("fixed_1", 0.50, 0.54, 0.52, onset=(5, 5, 6))
+    add("weight_decay_0.5", 0.70, 0.75, 0.72, onset=(1, 2, 2))
+    add("lr_half", 0.40, 0.44, 0.42, onset=(8, 7, 8))
+    add("weight_decay_0", 0.30, 0.33, 0.32, onset=(5, 6, 6))
+    told = seen.study("laptop")
+    assert told[1].startswith("Of 3 with two seeds or more, 1 have more of a sink than the base, 2 less; 0 cannot")
+    assert told[2].startswith("Most of all: weight decay 0.5 +0.")
+    assert re.fullmatch(r"Least of all: weight decay 0 −0.* to .*; learning rate / 2 −0.*", told[3])
+    onset = "than in the base the sink sets in (share of the steps) with"
+    assert told[4].startswith(f"Earlier {onset} weight decay 0.5 −0.407 (")
+    assert told[5].startswith(f"Later {onset} learning rate / 2 +0.259 (")
+
+
+def test_the_most_on_any_other_position_is_the_most(runs):
+    sink = {f"{k}": {"0.3": share} for k, share in ((1, 50.0), (2, 20.0), (3, 5.0))}
+    report = {"T": 64, "targets": [1, 2, 3], "excess": {"1": 0.5, "2": 0.2, "3": 0.0}, "sink": sink}
+    made_up(runs, "fixed_1", 0, "laptop", final={"report": report})
+    assert seen.by_position("Table 10 right")[0].endswith("at most 20.0 % on any other of the first 3.")
+
+
 def test_positions_name_where_the_sink_is(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("default", 0.01)
@@ -204,12 +226,56 @@ def test_a_reason_says_what_was_found_in_the_place_of_what_was_asked(asked, numb
     assert said == f"Does not hold: {words}"
 
 
+def of_one(asked, numbers, why):
+    """The checks of a claim that has one, which holds."""
+    columns = ["check", "outcome", "mean", "low", "high", "seeds", "why", *ledger.ASKED, "premise"]
+    return pd.DataFrame([("asked", "holds", *numbers, 3, why, *asked, False)], columns=columns)
+
+
+def test_what_a_claim_starts_from_is_not_among_the_checks_that_hold(runs):
+    asked = ("more", ("base", "gate_head"), "peak")
+    checks = pd.concat([of_one(asked, (0.2, 0.1, 0.3), "p = 0.001 after Holm")] * 3, ignore_index=True)
+    checks.loc[1, "outcome"], checks.loc[2, "premise"] = "fails", True
+    said = cards.reason({"id": "none", "verdict": "partly"}, checks, "laptop")
+    assert said.startswith("1 of 2 checks hold. Does not hold: ")
+    open_ = checks[:2].replace({"outcome": {"fails": "inconclusive"}})
+    said = cards.reason({"id": "none", "verdict": "inconclusive"}, open_, "laptop")
+    assert said.startswith("1 of 2 checks hold, 1 cannot be told from our seeds. Cannot be told: ")
+    said = cards.reason({"id": "none", "verdict": "inconclusive"}, open_.assign(premise=[False, True]), "laptop")
+    assert said.startswith("Cannot be told, as what it starts from is not there here: ")
+
+
+def test_a_loss_within_the_margin_that_is_surely_higher_is_called_a_price(runs):
+    def said(low):
+        checks = of_one(("comparable", ("elu", "fixed_1"), "valid_loss"), (0.05, low, 0.09), "margin 0.094")
+        return cards.reason({"id": "none", "verdict": "reproduced"}, checks, "laptop")
+
+    price = "validation loss: elu + 1, no normalisation differs by 0.050 (0.010 to 0.090) from the base"
+    words = f"Within the margin, but not without a price: {price}, beside a margin of 0.094."
+    assert said(0.01) == f"The one check holds. {words}" and said(-0.01) == "The one check holds."
+
+
+def test_what_holds_by_the_pooled_spread_alone_says_so(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("weight_decay_0", 0.30, 0.34, 0.32)
+    add("weight_decay_0.5", 0.55, 0.95, 0.70)
+
+    def said(*pair):
+        checks = of_one(("more", pair, "excess_1"), (0.2, 0.1, 0.3), "p = 0.001 after Holm")
+        return cards.reason({"id": "none", "verdict": "reproduced"}, checks, "laptop")
+
+    unsure = "By the spread of these seeds alone, not pooled, one could not tell: asked."
+    assert said("weight_decay_0.5", "fixed_1") == f"The one check holds. {unsure}"
+    assert said("fixed_1", "weight_decay_0") == "The one check holds."
+
+
 def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     monkeypatch.setattr("sinkutils.ledger.results.ledgers", ledgers)
     row = ledger.claims("laptop").set_index("id", drop=False).loc["weight_decay"].to_dict()
     table, words, facts = cards.figures(row, "laptop")
     assert table.loc["weight decay 0.5", "paper: Sink₁ %"] == "41.08"
     assert table.loc["the base", "ours: Sink₁ %"] == "100.0"
+    assert table.loc["weight decay 0", "ours: Sink₁ %"] == "66.7"  # at 0.3, of 100, 66.7 and 0 % at the ledger's three
     mean = (np.mean([0.50, 0.54, 0.52]) - FLOOR) / (1 - FLOOR)
     assert table.loc["the base", "ours: excess of α₁"].startswith(f"{mean:.3f} (")
     assert (words, facts) == ([], [])
@@ -261,6 +327,17 @@ def test_decays_are_compared_by_their_doses_only_while_the_sink_grows_between_tw
     assert reasons.why("weight_decay", results("laptop")) == ""
 
 
+def test_twice_the_rate_is_said_to_learn_worse_only_while_it_surely_does(add):
+    add("fixed_1", 0.5, 0.5, 0.5, losses=(2.70, 2.71, 2.72))
+    add("lr_x2", 0.5, 0.5, 0.5, losses=(2.69, 2.71, 2.75))
+    assert reasons.why("small_rate", results("laptop")) == "", "by chance, perhaps"
+    add("lr_x2", 0.5, 0.5, 0.5, losses=(2.60, 2.61, 2.63))
+    assert reasons.why("small_rate", results("laptop")) == "", "it learns better"
+    add("lr_x2", 0.5, 0.5, 0.5, losses=(2.80, 2.81, 2.83))
+    said = reasons.why("small_rate", results("laptop"))
+    assert "our model also learns worse, by 0.103 nats (0.0" in said and "(3.70 against 3.73)" in said
+
+
 def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
     add("fixed_1", 0.5, 0.5, losses=(2.70, 2.71), onset=4)
     add("lr_half_steps_x2", 0.6, 0.6, losses=(2.65, 2.66), onset=4)
@@ -269,15 +346,21 @@ def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
     assert reasons.why("compensated_rate", results("laptop")) == "", "one of them learns worse"
     add("lr_quarter_steps_x4", 0.6, 0.6, losses=(2.599, 2.611), onset=4)
     said = reasons.why("compensated_rate", results("laptop"))
+    for mean, low, high in re.findall(r"([\d.]+) \((\S+) to (\S+)\)", said):
+        assert float(low) < float(mean) < float(high)
     assert "learn better, by 0.050 (" in said and " and 0.100 (" in said and "(3.68 and 3.67 against 3.73)" in said
 
 
-def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(add):
+def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(add, runs):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("window_1_4", 0.05, 0.051, 0.052)
     assert reasons.why("window_absolute", results("laptop")) == "", "no other width"
     add("window_1_2", 0.30, 0.31, 0.32)
     assert reasons.why("window_absolute", results("laptop")).startswith("A window of C / 4 is 16 tokens here, 512 in")
+    for seed in (0, 1, 2):
+        report = {"T": 64, "layers": [0, 1, 2, 3], "alpha": [[[0.05] * 4] * 4]}
+        made_up(runs, "window_1_4", seed, "laptop", final={"step": 9, "sink_1": 25.0, "report": report})
+    assert "the paper. 25 % of its heads are above 0.3, but" in reasons.why("window_absolute", results("laptop"))
     add("window_1_4", 0.20, 0.21, 0.22)
     assert reasons.why("window_absolute", results("laptop")) == "", "nothing to explain"
 

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from helpers import made_up
 
 from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, read_record, record_folder, run_lock
@@ -54,6 +55,12 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
         (outcome,) = of_smoke()
     assert outcome.status == "done" and read_record(path).metrics == metrics
     assert [left.name for left in path.parent.iterdir()] == ["0"]
+
+
+def test_an_estimate_goes_by_the_seconds_a_step_of_the_records(runs):
+    made_up(runs, "fixed_1")  # in a second
+    planned = estimate("smoke", (0,), only=("k_bias", "lr_half_steps_x2"))
+    assert {run.experiment: seconds for run, seconds in planned} == pytest.approx({"k_bias": 1, "lr_half_steps_x2": 2})
 
 
 def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, runs):
@@ -159,9 +166,11 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
 def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
     commands, ended = [], SimpleNamespace(returncode=0)
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or ended)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append((command, options)) or ended)
     run_one("smoke", "k_bias", 0, str(tmp_path), str(tmp_path / "log"), 20.0, "packed:text", "cuda:1")
-    assert commands[0][-4:] == ["--device", "cuda:1", "--corpus", "packed:text"]
+    ((command, options),) = commands
+    assert command[-4:] == ["--device", "cuda:1", "--corpus", "packed:text"]
+    assert options["env"]["OMP_NUM_THREADS"] == options["env"]["MKL_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize("gpu", [False, True])

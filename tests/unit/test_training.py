@@ -3,17 +3,21 @@
 import dataclasses
 import errno
 import itertools
+import math
 import os
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CPU, own_model
 
 from sinkutils.data.corpus import load_corpus
+from sinkutils.data.packing import Chunks, DataConfig
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.grid import config
 from sinkutils.study.record import partial_folder, read_record
@@ -22,7 +26,7 @@ from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizers
 from sinkutils.training.run import CrossEntropy, Run, next_token_loss
-from sinkutils.training.trainer import deterministic_kernels, train
+from sinkutils.training.trainer import deterministic_kernels, divergence, train
 
 
 def change(run: RunConfig, **changes) -> RunConfig:
@@ -102,6 +106,41 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the_schedules_rate(
+    optimizer, tiny, corpus
+):
+    """Held against the recipe written out once more, with settings of which none is the default."""
+    data = dataclasses.replace(tiny.data, random_positions=(3,))
+    settings = {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3, "clip_norm": 0.05}
+    run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), data=data, seed=1)
+    model, chunks = TransformerLM(run.model, 1), Chunks(corpus, "train", 32, data, seed=1)
+    written_out = {
+        "adamw": torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5),
+        "sgd": torch.optim.SGD(model.parameters(), momentum=0.8, weight_decay=0.5),
+    }[optimizer]
+    for step in range(5):  # three of the warm-up, two of the cosine
+        written_out.zero_grad()
+        next_token_loss(model, chunks.batch(step, 4, 1), 1, 1).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.1
+        written_out.param_groups[0]["lr"] = learning_rate(run.train, step)
+        written_out.step()
+    for a, b in zip(advanced(run, corpus, 5).model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_it_was_trained(tiny, corpus):
+    data = dataclasses.replace(tiny.data, fixed_position=2, random_positions=(3,))
+    run = Run(dataclasses.replace(change(tiny, valid_chunks=40), data=data), corpus, CPU)
+    text = Chunks(corpus, "valid", 32, DataConfig(fixed_position=2)).take(np.arange(40))
+    assert torch.equal(run.valid, text), "nothing of it is redrawn"
+    each = [float(next_token_loss(run.model, chunk[None], 1, 2)) for chunk in text]
+    assert run.valid_loss() == pytest.approx(np.mean(each), rel=1e-6)  # though 40 are a pass of 32 and one of 8
+    assert run.probe[:, 1].eq(corpus.fix_id).all()
+    with_bos = Run(dataclasses.replace(tiny, data=DataConfig(bos=True)), corpus, CPU)
+    assert with_bos.probe[:, 0].eq(corpus.bos_id).all()
+
+
 def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
     sigmoid = AttentionSpec(similarity="sigmoid", normalizer="none")
     arm = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, attention=sigmoid))
@@ -127,11 +166,30 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
         assert (again / file).read_bytes() == (record.folder / file).read_bytes()
 
 
+def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_before(tiny, corpus, tmp_path):
+    run = change(tiny, steps=8)
+    losses = [float(loss) for loss, _ in advanced(run, corpus, 8).passed]
+    _, *points = train(run, tmp_path, corpus=corpus, progress=False).metrics["curve"]
+    means = [sum(losses[:4]) / 4, sum(losses[4:]) / 4]
+    assert [point["train_loss"] for point in points] == pytest.approx(means)
+
+
 def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp_path):
     record = train(change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False)
     assert record.metrics["curve"][0]["step"] == 0
     assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
     assert read_record(record.folder).status == "failed"
+
+
+def test_a_run_has_failed_where_a_loss_is_not_finite_or_none_is_near_a_uniform_guess(
+    tiny, corpus, tmp_path, monkeypatch
+):
+    assert divergence([3.0, 99.0], 11.0) is None, "one bad step of several"
+    assert divergence([12.0, 99.0], 11.0) == "the loss was over 11.00, twice that of a uniform guess"
+    assert divergence([3.0, float("nan")], 11.0) == divergence([float("inf")], 11.0) == "the loss was not finite"
+    for guesses, status in ((1.9, "done"), (2.1, "failed")):
+        monkeypatch.setattr(Run, "valid_loss", lambda run, guesses=guesses: guesses * math.log(300))
+        assert train(change(tiny, steps=4), tmp_path / status, corpus=corpus, progress=False).status == status
 
 
 def test_a_model_whose_attention_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
@@ -222,6 +280,10 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(ti
     save_checkpoint(advanced(tiny, corpus, 1), path)
     with pytest.warns(UserWarning, match="another config or corpus"):
         load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
+    elsewhere = Run(tiny, corpus, CPU)
+    elsewhere.fingerprint = "0" * 64  # of the same config on another text
+    with pytest.warns(UserWarning, match="another config or corpus"):
+        load_checkpoint(elsewhere, path)
     blob = bytearray(path.read_bytes())
     if damage == "flip":
         blob[len(blob) // 2] ^= 1
