@@ -129,11 +129,11 @@ def _pooled(ours: Results, key: str, later: bool = False) -> tuple[float, float]
         fit = OLS(stacked.to_numpy(), groups).fit()
         variance, freedom = float(fit.mse_resid), float(fit.df_resid)
         both = OLS(stacked.to_numpy(), np.hstack([groups, seeds[:, 1:]])).fit()
-        if both.df_resid > 0:
-            shared = max(variance - both.mse_resid, 0.0)
+        if both.df_resid > 0 and both.mse_resid < variance:  # else seeds share nothing
+            shared = variance - both.mse_resid
             counts = seeds.sum(axis=0)  # as many seeds as weigh equally, less one, are the shared part's freedom
             parts = shared**2 / (counts.sum() ** 2 / (counts**2).sum() - 1) + both.mse_resid**2 / both.df_resid
-            freedom = float(variance**2 / parts) if parts > 0 else freedom
+            freedom = float(variance**2 / parts)
         pooled = variance, freedom
     ours.cache[kept] = pooled
     return pooled

@@ -192,12 +192,12 @@ def estimate(
     corpus: str | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its seconds, by the speed of the records there are, else the preset's."""
+    """Every missing run with its seconds, by the speed of the runs that came to their end, else the preset's."""
     store = Runs(runs)
     rates = [
         entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"]
         for entry in store.entries(preset_name)
-        if entry.record is not None and "wall_seconds" in entry.record.provenance
+        if entry.record is not None and entry.record.status == "done" and "wall_seconds" in entry.record.provenance
     ]
     base = preset(preset_name)
     per_step = median_high(rates) if rates else base.seconds / base.train.steps

@@ -197,6 +197,14 @@ def test_an_effect_is_paired_and_its_variance_pooled_with_the_seeds_part_at_the_
     assert paired(ours, "v_bias", "base", "excess_1").error == pytest.approx(found.error)  # one variance for all
 
 
+def test_where_seeds_share_nothing_the_freedom_is_that_of_the_spread_within_experiments():
+    ours = Results("laptop", {})
+    for name, values in (("fixed_1", (3, 3, 3)), ("k_bias", (1.1, 0.9, 1)), ("v_bias", (2.9, 3.1, 3))):
+        ours.cache[ours.label(name), "excess_1"] = pd.Series(values) / 10
+    found = paired(ours, "k_bias", "base", "excess_1")
+    assert (found.freedom, found.error) == pytest.approx((4, 0.01 / math.sqrt(3)))
+
+
 def test_an_effect_on_a_ratio_is_one_of_its_logarithm(ledger):
     ledger.base(hidden=(8.0,)).add("v_bias", hidden=(2.0,))
     assert effect("v_bias", "base", key="hidden", runs=ledger.runs).mean == pytest.approx(math.log(2 / 8), abs=0.01)

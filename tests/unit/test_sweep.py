@@ -59,6 +59,7 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
 
 def test_an_estimate_goes_by_the_seconds_a_step_of_the_records(runs):
     made_up(runs, "fixed_1")  # in a second
+    made_up(runs, "v_bias", status="failed", reason="diverged")  # in a second too, but in how many steps?
     planned = estimate("smoke", (0,), only=("k_bias", "lr_half_steps_x2"))
     assert {run.experiment: seconds for run, seconds in planned} == pytest.approx({"k_bias": 1, "lr_half_steps_x2": 2})
 
