@@ -18,7 +18,6 @@ from sinkutils.measuring.families import context_length
 from sinkutils.measuring.load import find, load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.record import read_record
 from sinkutils.study.store import Runs
 

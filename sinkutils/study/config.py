@@ -42,8 +42,6 @@ class TrainConfig:
         for name in ("steps", "batch_size", "eval_every", "eval_sequences", "eval_length", "valid_chunks"):
             integer(name, getattr(self, name), least=1)
         integer("warmup_steps", self.warmup_steps, least=0)
-        before = f"warmup_steps must be fewer than steps={self.steps}, got {self.warmup_steps}"
-        require(self.warmup_steps < self.steps, before)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, OPTIMIZERS)
         for name in ("learning_rate", "clip_norm"):
