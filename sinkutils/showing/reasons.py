@@ -13,7 +13,7 @@ from scipy.stats import gmean
 from sinkutils.ledger.effects import paired
 from sinkutils.ledger.later import APART
 from sinkutils.ledger.results import Results, Run
-from sinkutils.ledger.rules import FAILS, HOLDS, OPEN, Check, judge
+from sinkutils.ledger.rules import FAILS, HOLDS, OPEN, SINK, Check, judge
 from sinkutils.ledger.trials import untrained_peak
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
@@ -73,6 +73,22 @@ def _in_some_seeds(run: str) -> Callable[[Results], str]:
         return (
             f"x₁ stands out by more than twice in {out} of {len(peaks)} seeds: its largest element over the median is "
             f"{firsts}, that of all other tokens {others}."
+        )
+
+    return say
+
+
+def _scattered(run: str) -> Callable[[Results], str]:
+    """Section 7.4: a run none of whose seeds has a sink, though they scatter too widely to leave one out."""
+
+    def say(ours: Results) -> str:
+        seeds, counts = ours.values(run, "excess_1"), SINK * ours.values("base", "excess_1").mean()
+        if len(seeds) < 2 or seeds.max() >= counts or judge(Check("absent", (run,)), ours, {}).state != OPEN:
+            return ""
+        told = ", ".join(f"{value:.3f}" for value in seeds)
+        return (
+            f"No seed of {names.of(run, ours.preset)} has a sink: {told} of excess, where {counts:.3f} counts. But "
+            "they scatter so widely that the interval of their mean does not leave one out."
         )
 
     return say
@@ -333,9 +349,10 @@ def _in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]
             return ""
         place = "block 1" if count == 1 else f"blocks 1 to {count}"
         alone = "alone" if others.max() <= even else "above all"
+        left = " and ".join(names.of(run, ours.preset) for run in runs if ours.seeds(run))
         return (
-            f"What is left stands in {place} {alone}: heads there give x₁ {first.min():.2f} to {first.max():.2f} in "
-            f"the mean, those of the others {others.min():.2f} to {others.max():.2f} (even attention: {even:.3f})."
+            f"What is left with {left} stands in {place} {alone}: heads there give x₁ {first.min():.2f} to "
+            f"{first.max():.2f} in the mean, those of the others {others.min():.2f} to {others.max():.2f} (even attention: {even:.3f})."
         )
 
     return say
@@ -440,6 +457,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "bias_activations": _elements("kv_bias", "k_bias"),
     "value_bias_activations": _elements("v_bias"),
     "dependent_activations": _elements("sigmoid_normalised", "elu_kernel_normalised"),
+    "independent_activations": _without_a_sink("linear", "mlp_normalised"),
     "softpick_activations": _without_a_sink("softpick"),
     "gates_activations": _all(_without_a_sink("gate_head"), _beside_the_median("gate_head", "gate_element")),
     "differential": _beside_the_median("differential"),
@@ -457,6 +475,8 @@ REASONS: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("shared_biases", "shared_key_biases"), _as_good_shared),
     "gates_remove": _in_the_first_blocks("gate_element", count=2),
     "no_normalisation": _in_the_first_blocks("sigmoid", "elu"),
+    "mlp_kernel": _scattered("mlp"),
+    "inner_dependence": _all(_in_the_first_blocks("sigmoid"), _scattered("mlp")),
     "dyt": _behind_from_the_start,
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
     "softmax_plus_one": _in_the_first_blocks("softmax_plus_one"),

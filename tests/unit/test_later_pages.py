@@ -91,6 +91,16 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
     assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
 
 
+def test_seeds_without_a_sink_that_scatter_too_widely_to_leave_one_out_are_named(add, runs):
+    add("fixed_1", 0.6), add("mlp", 0.0)
+    assert reasons.why("mlp_kernel", results("laptop")) == "", "they tell"
+    alpha = {0: 0.0, 1: 0.07, 2: -0.07}
+    for seed, excess in alpha.items():
+        report = {"T": 64, "layers": [0], "excess": {"1": excess}, "alpha": [[[0.07]]]}
+        made_up(runs, "mlp", seed, "laptop", final={"step": 9, "report": report})
+    assert "0.000, 0.070, -0.070 of excess, where 0.099 counts" in reasons.why("mlp_kernel", results("laptop"))
+
+
 def test_elements_are_told_where_norms_say_nothing_and_only_there(runs, monkeypatch):
     monkeypatch.setattr(trials, "untrained_peak", lambda *arguments: 1.0)
     monkeypatch.setattr(trials, "untrained_ratio", lambda *arguments: 3.0)
