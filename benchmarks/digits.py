@@ -33,6 +33,7 @@ MACHINES = {
 def losses(precision: str, steps: int) -> dict[str, object]:
     """The loss of each of `steps` steps of the laptop's base, compiled, one thread, and the seconds of the best ten."""
     import sinkutils as su
+    from sinkutils.training.products import bf16_products
     from sinkutils.training.run import Run
 
     torch.set_num_threads(1)
@@ -43,7 +44,8 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size, progress=False)
     run = Run(config, corpus, torch.device("cpu"))
     forward = torch.compile(run.loss)
-    best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
+    with bf16_products(run.device):
+        best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
     return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
 
 

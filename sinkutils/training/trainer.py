@@ -29,6 +29,7 @@ from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
+from sinkutils.training.products import bf16_products
 from sinkutils.training.run import Run, arrays, summary
 
 
@@ -97,6 +98,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
         stack.enter_context(deterministic_kernels(target))
+        stack.enter_context(bf16_products(target))
         group.once(stack.enter_context, run_lock(folder))
         done = group.once(store.get, config, wanted, keep_weights)  # also by whoever held the lock before
         if done is not None:
