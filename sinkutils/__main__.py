@@ -82,9 +82,9 @@ def list_command(options: argparse.Namespace) -> None:
 
     note_no_records(options.runs)
     frame = records(options.preset, options.runs)
-    refused = unavailable(options.preset)
+    refused, rows = unavailable(options.preset), experiments(options.section)
     print(f"{'experiment':<28}{'item':<18}{'paper Sink_1':>13}{'valid':>7}  recorded at {options.preset}: title")
-    for row in experiments(options.section):
+    for row in rows:
         state = "not available"
         if row.name not in refused:
             name = resolve(row.name, options.preset)
@@ -135,7 +135,7 @@ def sweep_command(options: argparse.Namespace) -> int:
             print(f"{run.experiment:<28} seed {run.seed}  about {duration(seconds)}")
         total = sum(seconds for _, seconds in plan)
         whole = f"about {duration(total)} for one worker, {duration(total / options.jobs)} with --jobs {options.jobs}"
-        print(f"{len(plan)} runs, {whole}" if plan else "0 runs: every record is there")
+        print(f"{len(plan)} run{'s' * (len(plan) > 1)}, {whole}" if plan else "0 runs: every record is there")
         return 0
     given = chosen(options, "jobs", "runs", "corpus", "device", "checkpoint_seconds")
     outcomes = sweep(options.preset, seeds=seeds, only=only, engine_name=options.engine, **given)

@@ -48,6 +48,7 @@ def bounded(kind: Callable[[str], Any], wanted: str, least: float, most: float) 
 COUNT = bounded(int, "an integer of at least 1", 1, math.inf)
 NUMBER = bounded(float, "a finite number of at least 0", 0, sys.float_info.max)
 SHARE = bounded(float, "a number above 0, at most 1", 5e-324, 1)
+THRESHOLD = bounded(float, "a number above 0 and below 1", 5e-324, math.nextafter(1, 0))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,8 +116,8 @@ def parser() -> argparse.ArgumentParser:
     option("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"])
     option("-n", type=COUNT, default=100, help="sequences")
     option("-T", "--length", type=COUNT, default=64, help="tokens a sequence")
-    option("--targets", type=int, nargs="+", default=[1], help="positions, counted from 1")
-    option("--eps", type=float, nargs="+", default=[0.3], help="thresholds")
+    option("--targets", type=COUNT, nargs="+", default=[1], help="positions, counted from 1")
+    option("--eps", type=THRESHOLD, nargs="+", default=[0.3], help="thresholds")
     option("--bos", action="store_true", help="put a BOS first (the paper: not)")
     option("--any-first", action="store_true", help="of a record trained with a fixed token: leave that token out")
     option("--corpus", default="docstrings", help="where natural text comes from")
