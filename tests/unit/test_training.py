@@ -242,6 +242,18 @@ def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_bloc
         make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_decays_by_the_rate_times_the_decay(optimizer):
+    model = own_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for part in make_optimizers(model, TrainConfig(optimizer=optimizer, learning_rate=0.2, weight_decay=0.3)):
+        for p in (p for group in part.param_groups for p in group["params"]):
+            p.grad = torch.zeros_like(p)
+        part.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (1 - 0.2 * 0.3))
+
+
 def test_a_run_that_moved_between_kinds_of_machine_says_where_it_began(tiny, corpus, tmp_path, monkeypatch):
     run, path = Run(tiny, corpus, CPU), tmp_path / "c.safetensors"
     save_checkpoint(run, path)
