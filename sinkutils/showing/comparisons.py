@@ -143,7 +143,6 @@ def means_and_thresholds(table: pd.DataFrame) -> Figure | None:
     ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": "black", "markersize": 10}
     if len(hidden):
         axis.plot(hidden["alpha"], hidden["sink"], "o", label="under 1 %, though over twice even attention", **ring)
-    axis.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"mean $\alpha_1$ over heads and texts", xlim=(0, None), ylim=(-3, 103), ylabel=SINK_LABEL)
     figure.legend(fontsize="small", loc="outside lower center", ncols=2)
     return figure

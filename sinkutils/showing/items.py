@@ -124,13 +124,16 @@ def effects(preset: str, key: str = "excess_1") -> None:
 def thresholds(preset: str) -> None:
     """Each setting's mean alpha_1 against its Sink_1."""
     table = tables.means_and_thresholds(names.every(preset))
+    count = int(table["hidden"].sum())
+    found = f"{count} of the {len(table)} have it (ringed)" if count else f"none of the {len(table)} has it"
     caption = (
-        "**A threshold hides what lies below it.** A point is a setting: its mean α₁ over heads, texts and seeds, and "
-        "the share of heads above ε = 0.3 (dashed)."
+        "**Does the threshold hide a sink?** A point is a setting: its mean α₁ over heads, texts and seeds, and the "
+        "share of heads, text by text, above ε = 0.3. A hidden one would have Sink₁ under 1 % at a mean over twice that "
+        f"of even attention: {found}."
     )
     alt = (
-        f"Mean alpha_1 and Sink_1 of {len(table)} settings; {int(table['hidden'].sum())} have next to no head above ε "
-        "although their mean is over twice that of even attention"
+        f"Mean alpha_1 and Sink_1 of {len(table)} settings; {count} have next to no head above ε although their mean "
+        "is over twice that of even attention"
     )
     figures.show(comparisons.means_and_thresholds(table), caption, alt, f"thresholds_{preset}")
 

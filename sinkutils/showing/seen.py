@@ -204,12 +204,13 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
         estimate = level(values, quantity.log)
         above, below = estimate.low > threshold, estimate.high <= threshold
         side = "Above" if above else "Not above" if below else "Not to be told from"
-        if key == "hidden":  # what the picture shows, which the untrained model's ratio divides
+        if key == "hidden":  # what the untrained model's ratio divides where it is above 1
             norms = row.values(lambda run: run.report.get("hidden_norms"))
-            itself = f"; itself {np.mean([norm_ratio(blocks[:-1] or blocks) for blocks in norms], axis=0).max():.1f}"
+            largest = geometric_mean(max(norm_ratio(blocks[:-1] or blocks)) for blocks in norms)
+            itself = f"; itself {largest:.1f}"
         sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
     lines = [line for side, cells in sides.items() for line in _listing(f"{side} {threshold:g}", cells)]
-    what = "95 % interval" + ("; itself: not divided" if key == "hidden" else "")
+    what = "95 % interval" + ("; of the blocks the largest; itself: not divided" if key == "hidden" else "")
     return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
 
 
@@ -258,7 +259,7 @@ def study(preset: str = "laptop") -> list[str]:
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
         lines.append(
-            f"Of {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} less; "
+            f"Of the {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} less; "
             f"{len(table) - len(more) - len(less)} cannot be told from it."
         )
     later = differences(shown, ours, "onset").sort_values("mean")
@@ -276,7 +277,8 @@ def study(preset: str = "laptop") -> list[str]:
     if len(means) > 1:
         which = ", ".join(f"{row.label} (mean α₁ {row.alpha:.2f})" for row in hidden.itertuples())
         even = f"although their mean α₁ is over twice that of even attention{': ' * bool(which)}{which}"
-        lines.append(f"{len(hidden)} of the {len(means)} have Sink₁ under 1 % {even}.")
+        counted = f"the {len(means)}{', the base among them,' * bool(means['base'].any())}"
+        lines.append(f"{len(hidden)} of {counted} have Sink₁ under 1 % {even}.")
     return lines
 
 
