@@ -249,7 +249,7 @@ CLAIMS = (
           "Shared by the heads, KV biases lose part of the sink to the first token.",
           falling("kv_bias_shared", "kv_bias") + falling("kv_bias", "kv_bias_shared", key="excess_star")),
     Claim("shared_key_biases", "Section 7.3; Appendix C.4, Table 12 right",
-          "Shared by the heads, K biases keep the sink.",
+          "Shared by the heads, K biases keep the sink, and better than KV biases do.",
           present("k_bias_shared", key="learned_star") + absent("k_bias_shared")
           + falling("kv_bias_shared", "k_bias_shared")),
     Claim("bias_dims", "Appendix C.4, Table 13",

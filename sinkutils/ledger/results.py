@@ -114,9 +114,11 @@ def _difference(run: Run, k: int | str, other: int | str) -> float | None:
 
 
 def _visible(run: Run) -> float | None:
-    """Mean excess of alpha_1 over the queries that can see x_1 (i <= w), with u of uniform attention over them."""
+    """Mean excess of alpha_1 over the queries that can see x_1 (i <= w), with u of uniform attention over them; None
+    where that is x_1 alone.
+    """
     window, alpha = run.record.config["model"]["attention"]["window"], run.report.get("alpha")
-    if alpha is None:
+    if alpha is None or window == 1:
         return None
     length = run.report["T"]
     seen = min(window or length, length)

@@ -131,6 +131,10 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
             columns["ours: " + names.human(what)] = {name: value.split("/")[1] for name, value in values.items()}
         else:
             cells = {name: f"{value} ({known[name]})" if name in known else value for name, value in values.items()}
+            if heading == QUANTITIES["onset"].heading:  # in every seed
+                cells = {
+                    name: "none within the run" if values[name] == "1.000" else cell for name, cell in cells.items()
+                }
             means["ours: " + names.human(heading)] = cells
     for column in columns.keys() & {"ours: Sink₁ %"}:  # of what the paper prints beside it, though no check asks for it
         for name in columns.get("paper: Sink₁ %", {}).keys() - columns[column].keys():
@@ -181,11 +185,22 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
 
 
 def _unsure(checks: pd.DataFrame, preset: str) -> list[str]:
-    """What is above another by the spread pooled over all settings, and not by that of its own few seeds."""
+    """What the spread pooled over all settings decides, and that of its own few seeds would not: that one is above
+    another, or is not, or does not keep what another has.
+    """
     ours, named = results(preset), []
-    for _, check in checks[(checks["kind"] == "more") & (checks["outcome"] == rules.HOLDS)].iterrows():
+    base = float(ours.values("base", "excess_1").mean())
+    for _, check in checks[checks["kind"].isin(["more", "kept"])].iterrows():
         seeds = each_seed(ours, check["runs"][0], check["runs"][1], check["key"])
-        if len(seeds) > 1 and level(seeds).low <= 0:
+        if len(seeds) < 2:
+            continue
+        own, measure = level(seeds), base * (QUANTITIES[check["key"]].level == "sink")
+        alone = {
+            ("more", rules.HOLDS): own.low > 0,
+            ("more", rules.FAILS): own.high <= rules.SINK * measure,
+            ("kept", rules.FAILS): own.high < -rules.MARGIN * measure,
+        }
+        if not alone.get((check["kind"], check["outcome"]), True):
             named.append(names.human(check["check"], preset))
     words = "By the spread of these seeds alone, not pooled, one could not tell"
     return [f"{words}: {'; '.join(named)}."] if named else []
@@ -268,8 +283,13 @@ def _check(check: pd.Series, preset: str) -> str:
     says, why = (names.human(check[part], preset) for part in ("check", "why"))
     numbers = ""
     if not pd.isna(check["mean"]):
-        mean, low, high = (f"{number:.3f}" for number in _measured(check))
+        digits = 3
+        if any(why == f"threshold {_measured(check)[end]:.3f}" for end in ("low", "high")):  # on which side, then?
+            digits = 4
+        mean, low, high = (f"{number:.{digits}f}" for number in _measured(check))
         numbers = f"{mean}{' times' * _of_logarithms(check)} (95 %: {low} to {high})"
+        if check["key"] == "onset" and any((results(preset).values(run, "onset") == 1).any() for run in check["runs"]):
+            numbers += "; no onset within the run counts as 1"
     said = "; ".join(filter(None, (_minus(numbers), _plain(check, why))))
     state = check["outcome"] + " (what the claim starts from)" * bool(check["premise"])
     return f"{html.escape(state)}: {html.escape(says)} <small>{html.escape(said)}</small>"

@@ -60,7 +60,7 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
     for symbol, _, color, mark in (SINKS[key] for key in what):
         legend[f"ours, {symbol}"] = {"marker": mark, "color": color, "markersize": 8, "markeredgecolor": "black"}
     diamond = {"color": PAPER_COLOR, "markerfacecolor": "white"}
-    if any(row.paper.values for row in rows):
+    if any(line.get_marker() == "D" for line in shares.lines):
         legend["paper"] = {"marker": "D"} | diamond
     if any(line.get_marker() == "d" for line in shares.lines):
         legend["paper, one fixed\nfirst token"] = {"marker": "d"} | diamond
@@ -95,18 +95,22 @@ def _draw_shares(axis: Axes, row: Row, key: str, middle: float) -> None:
     axis.plot(values, [middle] * len(values), mark, color=color, markersize=4, alpha=0.5, markeredgewidth=0)
     if values:
         axis.plot(np.mean(values), middle, mark, color=color, markersize=8, markeredgecolor="black")
-    if printed is not None:
+    fixed = with_fixed_token(row) if key == "1" else None
+    if printed is not None and printed != fixed:
         axis.plot(printed, middle, "D", color=color, markerfacecolor="white")
-    fixed = with_fixed_token(row)
-    if fixed is not None and key == "1":
+    if fixed is not None:
         axis.plot(fixed, middle, "d", color=color, markerfacecolor="white")
+    if row.paper.note == "failed" and key == "1":
+        x, align = (2, "left") if values and np.mean(values) > 50 else (102, "right")
+        axis.text(x, middle, "paper: failed", ha=align, va="center", fontsize="small", color=PAPER_COLOR)
 
 
 def with_fixed_token(row: Row) -> float | None:
-    """Sink_1 of the paper's base with one fixed first token, beside what a row prints: of the base that meets any."""
-    printed = row.paper.values.get("sink_1")
-    fixed = experiment(row.experiment).paper.get("sink_1") if row.base and printed is not None else None
-    return None if fixed == printed else fixed
+    """Sink_1 of the paper's base with one fixed first token, where a row is our base and prints it or the paper's base
+    that meets any token: not beside another model of the paper's that has our base's setting.
+    """
+    of_any, fixed = (experiment(name).paper.get("sink_1") for name in ("default", row.experiment or "default"))
+    return fixed if row.base and fixed != of_any and row.paper.values.get("sink_1") in (of_any, fixed) else None
 
 
 def effects(table: pd.DataFrame, xlabel: str, most: int = 10) -> Figure | None:

@@ -96,7 +96,7 @@ def threshold(lengths: Mapping[Any, Mapping[str, Any]], model: str, length: int 
     if length not in known or eps not in epsilons:
         raise ValueError(f"length must be one of {known} and eps one of {epsilons}")
     start, at = known.index(length), epsilons.index(eps)
-    left, right, top, bottom = 46, 620, 36, 270
+    left, right, top, bottom = 54, 620, 36, 270
 
     def y(share: float) -> float:
         return bottom - (bottom - top) * share

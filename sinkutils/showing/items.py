@@ -40,10 +40,13 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
     printed = any(row.paper.values for row in rows)
     shares = []
-    for column in (comparisons.SINKS[key][1] for key in what):
+    for key in what:
+        column, cells = comparisons.SINKS[key][1], []
         for row in (row for row in rows if row.trained):
             mean = f"{np.mean(row.final(column)):.1f}" if row.final(column) else "none"
-            shares.append(f"{row.short} {mean}" + f" ({row.paper.values.get(column, 'no number')})" * printed)
+            theirs = row.paper.values.get(column, "failed" if row.paper.note == "failed" else "no number")
+            cells.append(f"{row.short} {mean}" + f" ({theirs})" * printed)
+        shares.append(f"{'Sink_1' if key == '1' else 'Sink*'}: {'; '.join(cells)}")
     shaded = ", the base is shaded" if any(row.base for row in rows) else ""
     caption = (
         f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
@@ -53,7 +56,7 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
     thin = any(comparisons.with_fixed_token(row) is not None for row in rows)
     caption += f" {DIAMONDS}{THIN * thin}." if printed else ""
     beside = " and in brackets the paper's" if printed else ""
-    alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}: {'; '.join(shares)}"
+    alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}. {'. '.join(shares)}"
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
 
 
@@ -128,8 +131,8 @@ def thresholds(preset: str) -> None:
     found = f"{count} of the {len(table)} have it (ringed)" if count else f"none of the {len(table)} has it"
     caption = (
         "**Does the threshold hide a sink?** A point is a setting: its mean α₁ over heads, texts and seeds, and the "
-        "share of heads, text by text, above ε = 0.3. A hidden one would have Sink₁ under 1 % at a mean over twice that "
-        f"of even attention: {found}."
+        "share of heads, text by text, above ε = 0.3. A hidden one would have Sink₁ under 1 % at a mean over twice "
+        f"that of even attention: {found}."
     )
     alt = (
         f"Mean alpha_1 and Sink_1 of {len(table)} settings; {count} have next to no head above ε although their mean "
@@ -145,8 +148,9 @@ def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
     caption = (
         "**Where attention goes.** The share of all attention by kind of key, each key counting for the first that "
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "
-        "proxies."
+        f"proxies{', softpick as it is' * ('softpick' in experiments)}."
     )
     words = "{} {:.2f} on the first token and {:.2f} on a bias"
     alt = "; ".join(words.format(name, kinds["first"], kinds.get("star", 0.0)) for name, kinds in shares.items())
     figures.show(comparisons.destinations(shares), caption, alt, f"destinations_{preset}")
+    seen.show_text(seen.destinations(shares, names.of("base", preset)))

@@ -4,16 +4,18 @@ hand, so that they stay true whatever the records come to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.effects import each_seed, level, paired
-from sinkutils.ledger.results import QUANTITIES, Results, excess, results, sink
+from sinkutils.ledger.results import ONSET, QUANTITIES, Results, excess, results, sink
 from sinkutils.measuring.report import norm_ratio
+from sinkutils.showing.comparisons import DESTINATIONS
 from sinkutils.showing.names import Row, every, human, of, rows
 from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
@@ -25,7 +27,7 @@ LEVELS = {
     "visible_1": "In {name} the excess of α₁ over the queries that see x₁ is {value}.",
     "valid_loss": "{name} ends at a validation loss of {value}.",
     "gap": "In {name} the validation loss ends above the training loss by {value}.",
-    "onset": "In {name} the sink sets in (Sink₁ stays at 2.9 % or more) after {value} of the steps.",
+    "onset": f"In {{name}} the sink sets in (Sink₁ stays at {ONSET:g} % or more) after {{value}} of the steps.",
 }
 CHANGES = {
     "excess_1": ("More of a sink on x₁", "Less of a sink on x₁"),
@@ -259,11 +261,11 @@ def study(preset: str = "laptop") -> list[str]:
     more, less = table[table["low"] > 0], table[table["high"] < 0][::-1]
     if len(table):
         lines.append(
-            f"Of the {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} less; "
-            f"{len(table) - len(more) - len(less)} cannot be told from it."
+            f"Of the {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} "
+            f"less; {len(table) - len(more) - len(less)} cannot be told from it."
         )
     later = differences(shown, ours, "onset").sort_values("mean")
-    onset = "than in the base the sink sets in (share of the steps) with"
+    onset = f"than in the base the sink sets in (Sink₁ stays at {ONSET:g} % or more; share of the steps) with"
     parts = {
         "Most of all:": more,
         "Least of all:": less,
@@ -280,6 +282,21 @@ def study(preset: str = "laptop") -> list[str]:
         counted = f"the {len(means)}{', the base among them,' * bool(means['base'].any())}"
         lines.append(f"{len(hidden)} of {counted} have Sink₁ under 1 % {even}.")
     return lines
+
+
+def destinations(shares: Mapping[str, Mapping[str, float]], base: str) -> list[str]:
+    """Of runs whose attention goes elsewhere than the base's, a sentence each: what x_1 loses and what gains it.
+
+    shares: of all attention by kind of key, by label (`tables.destinations`); base: the label of what they are beside.
+    """
+    lines = []
+    for name, kinds in shares.items():
+        moved = {kind: share - shares.get(base, kinds).get(kind, 0.0) for kind, share in kinds.items()}
+        gains = sorted(((share, kind) for kind, share in moved.items() if kind != "first"), reverse=True)
+        if name != base and moved["first"] <= -0.01:
+            cells = "; ".join(f"{DESTINATIONS[kind][0]} {gain:+.2f}" for gain, kind in gains if abs(gain) >= 0.01)
+            lines.append(f"{capital(name)}: x₁ {moved['first']:+.2f}; {cells}.".replace("-", "\N{MINUS SIGN}"))
+    return [f"Shares of all attention beside {base}'s. {lines[0]}", *lines[1:]] if lines else []
 
 
 def _listing(words: str, cells: Iterable[str]) -> list[str]:

@@ -140,7 +140,9 @@ def _loop(
         if report is not None:
             run.keep({**point, **run.steps([])}, report)
     name, steps = f"{config.experiment} seed {config.seed}", config.train.steps
-    with tqdm(total=steps, initial=first, disable=not progress, unit="step", leave=False, desc=name, mininterval=1) as bar:
+    with tqdm(
+        total=steps, initial=first, disable=not progress, unit="step", leave=False, desc=name, mininterval=1
+    ) as bar:
         while run.step < steps:
             run.advance(forward)
             bar.update()
