@@ -9,6 +9,7 @@ import base64
 import html
 import io
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -96,9 +97,11 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
 
 def colors_of(labels: Sequence[str], base: str | None = None, ordered: bool = False) -> dict[str, Any]:
     """A colour a label: the base's for `base`; steps of one quantity from light to dark, others well apart."""
-    others = [label for label in labels if label != base]
-    palette = sns.color_palette("flare", len(others)) if ordered else cycle(OTHER_COLORS)
-    colors: dict[str, Any] = dict(zip(others, palette, strict=False))
+    step = re.compile(r"(?<![A-Za-z])[\d=]")  # a setting: a number that is no part of a name
+    steps = [label for label in labels if ordered and label != base and step.search(label)]
+    colors: dict[str, Any] = dict(zip(steps, sns.color_palette("flare", len(steps)), strict=True))
+    others = [label for label in labels if label != base and label not in colors]
+    colors |= dict(zip(others, cycle(OTHER_COLORS[2:] if ordered else OTHER_COLORS), strict=False))
     return colors | {label: BASE_COLOR for label in labels if label == base}
 
 

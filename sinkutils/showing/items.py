@@ -36,7 +36,8 @@ def _item(item: str, preset: str) -> tuple[list[names.Row], str, dict[str, Any]]
 
 
 def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, what: Sequence[str] = ("1",)) -> None:
-    """The picture of some rows, `comparisons.comparison`, with its caption; axis: what the rows differ in."""
+    """The picture of some rows, `comparisons.comparison`, with its caption; axis: what they differ in, if any."""
+    called = f"{title}: {axis}" if axis else title
     symbols = " and ".join({"1": "α₁ (orange)", "star": "α* (green)"}[key] for key in what)
     printed = any(row.paper.values for row in rows)
     shares = []
@@ -49,20 +50,22 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
         shares.append(f"{'Sink_1' if key == '1' else 'Sink*'}: {'; '.join(cells)}")
     shaded = ", the base is shaded" if any(row.base for row in rows) else ""
     caption = (
-        f"**{title}: {axis}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
+        f"**{called}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
         f"each other, the dashed line is ε = 0.3{shaded}. Right, the share of heads and texts above ε: "
         "small marks are seeds, large ones their mean."
     )
     thin = any(comparisons.with_fixed_token(row) is not None for row in rows)
     caption += f" {DIAMONDS}{THIN * thin}." if printed else ""
     beside = " and in brackets the paper's" if printed else ""
-    alt = f"{title}, {axis}: heads above epsilon in percent, ours{beside}. {'. '.join(shares)}"
+    alt = f"{called}, heads above epsilon in percent, ours{beside}. {'. '.join(shares)}"
     figures.show(comparisons.comparison(rows, what, axis), caption, alt, f"{slug(title)}_{preset}")
 
 
-def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None) -> None:
+def compare_norms(
+    item: str, preset: str, more: Mapping[str, Sequence[float] | str] | None = None, note: str = ""
+) -> None:
     """An item on massive activations as picture and sentences: the norm of h_1 over the others', block by block, with
-    `more` lines by label.
+    `more` lines by label and what the caption says of those.
     """
     rows, axis, colors = _item(item, preset)
     ratios = tables.norm_ratios(rows) | dict(more or {})
@@ -70,6 +73,7 @@ def compare_norms(item: str, preset: str, more: Mapping[str, Sequence[float] | s
         f"**{item}: {axis}.** The norm of the first token's hidden state over the mean of the others', "
         "after each block but the last; the mean over seeds. At 1 (dotted) the first token is like any other."
     )
+    caption += f" {note}" if note else ""
     largest = [f"{label} {line if isinstance(line, str) else f'{max(line):.1f}'}" for label, line in ratios.items()]
     alt = f"{item}, {axis}: largest norm ratio of the first token, {'; '.join(largest)}"
     symbol = r"$\|h_1^l\|\;/\;\mathrm{mean}_{t\neq 1}\|h_t^l\|$"

@@ -16,7 +16,9 @@ from matplotlib.lines import Line2D
 from scipy.spatial.distance import cdist
 from scipy.stats import gmean
 
+from sinkutils.ledger.effects import Effect, level
 from sinkutils.ledger.results import QUANTITIES, excess, results
+from sinkutils.ledger.rules import SINK
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
@@ -84,8 +86,40 @@ def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1
         print(textwrap.fill(f"Not recorded yet: {lacking}.", WIDTH))
         return
     starred = any(row.final("sink_star") for row in shown)
-    items.show_rows(shown, seen.capital(group), "variant", preset, ("1", "star") if starred else ("1",))
+    items.show_rows(shown, seen.capital(group), "", preset, ("1", "star") if starred else ("1",))
     seen.show_text([sentence for key in keys for sentence in seen.of_rows(shown, ours, key)])
+
+
+def summary(preset: str = "laptop") -> list[str]:
+    """Which variants have a sink on x_1 and which have none, and where massive activations do otherwise; in sentences.
+
+    A variant is told by the 95 % interval of its own seeds and by the ledger's thresholds.
+    """
+    ours, said = results(preset), {}
+    shown = {row.label: row.experiment for group in GROUPS for row in rows(group, preset) if not row.base}
+    least = SINK * ours.values("base", "excess_1").mean()
+    for label, name in shown.items():
+        if len(ours.values(name, "peak")) > 1:
+            sink, peak = level(ours.values(name, "excess_1")), level(ours.values(name, "peak"), log=True)
+            said[label] = [_told(sink, least), _told(peak, float(QUANTITIES["peak"].level))]
+    if not said:
+        return ["No variant has two seeds yet."]
+
+    def which(words: str, sink: str, peak: str | None = None) -> str:
+        found = [label for label, told in said.items() if told[0] == sink and peak in (None, told[1])]
+        return f"{words}: {len(found)} of {len(said)}{' – ' * bool(found)}{'; '.join(found)}."
+
+    return [
+        which("No sink on x₁ is left", "none"),
+        which("There is one, weaker or not", "there"),
+        which("The seeds do not tell", "open"),
+        which("Massive activations without a sink", "none", "there"),
+        which("A sink without massive activations", "there", "none"),
+    ]
+
+
+def _told(estimate: Effect, threshold: float) -> str:
+    return "there" if estimate.low > threshold else "none" if estimate.high <= threshold else "open"
 
 
 def picture(preset: str = "laptop") -> Figure | None:

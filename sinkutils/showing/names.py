@@ -21,7 +21,7 @@ from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.paper import PaperRow, paper_rows
 
 SUBSCRIPTS = str.maketrans("0123456789ktij", "₀₁₂₃₄₅₆₇₈₉ₖₜᵢⱼ")
-SYMBOL = re.compile(r"\b(alpha|Sink|x|h|k|v|p|A|q)_(\d+|k|t|\*)(?![\w_])")
+SYMBOL = re.compile(r"\b(alpha|Sink|x|h|k|v|p|A|q)_(\d+|k|t|j|ti|\*)(?![\w_])")
 LONGEST_FIRST = sorted((re.escape(row.name) for row in EXPERIMENTS), key=len, reverse=True)
 NAMES = re.compile(rf"(?<![\w.-])({'|'.join(LONGEST_FIRST)})(?![\w-])(?!\.\d)")
 WORDS = {

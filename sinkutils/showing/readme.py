@@ -153,7 +153,11 @@ def _claims(part: str) -> str:
         rows.append([row["source"], claim, *numbers, _chip(row), row["holds"], effect, _why(row)])
     counts = ", ".join(f"{chip}: {n}" for chip, n in sorted(Counter(row[5] for row in rows).items()))
     columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
-    return f"{counts}\n\n{markdown(columns, rows)}"
+    about = (
+        "*Holds*: how many of a claim's checks do. *Effect*, with its 95 % interval: its first difference of an excess "
+        "between two runs, or that of its first run from what it is compared with; of other claims the level."
+    )
+    return f"{counts}\n\n{about}\n\n{markdown(columns, rows)}"
 
 
 def _cells(text: str) -> str:

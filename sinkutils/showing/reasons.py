@@ -408,6 +408,28 @@ def _still_growing(run: str) -> Callable[[Results], str]:
     return say
 
 
+def _train_all_the_same(ours: Results) -> str:
+    """Appendix C.4, Table 15: how smoothly what fails in the paper trains here, and how well; only while it does."""
+    broken = ("elu_normalised", "elu_kernel", "linear_normalised")
+    seeds = {name: ours.seeds(name).values() for name in ("base", *broken)}
+    if not all(runs and not any(run.failed for run in runs) for runs in seeds.values()):
+        return ""
+    rises = {
+        name: max(np.diff([point["valid_loss"] for point in run.curve]).max() for run in runs)
+        for name, runs in seeds.items()
+    }
+    worst = max(rises[name] for name in broken)
+    behind = [paired(ours, name, "base", "valid_loss") for name in broken]
+    if worst > 2 * rises["base"] or None in behind:
+        return ""
+    ends = ", ".join(f"{loss.mean:+.3f}" for loss in behind if loss is not None)
+    return (
+        f"Here they train as smoothly as the base: from one evaluation to the next the validation loss rises by "
+        f"{worst:.2f} nats at most (the base's by {rises['base']:.2f}). How well is another matter: they end {ends} nats "
+        "from the base. Whether it takes a larger model to break them, no run of ours has tried."
+    )
+
+
 def _behind_from_the_start(ours: Results) -> str:
     """2503.10622: since when dynamic tanh learns worse than the base, seed by seed."""
     behind = []
@@ -482,6 +504,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "mlp_kernel": _scattered("mlp"),
     "inner_dependence": _all(_in_the_first_blocks("sigmoid"), _scattered("mlp")),
     "dyt": _behind_from_the_start,
+    "failures": _train_all_the_same,
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), _still_growing("sandwich_norm")),
     "softmax_plus_one": _in_the_first_blocks("softmax_plus_one"),
     "depth": _deeper_is_slower,

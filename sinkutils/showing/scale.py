@@ -120,7 +120,7 @@ def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
 
 
 def show_ladder() -> None:
-    """`ladder` as a picture."""
+    """`ladder` as a picture, and `scope` under it."""
     table = ladder()
     caption = (
         "**At which scale each kind of sink is seen.** A row a model, by its parameters (with embeddings); hollow: the "
@@ -129,6 +129,7 @@ def show_ladder() -> None:
     rows = table.itertuples()
     each = [f"{row.model} ({_size(row.parameters)}) {row.sink_1:.1f} with {row.first}" for row in rows]
     figures.show(draw_ladder(table), caption, f"Sink_1 in percent by model: {'; '.join(each)}", "ladder")
+    show_text(scope())
 
 
 def ladder() -> pd.DataFrame:
@@ -169,7 +170,8 @@ def scope() -> list[str]:
         even = uniform_alpha(next(iter(runs.values())).report["T"])
         largest = " and ".join(f"{end:.2f}" for end in ends)
         lines[0] += (
-            f" In ours of {_size(size)} it begins: α₁ of the largest head is {largest} (even attention: {even:.3f})."
+            f" In ours of {_size(size)} it begins: α₁ of the largest head is {largest} in its {len(ends)} seeds (even "
+            f"attention: {even:.3f})."
         )
     return lines
 

@@ -188,7 +188,7 @@ def repeats(models: Models) -> Figure:
     figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models) + 0.4, 3.2), sharey=True, squeeze=False)
     for axis, (title, of) in zip(axes[0], models.items(), strict=True):
         peak, natural, repeated = repeated_norms(of)
-        for mark, values, color in (("s--", repeated, BASE_COLOR), ("o-", natural, FIRST_COLOR)):
+        for mark, values, color in (("s--", repeated, STAR_COLOR), ("o-", natural, BASE_COLOR)):
             axis.plot(range(1, len(values) + 1), values, mark, markersize=3, color=color)
         axis.set(xlabel="position $t$", yscale="log", title=f"{title}, after block {peak + 1}")
     axes[0, 0].set_ylabel(r"$\|h_t\|$ / natural mean, $t > 1$")
@@ -222,11 +222,11 @@ def edited_positions(table: pd.DataFrame, name: str = "") -> Figure:
     """Table 7 as a picture: Sink_1 and Sink_t over t, p_1 replaced by p_t or swapped with it; `name`: of our model."""
     figure, axes = plt.subplots(1, 2, figsize=(9.0, 3.3), sharey=True)
     for axis, (operation, rows) in zip(axes, table[table["t"] > 1].groupby("operation"), strict=True):
-        for key, color in (("1", FIRST_COLOR), ("t", BASE_COLOR)):
+        for key, color, aside in (("1", FIRST_COLOR, -0.4), ("t", BASE_COLOR, 0.4)):  # ours may coincide
             label, paper, ours = rf"$\mathrm{{Sink}}_{key}$", rows[f"paper_{key}"], rows[f"sink_{key}"]
             axis.plot(rows["t"], paper, "o:", color=color, markerfacecolor="white", label=f"{label}, GPT2-XL (paper)")
             if ours.notna().any():
-                axis.plot(rows["t"], ours, "s-", color=color, label=f"{label}, {name}")
+                axis.plot(rows["t"] + aside, ours, "s-", color=color, label=f"{label}, {name}")
         axis.axhline(table["paper_1"].iloc[0], color=PAPER_COLOR, linestyle=":", linewidth=1)
         done = "replaced by" if operation == "replace" else "swapped with"
         axis.set(xlabel="$t$", title=f"$p_1$ {done} $p_t$", xticks=rows["t"])

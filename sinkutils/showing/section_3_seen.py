@@ -85,12 +85,18 @@ def chain(title: str, of: Sections) -> str:
     if usual(of) == TEXT:
         key = "From text to text another token stands first, and still the cosine of k₁ to its mean is "
         key += f"{near[0]:.2f} in block 1 and {min(near[1:]):.2f} or more after it"
+        idle = np.flatnonzero((alphas(of) <= EPSILON).all(axis=1))
+        idle = idle[idle > 0]
+        if len(idle):
+            blocks = ", ".join(str(block + 1) for block in idle)
+            key += f" (also in blocks {blocks}, which have no head with a sink: alone it does not make one)"
     return (
         f"In {title} the largest dimension of h₁ is number {first['dimensions'][peak][0]} after block {peak + 1}, "
-        f"{sizes[peak]:,.0f} times the median. In the blocks behind such dimensions LN leaves {100 * share[0]:.0f} % "
-        f"of the squared length in three dimensions ({100 * share[1]:.0f} % for the other tokens; medians over "
-        f"{len(behind)} blocks), and the typical dimension at {rest[0] / rest[1]:.2f} times theirs. {key}; at token "
-        f"{middle} it is {min(control):.2f} to {max(control):.2f}."
+        f"{sizes[peak]:,.0f} times the median. In the blocks behind dimensions over {min(MASSIVE, sizes[peak]):,.0f} "
+        f"times the median LN leaves {100 * share[0]:.0f} % of the squared length in three dimensions "
+        f"({100 * share[1]:.0f} % for the other tokens; medians over {len(behind)} blocks), and the typical dimension "
+        f"at {rest[0] / rest[1]:.2f} times theirs. {key}; at token {middle} it is {min(control):.2f} to "
+        f"{max(control):.2f}."
     )
 
 
@@ -172,11 +178,12 @@ def repeats(title: str, of: Sections) -> str:
 def domains(title: str, of: Sections) -> str:
     """The range over kinds of text at each eps."""
     table = by_domain(of)
-    at, span = table[EPSILON], table.max() - table.min()
+    at, span, off = table[EPSILON], table.max() - table.min(), (table - table.mean()).abs().max()
     return (
         f"In {title}, over {len(table)} kinds of text, Sink₁ at ε = {EPSILON} is between {at.min():.1f} % "
         f"({at.idxmin()}) and {at.max():.1f} % ({at.idxmax()}): {span[0.3]:.1f} points, beside {span[0.2]:.1f} at 0.2 "
-        f"and {span[0.4]:.1f} at 0.4."
+        f"and {span[0.4]:.1f} at 0.4. From the mean over kinds the furthest lies {off[EPSILON]:.1f} points off, at 0.4 "
+        f"{off[0.4]:.1f}."
     )
 
 
@@ -203,7 +210,7 @@ def scores(table: pd.DataFrame) -> list[str]:
         return ["No model has been scored here yet."]
     parts = [
         f"{row['model']}: Sink₁ {row['sink_1']:.1f} %, HellaSwag accuracy {row['acc']:.1f} %, normalised by length "
-        f"{row['acc_norm']:.1f} % (± {row['acc_norm_stderr']:.1f}, {row['questions']:,.0f} questions)."
+        f"{row['acc_norm']:.1f} % (standard error {row['acc_norm_stderr']:.1f}, {row['questions']:,.0f} questions)."
         for _, row in scored.iterrows()
     ]
     return [*parts, "Guessing gives 25 %."]

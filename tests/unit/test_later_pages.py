@@ -235,3 +235,35 @@ def test_the_bases_own_context_is_called_best_only_while_it_is(add, monkeypatch)
         assert reasons.why("context", results("laptop")) == "", "by chance, perhaps"
     add("context_128", 0.5)
     assert reasons.why("context", results("laptop")) == "", "a longer one has more"
+
+
+def test_the_page_ends_with_who_has_a_sink_and_who_a_massive_activation(add):
+    assert later.summary() == ["No variant has two seeds yet."]
+    add("fixed_1", 0.6), add("softpick", 0.0, 6.0), add("v_scale", 0.3, 1.1), add("gate_head", 0.0, 1.0)
+    assert later.summary() == [
+        "No sink on x₁ is left: 2 of 3 – an output gate a head; softpick.",
+        "There is one, weaker or not: 1 of 3 – V-scale: small values made smaller.",
+        "The seeds do not tell: 0 of 3.",
+        "Massive activations without a sink: 1 of 3 – softpick.",
+        "A sink without massive activations: 1 of 3 – V-scale: small values made smaller.",
+    ]
+
+
+def test_what_fails_in_the_paper_is_said_to_train_smoothly_only_while_it_does(runs):
+    broken = ("elu_normalised", "elu_kernel", "linear_normalised")
+
+    def fall(name, *losses, **status):
+        for seed in (0, 1, 2):
+            curve = [{"step": step, "sink_1": 0.0, "valid_loss": loss} for step, loss in enumerate(losses)]
+            made_up(runs, name, seed, "laptop", curve=curve, final=curve[-1], **status)
+
+    fall("fixed_1", 6.0, 3.0, 3.05, 2.7)
+    for name in broken:
+        assert reasons.why("failures", results("laptop")) == "", "not while one is missing"
+        fall(name, 6.0, 3.1, 3.18, 2.8)
+    said = reasons.why("failures", results("laptop"))
+    assert "rises by 0.08 nats at most (the base's by 0.05)" in said and "they end +0.100, +0.100, +0.100" in said
+    fall("elu_kernel", 6.0, 3.0, 3.2, 2.8)
+    assert reasons.why("failures", results("laptop")) == "", "not as smoothly"
+    fall("elu_kernel", 6.0, 3.1, 3.18, 2.8, status="failed")
+    assert reasons.why("failures", results("laptop")) == "", "one fails"

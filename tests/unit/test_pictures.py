@@ -140,3 +140,11 @@ def test_keys_that_a_query_cannot_see_stay_white():
     image = figures.attention_map(np.full((4, 4), 0.25), 2).axes[0].images[0].get_array()
     seen = np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
     assert np.isnan(np.ma.filled(image, np.nan)).tolist() == (seen == 0).tolist(), "nor what lies before its window"
+
+
+def test_steps_of_a_quantity_have_one_ramp_and_names_beside_them_their_own_colours():
+    labels = ["softmax, p = 1", "softmax, p = 2", "v* = v'", "sigmoid, not normalised", "SmolLM2, first ten"]
+    colors = figures.colors_of(labels, "softmax, p = 1", ordered=True)
+    assert colors["softmax, p = 1"] == figures.BASE_COLOR
+    assert [isinstance(colors[label], tuple) for label in labels[1:]] == [True, True, False, False], "RGB on the ramp"
+    assert len(set(colors.values())) == len(labels)

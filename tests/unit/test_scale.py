@@ -68,7 +68,7 @@ def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):
 def test_the_scope_says_what_each_scale_shows_and_where_it_begins(desk):
     anything, fixed = scale.scope()
     assert "2.5 % in ours of 4.5M" in anything and "18.2 % in the paper's 60M" in anything
-    assert "the largest head is 0.40 and 0.07 (even attention: 0.074)" in anything
+    assert "the largest head is 0.40 and 0.07 in its 2 seeds (even attention: 0.074)" in anything
     assert "74.1 % in the paper's 60M" in fixed and "ours" not in fixed
 
 
@@ -81,5 +81,6 @@ def test_what_is_recorded_is_shown_with_its_sentences_and_the_rest_is_named(desk
     assert "Not recorded yet for this model: a fixed token at position 1." in capsys.readouterr().out
     assert scale.by_block("fixed_1") is None
     scale.show_ladder()
-    assert "ours (4.5M) 2.5 with any first token" in " ".join(shown[-1]["text/plain"].split())
+    picture, lines = (" ".join(data["text/plain"].split()) for data in shown[-2:])
+    assert "ours (4.5M) 2.5 with any first token" in picture and "begins: α₁ of the largest head is 0.40" in lines
     assert {path.name for path in (tmp_path / "figures").glob("*.png")} == {"by_block_default_desk.png", "ladder.png"}
