@@ -425,8 +425,8 @@ def _train_all_the_same(ours: Results) -> str:
     ends = ", ".join(f"{loss.mean:+.3f}" for loss in behind if loss is not None)
     return (
         f"Here they train as smoothly as the base: from one evaluation to the next the validation loss rises by "
-        f"{worst:.2f} nats at most (the base's by {rises['base']:.2f}). How well is another matter: they end {ends} nats "
-        "from the base. Whether it takes a larger model to break them, no run of ours has tried."
+        f"{worst:.2f} nats at most (the base's by {rises['base']:.2f}). How well is another matter: they end {ends} "
+        "nats from the base. Whether it takes a larger model to break them, no run of ours has tried."
     )
 
 

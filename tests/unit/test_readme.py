@@ -3,14 +3,18 @@
 import re
 import subprocess
 
+import nbformat
+import numpy as np
 import pytest
 from helpers import made_up
 
 from sinkutils.ledger import frozen, rules
 from sinkutils.ledger.conclusions import CLAIMS
 from sinkutils.ledger.later import LATER
-from sinkutils.paths import ROOT
+from sinkutils.ledger.results import results
+from sinkutils.paths import NOTEBOOKS, ROOT
 from sinkutils.showing import readme
+from sinkutils.study.grid import config
 from sinkutils.study.store import Runs
 
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
@@ -73,3 +77,22 @@ def test_the_ledgers_page_holds_the_rules_the_claims_and_since_when_they_stand()
     page = readme.ledger_page()
     assert page.count("\n| ") == len(CLAIMS) + len(LATER) + 4 and "18.18" in page
     assert frozen.ledgers()[0][:16] in page
+
+
+@pytest.mark.parametrize("number", ["02", "03", "04", "05", "06"])
+def test_what_a_page_says_of_the_base_is_what_its_configuration_says(number):
+    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    said = " ".join(nbformat.read(path, 4).cells[0].source.split())
+    run = config("base", "laptop")
+    shape, train = run.model, run.train
+    assert f"{shape.num_layers} blocks of {shape.num_heads} heads, width {shape.hidden_size} and context" in said
+    assert f"$C = {shape.context_length}$" in said and run.data.fixed_position == 1
+    assert f"for {train.steps:,} steps at a learning rate of up to {train.learning_rate:g}" in said
+    assert f"of the base itself {rules.BASE:.3f}" in said and round(1 / rules.SINK) == 6, "a sixth of the base's"
+
+
+def test_what_notebook_01_says_of_the_bases_largest_element_is_what_its_records_say():
+    said = " ".join(cell.source for cell in nbformat.read(NOTEBOOKS / "01_properties.ipynb", 4).cells)
+    low, high = map(int, re.search(r"one with its largest at (\d+) to (\d+) times", said).groups())
+    peaks = [np.max(run.report["hidden_peaks"][:-1]) for run in results("laptop").seeds("base").values()]
+    assert (low, high) == (round(min(peaks)), round(max(peaks)))

@@ -156,7 +156,7 @@ def test_the_study_as_a_whole_is_told_from_its_ends(add):
     assert told[1].startswith("Of the 3 with two seeds or more, 1 have more of a sink than the base, 2 less; 0 cannot")
     assert told[2].startswith("Most of all: weight decay 0.5 +0.")
     assert re.fullmatch(r"Least of all: weight decay 0 −0.* to .*; learning rate / 2 −0.*", told[3])
-    onset = "than in the base the sink sets in (share of the steps) with"
+    onset = "than in the base the sink sets in (Sink₁ stays at 2.9 % or more; share of the steps) with"
     assert told[4].startswith(f"Earlier {onset} weight decay 0.5 −0.407 (")
     assert told[5].startswith(f"Later {onset} learning rate / 2 +0.259 (")
 
