@@ -70,7 +70,7 @@ LATER = (
     Claim("differential", "arXiv 2410.05258, Section 3.7, Table 5",
           "The difference of two softmax maps has smaller outliers.", over("base", "differential", key="peak"),
           "largest hidden value 3,609 to 1,688, the median 0.6 to 1.2 (3B)"),
-    Claim("dyt", "arXiv 2503.10622, Table 4", "tanh(alpha h) in place of a norm serves as well.",
+    Claim("dyt", "arXiv 2503.10622, Table 4", "tanh(a h) in place of a norm serves as well.",
           loss("comparable", "dyt"),
           "loss 0.01 higher at 7B and 13B, the same at 34B and 70B; 0.26 higher in 2601.22966, Table 1"),
     Claim("gated_norm", "arXiv 2601.22966, Table 1",

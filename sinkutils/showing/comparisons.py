@@ -20,7 +20,7 @@ from sinkutils.study.experiments import experiment
 SINKS = {"1": (r"$\alpha_1$", "sink_1", FIRST_COLOR, "o"), "star": (r"$\alpha_*$", "sink_star", STAR_COLOR, "^")}
 # Where attention goes, in words, and its colour: the sinks' own colours, then greys for the text.
 DESTINATIONS = {
-    "star": ("k*, x*", STAR_COLOR),
+    "star": ("k*, x*, sink logit", STAR_COLOR),
     "first": ("x₁", FIRST_COLOR),
     "self": ("the query itself", "#4d4d4d"),
     "previous": ("the token before", "#8c8c8c"),

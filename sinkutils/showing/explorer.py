@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.open_lms import recorded
+from sinkutils.measuring.report import uniform_alpha
 from sinkutils.showing import svg
 from sinkutils.showing.figures import BASE_COLOR, STAR_COLOR
 from sinkutils.showing.svg import GREY, PALETTE, WIDTH, Picture
@@ -91,8 +92,9 @@ def maps(
         f"Where {name} looks. Left, heads (a row a block), darker the more attention they give the first token; "
         "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white, weights as "
         "their square roots so that small ones show. "
-        f"Shown is the head with the largest α₁, {alpha[0, best]:.2f}; the mean of the {len(heads)} heads is "
-        f"{alpha[0].mean():.2f}. Click a head, point at a row."
+        f"Shown is the head with the largest α₁ on this one text, {alpha[0, best]:.2f}; the mean of the {len(heads)} "
+        f"heads is {alpha[0].mean():.2f}, even attention over its {length} tokens {uniform_alpha(length):.2f}. Click a "
+        "head, point at a row."
     )
     alt = f"Attention map of {title}, with tokens on both axes, beside the attention of heads to the first token"
     return Picture(root, alt, caption, "explorer", data)

@@ -69,14 +69,14 @@ def film(runs: Mapping[str, Record | None], k: int | str = 1, thumbnails: int = 
     for pick in picks:
         svg.text(root, f"{steps[pick]:,}", x[pick], bottom + 18, text_anchor="middle", fill=GREY)
     symbol = f"Sink{'∗' if k == '*' else '₁₂₃₄'[int(k) - 1]}"
-    svg.text(root, f"{symbol}, share of heads (ε = 0.3), by optimisation step", left, bottom + 38)
+    svg.text(root, f"{symbol}, share of heads and texts (ε = 0.3), by optimisation step", left, bottom + 38)
     svg.line(root, right, bottom - 96, right, bottom + 4, part="playhead", stroke=INK, stroke_width=1.5)
     svg.text(root, f"step {steps[-1]:,}", 526, bottom - 40, part="step", font_weight="bold")
     target = "the bias k∗" if k == "*" else f"token {k}"
     caption = (
         "How a sink emerges. A square is a head (rows: blocks, columns: heads), darker the more attention it gives to "
-        f"{target}; the line is the share of heads that give it more than 0.3: {'; '.join(changes)}. One seed a run."
-        + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
+        f"{target}; the line is the share of heads, text by text, that give it more than 0.3: {'; '.join(changes)}. "
+        "One seed a run." + "".join(f" {why}: {', '.join(names)}." for why, names in left_out.items())
     )
     alt = f"Grids of heads at {thumbnails} steps of training and the line of {symbol}, which ends at "
     alt += " and ".join(f"{end} ({name})" for name, end in ends.items())

@@ -12,6 +12,7 @@ import numpy as np
 
 from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import comparisons, figures, names, notebook, seen, tables
+from sinkutils.study.grid import resolve
 
 # Ours begin with a fixed token, so that their levels are higher (Table 10 right, position 1).
 DIAMONDS = "Diamonds: the paper's 60M models, most of which meet any first token, so that levels differ"
@@ -48,7 +49,9 @@ def show_rows(rows: Sequence[names.Row], title: str, axis: str, preset: str, wha
             theirs = row.paper.values.get(column, "failed" if row.paper.note == "failed" else "no number")
             cells.append(f"{row.short} {mean}" + f" ({theirs})" * printed)
         shares.append(f"{'Sink_1' if key == '1' else 'Sink*'}: {'; '.join(cells)}")
-    shaded = ", the base is shaded" if any(row.base for row in rows) else ""
+    control = [row.experiment == resolve("base", preset) for row in rows if row.base]
+    what_for = "the base" if all(control) else "what the others are compared with"
+    shaded = f", {what_for} is shaded" if control else ""
     caption = (
         f"**{called}.** Left, a dot is one head of one run: its {symbols}, mean over 100 texts; seeds lie below "
         f"each other, the dashed line is ε = 0.3{shaded}. Right, the share of heads and texts above ε: "
@@ -99,8 +102,8 @@ def positions(item: str, preset: str) -> None:
     rows, axis, _ = _item(item, preset)
     figure = figures.sink_by_position(tables.sinks_by_position(rows), axis)
     caption = (
-        f"**{item}: {axis}.** The share of heads with α above 0.3 on each of the first ten positions, mean "
-        "over seeds; white rows are not run yet."
+        f"**{item}: {axis}.** The share of heads, text by text, with α above 0.3 on each of the first ten "
+        "positions, mean over seeds; white rows are not run yet."
     )
     lines = seen.by_position(item, preset)
     figures.show(figure, caption, f"{item}, heads with a sink by position. {' '.join(lines)}", f"{slug(item)}_{preset}")

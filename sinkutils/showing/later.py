@@ -155,6 +155,7 @@ def picture(preset: str = "laptop") -> Figure | None:
     axis.axhline(float(peak.level), color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
     axis.set_yscale("log", base=2)
+    axis.margins(x=0.07)
     axis.yaxis.set_major_formatter("{x:g}")
     colours = plt.cm.ScalarMappable(norm, LOSSES)
     figure.colorbar(colours, ax=axis, location="top", aspect=40, label="validation loss (nats a token)", extend="max")

@@ -34,6 +34,7 @@ from sinkutils.study.record import RECIPE
 from sinkutils.study.store import Runs
 
 PRESET = "laptop"
+FILE = re.compile(r"(?<![\w`/.])(\w+(?:/\w+)+(?:\.\w+)?|\w+\.(?:py|json)|\w+\(\))(?![\w`/])")  # in a reason
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 DIFFERENCES = 8  # that README lists; the ledger has them all
 
@@ -134,7 +135,10 @@ def hero() -> str:
 def ledger_page() -> str:
     """docs/ledger.md: every claim, later papers' apart, the rules, and since when they stand."""
     entries = json.loads(frozen.PATH.read_text(encoding="utf-8"))
-    since = [f"{number}. `{entry['sha256'][:16]}`: {entry['reason']}" for number, entry in enumerate(entries, 1)]
+    since = [
+        f"{number}. `{entry['sha256'][:16]}`: " + FILE.sub(r"`\1`", entry["reason"])
+        for number, entry in enumerate(entries, 1)
+    ]
     return page(
         *(f"# The ledger: every conclusion of the paper on the records of `{PRESET}`", _claims("paper")),
         *("## Claims of later papers", later_claims.__doc__ or "", _claims("later")),

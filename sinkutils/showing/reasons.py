@@ -277,8 +277,8 @@ def _longer_learns_more(ours: Results) -> str:
     first = f"{100 * ours.values('base', 'onset').mean():.0f}"
     said = " and ".join(f"{-gain.mean:.3f} ({-gain.high:.3f} to {-gain.low:.3f})" for gain in gains if gain)
     return (
-        f"The sum of the rates is the same, and the sink sets in after as large a share of the steps ({onsets} %, in "
-        f"the base {first} %); but our longer runs learn better, by {said} nats: the base's steps do not take all "
+        "The sum of the rates is the same, and in the longer runs the sink sets in after as large a share of the steps "
+        f"({onsets} %, in the base {first} %); but they learn better, by {said} nats: the base's steps do not take all "
         f"there is. The paper's learn better too ({losses[1]:.2f} and {losses[2]:.2f} against {losses[0]:.2f}) and "
         "have less of a sink all the same: why, our records do not tell."
     )
@@ -295,7 +295,7 @@ def _twice_as_wide(ours: Results) -> str:
     share, even = np.mean([run.final["sink_1"] for run in seeds]), uniform_alpha(min(run.report["T"] for run in seeds))
     return (
         f"A window of C / 4 is {tokens} tokens here, {printed} in the paper. {share:.0f} % of its heads are above 0.3, "
-        f"but in the mean they give x₁ {level} ({even:.2f}). At twice the width the sink is there: "
+        f"but all of them in the mean give x₁ {level} ({even:.2f}). At twice the width the sink is there: "
         f"{wide.effect.mean:.3f} ({wide.effect.low:.3f} to {wide.effect.high:.3f})."
     )
 

@@ -212,7 +212,9 @@ def _levels(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
             itself = f"; itself {largest:.1f}"
         sides[side].append(f"{row.short} {_effect(estimate, quantity.digits, also=itself)}")
     lines = [line for side, cells in sides.items() for line in _listing(f"{side} {threshold:g}", cells)]
-    what = "95 % interval" + ("; of the blocks the largest; itself: not divided" if key == "hidden" else "")
+    what = "95 % interval" + (
+        "; of each seed the largest block, their geometric mean; itself: not divided" if key == "hidden" else ""
+    )
     return [" ".join([f"{capital(human(quantity.heading))} ({what}).", *lines])] if lines else []
 
 
