@@ -53,8 +53,11 @@ class Run:
 
     @property
     def failed(self) -> bool:
-        """Whether training failed: it diverged, or its loss is still that of a uniform guess."""
-        loss = self.final.get("valid_loss", math.inf)
+        """Whether training failed: it diverged, or its loss is still that of a uniform guess, on what it trains on too:
+        a model that overfits may end worse than that on other text.
+        """
+        on_text = [point["train_loss"] for point in self.curve[-1:] if "train_loss" in point]
+        loss = min([self.final.get("valid_loss", math.inf), *on_text])
         return self.record.status == "failed" or loss >= STUCK * math.log(self.record.config["model"]["vocab_size"])
 
 

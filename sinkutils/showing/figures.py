@@ -80,7 +80,7 @@ def show(figure: Figure | None, caption: str, alt: str, name: str = "") -> None:
     figure, which JupyterLab and the book show alike; as text, the two sentences. No figure (no records): one line.
     """
     if figure is None:
-        print("Nothing to draw: none of these runs is recorded yet.")
+        print("Nothing to draw: none of these runs is recorded and trained yet.")
         return
     saved = save(figure, name) if name else None
     picture = saved.read_bytes() if saved else png(figure)

@@ -92,7 +92,10 @@ def along(item: str, preset: str, keys: Mapping[str, str]) -> None:
     figure = figures.along_training(curves, keys, **colors)
     last = {row.short: [run.curve[-1]["sink_1"] for run in row.runs.values() if run.curve] for row in rows}
     ends = [f"{name} {np.mean(values):.1f}" for name, values in last.items() if values]
-    caption = f"**{item} along training.** Thick, the mean over seeds; thin, each seed. Blue is the base."
+    caption = f"**{item} along training.** Thick, the mean over seeds; thin, each seed."
+    caption += " Blue is the base." * any(row.base and row.runs for row in rows)
+    if waiting := [row.label for row in rows if not row.runs]:
+        caption += f" Not run yet: {'; '.join(waiting)}."
     alt = f"{item}: curves along training; Sink_1 in percent at the end: {'; '.join(ends)}"
     figures.show(figure, caption, alt, f"{slug(item)}_curves_{preset}")
 

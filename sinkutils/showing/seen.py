@@ -174,14 +174,14 @@ def _beside_paper(decided: pd.DataFrame) -> list[str]:
     if not count:
         return []
     if not same.any():
-        return [f"The paper has {others} on the other side of its base."]
+        return [f"The paper has {others} on the other side of its number in the base's row."]
     if not same.all():
-        some = f"{same.sum()} of the {count} with a number on the same side of its base"
+        some = f"{same.sum()} of the {count} with a number on the same side of its number in the base's row"
         return [f"The paper has {some}; the other way round: {others}."]
     if count == 1:
-        return [f"The paper, too, has {printed['label'].iloc[0]} on this side of its base."]
+        return [f"The paper, too, has {printed['label'].iloc[0]} on this side of its number in the base's row."]
     which = "both" if count == 2 else f"all {count} with a number"
-    return [f"The paper has {which} on the same side of its base as we have."]
+    return [f"The paper has {which} on the same side of its number in the base's row as we have."]
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:

@@ -408,6 +408,15 @@ def fake(curve=(), final=None, window=None):
     return Run(SimpleNamespace(metrics=metrics, status="done", weights=None, config={"model": shape}))
 
 
+@pytest.mark.parametrize("train, valid, failed", [
+    (0.2, 11.9, False),  # it overfits
+    (6.2, 6.2, True), (6.2, 11.9, True), (2.0, 3.0, False), (None, 6.2, True), (None, 3.0, False),
+])  # fmt: skip
+def test_a_run_has_failed_where_it_learned_nothing_of_what_it_trains_on_either(train, valid, failed):
+    curve = [{"step": 9} if train is None else {"step": 9, "train_loss": train}]
+    assert fake(curve, {"valid_loss": valid}).failed is failed  # of 512 tokens: log 512 is 6.24
+
+
 @pytest.mark.parametrize("sinks, expected", [
     ((0, 5, 0, 4, 9), 0.75), ((0, 0, 0, 0, 9), 1.0), ((0, 0, 0, 0, 0), 1.0), ((5, 5, 5, 5, 5), 0.0),
 ])  # fmt: skip

@@ -81,7 +81,7 @@ def test_sentences_put_each_row_on_its_side_with_the_numbers_of_the_records(some
     assert more.startswith("More of a sink on x₁ than the base") and "Less" not in more
     assert less.startswith("Less of a sink on x₁ than the base: decay 0 ")
     assert same.startswith("Not to be told from the base")
-    assert paper == "The paper has both on the same side of its base as we have."
+    assert paper == "The paper has both on the same side of its number in the base's row as we have."
     assert missing == "Not run yet: decay 0.01; decay 2."
     assert one == "One seed so far, so without an interval: decay 1."
     assert failed == "Training failed: decay 5 (2 of 2 seeds)."
@@ -92,7 +92,8 @@ def test_what_goes_the_other_way_than_in_the_paper_is_named(add):
     add("weight_decay_0", 0.70, 0.75, 0.72)
     add("weight_decay_0.5", 0.70, 0.75, 0.72)
     told = " ".join(seen.sentences("Table 2"))
-    assert "The paper has 1 of the 2 with a number on the same side of its base; the other way round: decay 0." in told
+    same = "The paper has 1 of the 2 with a number on the same side of its number in the base's row"
+    assert f"{same}; the other way round: decay 0." in told
 
 
 def test_a_difference_that_its_own_seeds_do_not_carry_is_named(add):
