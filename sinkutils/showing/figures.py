@@ -149,7 +149,8 @@ def along_training(
                 axis.plot(mean, color=colors[name], linestyle=dashes[name], linewidth=1.8)
         axis.set(xlabel=xlabel, ylabel=label)
         if "loss" not in key:
-            axis.set_ylim(min(-0.02 * axis.get_ylim()[1], -0.1), None)  # from zero, and a line at zero is seen
+            top = max(axis.get_ylim()[1], 5.0 if "sink" in key else 0.0)  # of percent, so that no sink at all looks it
+            axis.set_ylim(min(-0.02 * top, -0.1), top)  # from zero, and a line at zero is seen
     handles = [Line2D([], [], color=colors[name], linestyle=dashes[name]) for name in shown]
     words = [f"{name}, {len(frames)} seed{'s' * (len(frames) > 1)}" for name, frames in shown.items()]
     figure.legend(handles, words, loc="outside lower center", fontsize="small", ncols=1 if len(words) < 3 else 2)
