@@ -16,9 +16,8 @@ from matplotlib.lines import Line2D
 from scipy.spatial.distance import cdist
 from scipy.stats import gmean
 
-from sinkutils.ledger.effects import Effect, level
 from sinkutils.ledger.results import QUANTITIES, excess, results
-from sinkutils.ledger.rules import SINK
+from sinkutils.ledger.rules import FAILS, HOLDS, MISSING, OPEN, Check, judge
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import norm_ratio, uniform_alpha
@@ -93,33 +92,28 @@ def compare(group: str, preset: str = "laptop", keys: Sequence[str] = ("excess_1
 def summary(preset: str = "laptop") -> list[str]:
     """Which variants have a sink on x_1 and which have none, and where massive activations do otherwise; in sentences.
 
-    A variant is told by the 95 % interval of its own seeds and by the ledger's thresholds.
+    A variant is told by the ledger's rules, from the 95 % interval of its own seeds.
     """
-    ours, said = results(preset), {}
+    ours, keys, said = results(preset), ("excess_1", "peak"), {}
     shown = {row.label: row.experiment for group in GROUPS for row in rows(group, preset) if not row.base}
-    least = SINK * ours.values("base", "excess_1").mean()
     for label, name in shown.items():
-        if len(ours.values(name, "peak")) > 1:
-            sink, peak = level(ours.values(name, "excess_1")), level(ours.values(name, "peak"), log=True)
-            said[label] = [_told(sink, least), _told(peak, float(QUANTITIES["peak"].level))]
+        told = [judge(Check("present", (name,), key), ours, {}).state for key in keys]
+        if MISSING not in told:
+            said[label] = told
     if not said:
-        return ["No variant has two seeds yet."]
+        return ["No variant has enough seeds yet."]
 
     def which(words: str, sink: str, peak: str | None = None) -> str:
         found = [label for label, told in said.items() if told[0] == sink and peak in (None, told[1])]
         return f"{words}: {len(found)} of {len(said)}{' – ' * bool(found)}{'; '.join(found)}."
 
     return [
-        which("No sink on x₁ is left", "none"),
-        which("There is one, weaker or not", "there"),
-        which("The seeds do not tell", "open"),
-        which("Massive activations without a sink", "none", "there"),
-        which("A sink without massive activations", "there", "none"),
+        which("No sink on x₁ is left", FAILS),
+        which("There is one, weaker or not", HOLDS),
+        which("The seeds do not tell", OPEN),
+        which("Massive activations without a sink", FAILS, HOLDS),
+        which("A sink without massive activations", HOLDS, FAILS),
     ]
-
-
-def _told(estimate: Effect, threshold: float) -> str:
-    return "there" if estimate.low > threshold else "none" if estimate.high <= threshold else "open"
 
 
 def picture(preset: str = "laptop") -> Figure | None:

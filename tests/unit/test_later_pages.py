@@ -238,7 +238,7 @@ def test_the_bases_own_context_is_called_best_only_while_it_is(add, monkeypatch)
 
 
 def test_the_page_ends_with_who_has_a_sink_and_who_a_massive_activation(add):
-    assert later.summary() == ["No variant has two seeds yet."]
+    assert later.summary() == ["No variant has enough seeds yet."]
     add("fixed_1", 0.6), add("softpick", 0.0, 6.0), add("v_scale", 0.3, 1.1), add("gate_head", 0.0, 1.0)
     assert later.summary() == [
         "No sink on x₁ is left: 2 of 3 – an output gate a head; softpick.",
