@@ -107,7 +107,9 @@ def main() -> int:
             rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
         for row in rows:
             show(row)
-        keep(options.json, rows)
+        known = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else []
+        others = [row for row in known if row["again_on"] != rows[0]["again_on"]]  # of machines of other kinds
+        keep(options.json, others + rows)
         return int(not all(row["same"] for row in rows))
     else:
         keep(options.json, machines(options.steps))

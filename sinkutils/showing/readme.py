@@ -201,10 +201,18 @@ def records_page() -> str:
 
 def _made_on() -> str:
     """On which kinds of machine the records were made: their last digits differ."""
-    made = [entry.record.provenance["instruction_set"] for entry in Runs().entries(PRESET) if entry.record]
-    amx = sum("amx_bf16" in instructions for instructions in made)
-    said = f"{amx} of them were made on machines with AMX, {len(made) - amx} on machines without"
-    return f"{said}; [how reliable](reliability.md) says what that changes."
+    made = Counter(
+        _machine(entry.record.provenance["instruction_set"]) for entry in Runs().entries(PRESET) if entry.record
+    )
+    said = ", ".join(f"{count} on machines with {kind}" for kind, count in made.most_common())
+    return f"Made: {said or 'none yet'}; [how reliable](reliability.md) says what that changes."
+
+
+def _machine(instruction_set: list[str]) -> str:
+    """The kind of machine that has these instructions, by the newest that matrix products use."""
+    if "amx_bf16" in instruction_set:
+        return "AMX"
+    return "AVX-512 but not AMX" if "avx512_f" in instruction_set else "neither AVX-512 nor AMX"
 
 
 def _range(values: pd.Series) -> str:
@@ -326,22 +334,23 @@ def digits_part() -> str:
 
 
 def again_part() -> str:
-    """Where records end that were trained again on a machine of another kind, beside how far seeds lie apart."""
+    """Where records end that were trained again on machines of other kinds, beside how far seeds lie apart."""
     keys = {"sink_1": ("Sink₁ %", 1), "excess_1": ("excess of α₁", 3), "valid_loss": ("validation loss", 3)}
-    rows, found = [], benchmark("again")
-    for row in found:
-        there, here = ("with AMX" if "amx_bf16" in row[key] else "without" for key in ("made_on", "again_on"))
+    rows, said, found = [], [], pd.DataFrame(benchmark("again"))
+    for row in found.to_dict("records"):
         ends = [" and ".join(f"{end:.{digits}f}" for end in row[key]) for key, (_, digits) in keys.items()]
-        rows.append([row["record"], f"{there} and {here}", *ends])
-    said = []
-    for key, (label, digits) in keys.items():
-        made, anew = np.array([row[key] for row in found]).T
-        least, most = (f"{end:+.{digits}f}".replace("-", "−") for end in ((anew - made).min(), (anew - made).max()))
-        said.append(f"{label} by {least} to {most} (seeds lie {np.ptp(made):.{digits}f} apart)")
-    table = markdown(["record", "made and made again", *(label for label, _ in keys.values())], rows)
+        rows.append([row["record"], _machine(row["made_on"]), _machine(row["again_on"]), *ends])
+    for kind, group in found.groupby(found["again_on"].map(_machine), sort=False):
+        moved = []
+        for key, (label, digits) in keys.items():
+            made, anew = np.array(group[key].tolist()).T
+            least, most = (f"{end:+.{digits}f}".replace("-", "−") for end in ((anew - made).min(), (anew - made).max()))
+            moved.append(f"{label} by {least} to {most} (seeds lie {np.ptp(made):.{digits}f} apart)")
+        said.append(f"The machine with {kind} moves {'; '.join(moved)}.")
+    table = markdown(["record", "made with", "again with", *(label for label, _ in keys.values())], rows)
     margins = f"{100 * rules.MARGIN:.0f} % of the base's excess, {100 * rules.LOSS:.1f} % of its loss"
-    moved = f"The second machine moves {'; '.join(said)}."
-    return f"{table}\n\n{moved} The ledger's margins, below which it calls a difference none, are {margins}."
+    ledger_says = f"The ledger's margins, below which it calls a difference none, are {margins}."
+    return "\n\n".join([table, *said, ledger_says])
 
 
 PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
