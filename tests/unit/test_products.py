@@ -41,7 +41,11 @@ def slow_in_bf16(monkeypatch):
 
 @pytest.mark.parametrize(("name", "shapes"), [(name, shapes) for name in SHAPES for shapes in SHAPES[name]])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
-def test_products_are_the_exact_ones_rounded_and_other_types_are_left_alone(name, shapes, dtype, slow_in_bf16):
+@pytest.mark.parametrize("at_once", [products.AT_ONCE, 64])  # and some rows at a time, the last fewer
+def test_products_are_the_exact_ones_rounded_and_other_types_are_left_alone(
+    name, shapes, dtype, at_once, slow_in_bf16, monkeypatch
+):
+    monkeypatch.setattr(products, "AT_ONCE", at_once)
     torch.manual_seed(0)
     product = getattr(torch, name)
     factors = [torch.randn(shape).to(dtype) for shape in shapes]
