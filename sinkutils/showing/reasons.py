@@ -360,6 +360,36 @@ def _in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]
     return say
 
 
+def _first_block_looks_before(*runs: str) -> Callable[[Results], str]:
+    """Section 7.1, Table 3: whether block 1 of these runs gives the token before what the base's gives x_1."""
+
+    def say(ours: Results) -> str:
+        first, last, before = {}, {}, {}
+        for name in ("base", *runs):
+            kept = [run for run in ours.seeds(name).values() if "alpha" in run.report and "destinations" in run.final]
+            if not kept:
+                return ""
+            blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in kept])  # (seeds, blocks)
+            first[name], last[name] = blocks[:, 0], blocks[:, -1]
+            before[name] = np.array([np.mean(run.final["destinations"]["previous"][0]) for run in kept])
+        if any(first[name].max() >= first["base"].min() for name in runs):
+            return ""
+        if any(before[name].min() <= before["base"].max() for name in runs):
+            return ""
+
+        def each(kept: Mapping[str, np.ndarray]) -> str:
+            *others, base = (f"{kept[name].min():.2f} to {kept[name].max():.2f}" for name in (*runs, "base"))
+            with_each = (f"{said} with {names.of(name, ours.preset)}" for said, name in zip(others, runs, strict=True))
+            return f"{', '.join(with_each)} and {base} in the base"
+
+        return (
+            f"Block 1 looks elsewhere: its heads' mean attention to x₁ is {each(first)}, to the token before "
+            f"{each(before)}. In the last block x₁ gets {each(last)}."
+        )
+
+    return say
+
+
 def _further_from_the_end(ours: Results) -> str:
     """Section 5, Table 10 right: whether runs with the fixed token elsewhere still gain more than the base."""
     gains: dict[str, list[float]] = {}
@@ -494,6 +524,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "repeated_massive": _gemma_repeats,
     "proposition_2": _bucket_numbers,
     "fixed_token": _further_from_the_end,
+    "positions": _first_block_looks_before("learnable", "absolute"),
     "weight_decay": _other_doses,
     "window_absolute": _twice_as_wide,
     "window_small": _token_before,

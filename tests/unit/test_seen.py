@@ -367,6 +367,32 @@ def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(a
     assert reasons.why("window_absolute", results("laptop")) == "", "nothing to explain"
 
 
+def test_where_block_1_gives_the_token_before_what_the_base_gives_the_first_is_said_of_all_runs_or_none(runs):
+    def record(name, first, last, before):
+        for seed in (0, 1):
+            report = {"T": 64, "layers": [0, 1], "alpha": [[[first + seed / 100] * 2, [last] * 2]]}
+            final = {"step": 9, "report": report, "destinations": {"previous": [[before] * 2, [0.9] * 2]}}
+            made_up(runs, name, seed, "laptop", final=final)
+
+    def said():
+        return reasons.why("positions", results("laptop"))
+
+    record("fixed_1", 0.5, 0.3, 0.1), record("learnable", 0.05, 0.25, 0.3)
+    assert said() == "", "not without the other"
+    record("absolute", 0.07, 0.35, 0.2)
+    assert (
+        "x₁ is 0.05 to 0.06 with learnable positions, 0.07 to 0.08 with sinusoidal positions and 0.50 to 0.51" in said()
+    )
+    assert "the token before 0.30 to 0.30 with learnable positions, 0.20 to 0.20 with" in said()
+    assert said().endswith(
+        "0.25 to 0.25 with learnable positions, 0.35 to 0.35 with sinusoidal positions and 0.30 to 0.30 in the base."
+    )
+    record("absolute", 0.07, 0.35, 0.05)
+    assert said() == "", "it looks at the token before no more than the base does"
+    record("absolute", 0.55, 0.35, 0.2)
+    assert said() == "", "it has the base's sink"
+
+
 def test_in_a_window_of_two_tokens_the_first_is_the_token_before_only_while_it_gets_no_more_than_that(add):
     second = [(1 + share) / 2 * 2 / 64 for share in (0.53, 0.55, 0.54)]  # alpha_1 of two queries, over all 64
     add("window_1_32", *second, previous=0.52)
