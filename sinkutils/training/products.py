@@ -50,11 +50,12 @@ def _in_fp32(name: str) -> tuple[Any, Any]:
     """An operation that returns its result, and the one that writes it into `out`."""
     kernel, writing = (torch.library.get_kernel(f"aten::{name}{end}", "CPU") for end in ("", ".out"))
 
-    def by_rows(keys: Any, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    def by_rows(keys: Any, factors: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """A product that is large, as that of the unembedding, some rows at a time."""
-        rows, right = max(1, AT_ONCE // max(right.shape)), right.float()
-        for some, into in zip(left.split(rows), out.split(rows), strict=True):
-            into.copy_(kernel.call_boxed(keys, some.float(), right))
+        left, right = factors[0], factors[1].float()
+        rows = max(1, AT_ONCE // max(right.shape))
+        for some, part in zip(left.split(rows), out.split(rows), strict=True):
+            part.copy_(kernel.call_boxed(keys, some.float(), right))
         return out
 
     def large(factors: tuple[Tensor, ...]) -> bool:
@@ -64,15 +65,14 @@ def _in_fp32(name: str) -> tuple[Any, Any]:
         if any(x.dtype != torch.bfloat16 for x in factors):
             return kernel.call_boxed(keys, *factors, **scales)
         if large(factors):
-            left, right = factors
-            return by_rows(keys, left, right, left.new_empty(len(left), right.shape[1]))
+            return by_rows(keys, factors, factors[0].new_empty(len(factors[0]), factors[1].shape[1]))
         return kernel.call_boxed(keys, *(x.float() for x in factors), **scales).bfloat16()
 
     def into(keys: Any, *factors: Tensor, out: Tensor, **scales: float) -> Tensor:
         if any(x.dtype != torch.bfloat16 for x in (*factors, out)):
             return writing.call_boxed(keys, *factors, out=out, **scales)
         if large(factors):
-            return by_rows(keys, *factors, out)
+            return by_rows(keys, factors, out)
         return out.copy_(kernel.call_boxed(keys, *(x.float() for x in factors), **scales))
 
     return plain, into
