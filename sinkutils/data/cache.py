@@ -43,7 +43,7 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(".build-*"):  # left by processes that were killed
-            if time.time() - old.stat().st_mtime > ABANDONED_SECONDS:
+            if _is_abandoned(old):
                 shutil.rmtree(old, ignore_errors=True)
         scratch = tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True)
     except OSError as error:
@@ -55,12 +55,21 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
             for file in new.iterdir():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
+            new.chmod(0o755)  # a temporary folder is its owner's alone
             _put_in_place(new, folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         reason = f"no room for the token cache of {name!r} below {root}: free some or set SINKUTILS_CACHE"
         raise OSError(error.errno, reason) from error
+
+
+def _is_abandoned(build: Path) -> bool:
+    """Whether nothing in a build has changed for long: its folder's own time stands still while a file in it grows."""
+    with contextlib.suppress(OSError):  # it has just got its name, or is of another user
+        newest = max(path.stat().st_mtime for path in (build, *build.iterdir()))
+        return time.time() - newest > ABANDONED_SECONDS
+    return False
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
@@ -91,7 +100,8 @@ def file_state(file: Path) -> list[int]:
 
 
 def verified(folder: Path) -> dict[str, Any]:
-    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written.
+    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written, PermissionError
+    where it may not be read.
 
     A file is hashed once (the Pile's take 10 GB), and again when its size or time of change is another one.
     """
@@ -107,6 +117,8 @@ def verified(folder: Path) -> dict[str, Any]:
         for name, state in states.items():
             if hashed.get(name) != state and _file_digest(folder / name) != state[0]:
                 raise ValueError(f"{name} does not match its checksum")
+    except PermissionError:  # nothing is damaged, and it could not be replaced
+        raise
     except (OSError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if hashed != states:

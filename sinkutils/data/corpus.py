@@ -113,6 +113,12 @@ def public_name(name: str) -> str:
     return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" and rest else name
 
 
+def located(name: str) -> str:
+    """The name of a corpus that means the same from every folder: with the whole path of its folder or file."""
+    kind, _, rest = name.partition(":")
+    return f"{kind}:{Path(rest).expanduser().absolute()}" if kind in ("path", "packed") and rest else name
+
+
 def load_corpus(
     name: str = "docstrings",
     vocab_size: int = 1024,
@@ -142,6 +148,7 @@ def load_corpus(
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     build: Callable[[Path], None]
+    name = located(name)
     if name.startswith("packed:"):
         file = Path(name.removeprefix("packed:"))
         if not file.is_file():
@@ -177,7 +184,7 @@ def _source(name: str, progress: bool) -> Source:
         owner, *more = rest.split("/", 2)  # a config may have a slash in its name
         return Source(partial(external.hub, "/".join([owner, *more[:1]]), *more[1:]), "hub", HUB_TOKENS)
     if kind == "path" and rest:
-        path = Path(rest).expanduser()
+        path = Path(rest)
         version = [[str(file.resolve()), *file_state(file)] for file in external.local_files(path)]
         return Source(lambda: external.local(path), version)
     if name and os.path.exists(os.path.expanduser(name)):

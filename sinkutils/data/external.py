@@ -51,9 +51,11 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     for row in _stream(dataset, config):
         field = field or next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
         if field is None:
+            if any(name in row and row[name] is None for name in TEXT_FIELDS):
+                continue
             fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
             raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
-        if row[field] is not None:  # a document without text
+        if row[field] is not None:  # else a document without text
             yield row[field]
 
 

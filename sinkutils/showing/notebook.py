@@ -23,7 +23,7 @@ from sinkutils.showing.pages import WIDTH, put
 from sinkutils.showing.svg import Picture
 from sinkutils.showing.tables import plain
 from sinkutils.study.experiments import experiment
-from sinkutils.study.grid import config, keeps_weights, resolve, unavailable
+from sinkutils.study.grid import config, keeps_weights, plan, resolve, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
 from sinkutils.study.store import Runs
@@ -174,7 +174,12 @@ def recorded(
     if missing:
         what = "; ".join(missing.values()) if len(missing) < 12 else f"{len(missing)} of {len(records)} runs"
         lines = f"Not recorded yet: {'the weights of ' * weights}{what}, seed {seed}. To make what is missing:"
-        print(f"{textwrap.fill(lines, WIDTH)}\n    python -m sinkutils sweep --preset {preset}")
+        commands = [f"sweep --preset {preset}"]
+        if weights:
+            commands = [f"train {name} --preset {preset} --seed {seed} --keep-weights" for name in missing]
+        elif not {(name, seed) for name in missing} <= {(run.experiment, run.seed) for run in plan(preset)}:
+            commands = [f"sweep --preset {preset} --seeds {seed} --only {' '.join(missing)}"]
+        print("\n    python -m sinkutils ".join([textwrap.fill(lines, WIDTH), *commands]))
     return records
 
 

@@ -220,9 +220,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     *(Experiment(name, AFTER_PAPER, title, overrides, weights=int(name == "gate_head"),
                  presets=("smoke", "laptop", "desk", "gpu"))
       for name, title, overrides in (
-        ("gate_head", "an output gate a head", {"model.gate": "head"}),
-        ("gate_element", "an output gate an element", {"model.gate": "element"}),
-        ("sink_logit", "a learned sink logit a head", _attention(sink_logit="learned")),
+        ("gate_head", "an output gate per head", {"model.gate": "head"}),
+        ("gate_element", "an output gate per element", {"model.gate": "element"}),
+        ("sink_logit", "a learned sink logit per head", _attention(sink_logit="learned")),
         ("softmax_plus_one", "softmax plus one", _attention(sink_logit="zero")),
         ("softpick", "softpick", _attention(similarity="softpick")),
         ("sigmoid_log_bias", "sigmoid with bias -log C, no normalisation",

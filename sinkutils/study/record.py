@@ -48,6 +48,7 @@ CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"
 WEIGHTS = "model.safetensors"
+OLD = ".old.tmp"  # how the folder ends of a record that another one is about to replace
 PARTS = ("config", "metrics", "provenance")  # the JSON files
 ADVICE = "delete the folder and train the run again"
 # The modules whose text decides a run's numbers.
@@ -56,7 +57,7 @@ TRAINING_MODULES = (
     *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
     *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
     *("training/run", "training/optimizers", "training/trainer", "training/checkpoints", "training/group"),
-    "training/finetune",
+    *("training/finetune", "training/products", "measuring/destinations", "measuring/gradients"),
 )
 # The modules whose text decides the ledger's verdicts: claims, rules and what they read.
 LEDGER_MODULES = tuple(
@@ -124,7 +125,8 @@ def run_lock(target: Path) -> Iterator[None]:
     """
     partial = partial_folder(target)
     with _locked(partial / "lock", short_name(target)):
-        for left in target.parent.glob(f".{target.name}-*.tmp"):
+        lefts = target.parent.glob(f".{target.name}-*.tmp")
+        for left in sorted(lefts, key=lambda left: left.name.endswith(OLD)):  # of two whole ones the new one first
             if not target.exists() and _is_whole(left):
                 os.replace(left, target)
             shutil.rmtree(left, ignore_errors=True)
@@ -203,7 +205,7 @@ def write_record(
     sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
     files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
     target.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (Path(tempfile.mkdtemp(".tmp", f".{target.name}-", target.parent)) for _ in range(2))
+    new, old = (Path(tempfile.mkdtemp(suffix, f".{target.name}-", target.parent)) for suffix in (".tmp", OLD))
     try:
         for name, data in files.items():
             _write_synced(new / name, data)

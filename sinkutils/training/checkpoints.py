@@ -29,7 +29,7 @@ def save_checkpoint(run: Run, path: Path) -> None:
     if run.alphas:
         tensors["alphas"] = torch.stack(run.alphas)
     extra = {"run": identity(run), "step": run.step, "seconds": run.seconds, "curve": run.curve}
-    extra["machines"] = run.machines
+    extra |= {"machines": run.machines, "ways": run.ways}
     run.group.once(write_tensors, path, tensors, extra)
 
 
@@ -48,8 +48,13 @@ def load_checkpoint(run: Run, path: Path) -> None:
     dcp.set_optimizer_state_dict(run.model, run.optimizers, state, options=options)
     run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
     run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
-    before, (here,) = extra.get("machines", []), run.machines
-    run.machines = [*before, here] if before[-1:] != [here] else before
+    run.machines = _joined(extra.get("machines", []), run.machines)
+    run.ways = _joined(extra.get("ways", []), run.ways)
+
+
+def _joined(before: list[Any], here: list[Any]) -> list[Any]:
+    """What parts of a run were trained on, and what the one that goes on is, where that differs from the last."""
+    return [*before, *here] if before[-1:] != here else before
 
 
 def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -103,6 +103,7 @@ class Run:
         self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
         self.seconds = 0.0
         self.machines = [instruction_set()]  # of each that trained a part of it, in their order
+        self.ways: list[dict[str, Any]] = []  # device and compilation of each part, in their order; `train` gives them
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
@@ -129,6 +130,8 @@ class Run:
         known: dict[str, Any] = {"instruction_set": self.machines[-1]}
         if len(self.machines) > 1:
             known["began_on"] = self.machines[:-1]
+        if len(self.ways) > 1:
+            known["began_as"] = self.ways[:-1]
         return known | {"corpus_train_tokens": len(self.chunks.tokens)}
 
     def autocast(self) -> torch.autocast:

@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.checks import device as find_device
-from sinkutils.data.corpus import load_corpus
-from sinkutils.study.config import RunConfig
+from sinkutils.data.corpus import load_corpus, located
+from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, read_record
 from sinkutils.study.store import Runs
@@ -130,6 +130,7 @@ def sweep(
     integer("jobs", jobs, least=1)
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
+    corpus = corpus and located(corpus)
     logs = store.folder.parent / "logs" / preset_name
     text = identity(preset_name, corpus, progress)
     plan = store.missing(preset_name, seeds, text, only)
@@ -158,8 +159,11 @@ def sweep(
 
 
 def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None:
-    """The first run of the queue whose start, if it is a fine-tuning, is neither before it nor being trained."""
+    """The first run of the queue whose start, if it is a fine-tuning, is neither before it nor being trained, be it by
+    another fine-tuning, which trains a start that is missing.
+    """
     pending = {(run.experiment, run.seed) for run in (*queue, *training)}
+    pending |= {(run.start, run.seed) for run in training if isinstance(run, FinetuneConfig)}
     return next((run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None)
 
 

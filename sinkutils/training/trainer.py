@@ -74,24 +74,27 @@ def train(
         name = corpus or config.data.corpus
         corpus = group.in_turn(partial(load_corpus, name, config.model.vocab_size, progress=progress))
         group.agree("the corpus", corpus.fingerprint)
-    wanted = corpus.identity if asked else None
-    folder = group.once(store.place, config, wanted)
+    text = corpus.identity  # also where none was asked for: a record on another text is never replaced
+    folder = group.once(store.place, config, text)
     size, most = corpus.vocab_size, config.model.vocab_size
     sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
     require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
     if asked and (corpus.name, size) != (public_name(config.data.corpus), most):
         change = f"corpus {corpus.name!r} with {size} tokens in place of {config.data.corpus!r} with {most}"
         warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=2)
+    elif folder != store.place(config):
+        kept = f"{short_name(store.place(config))} is on another text by the name of {corpus.name!r} and stays"
+        warnings.warn(f"{kept}: the record is {short_name(folder)}", stacklevel=2)
     if compile is None:
         compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False
     start = None
     if isinstance(config, FinetuneConfig):
         before = grid.config(config.start, config.preset, config.seed)
-        start = group.once(lambda: store.get(before, wanted) or store.get(before))
+        start = group.once(lambda: store.get(before, text) or store.get(before))
         if start is None or (start.status == "done" and start.weights is None):
             options: dict[str, Any] = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds}
-            text = corpus if asked else None
-            start = train(before, runs, corpus=text, keep_weights=True, progress=progress, group=group, **options)
+            given = corpus if asked else None
+            start = train(before, runs, corpus=given, keep_weights=True, progress=progress, group=group, **options)
         failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
         reason = start.metrics["reason"]
         require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
@@ -100,20 +103,21 @@ def train(
         stack.enter_context(deterministic_kernels(target))
         stack.enter_context(bf16_products(target))
         group.once(stack.enter_context, run_lock(folder))
-        done = group.once(store.get, config, wanted, keep_weights)  # also by whoever held the lock before
+        done = group.once(store.get, config, text, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
         kind = Run if start is None else FinetuneRun
         run = kind(config, corpus, target, group, start)
         checkpoint = partial_folder(folder) / "checkpoint.safetensors"
+        way = {"device": device_name(target), "compiled": compile}
+        run.ways = [way]
         load_checkpoint(run, checkpoint)
         reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
         provenance = {
             **run.provenance(),
-            "device": device_name(target),
+            **way,
             "wall_seconds": round(run.seconds, 1),
             "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
-            "compiled": compile,
             "processes": group.size,
             "parallel": group.parallel,
         }

@@ -93,6 +93,11 @@ def test_what_is_missing_is_named_once_by_its_name_with_the_command(runs, capsys
         "x*; KV biases; K biases; V biases, seed 0. To make what is missing:\n"
         "    python -m sinkutils sweep --preset smoke\n"
     )
+    notebook.recorded({"K biases": "k_bias"}, "smoke", 7, "never")  # a seed that no plan has
+    assert capsys.readouterr().out.endswith("sinkutils sweep --preset smoke --seeds 7 --only k_bias\n")
+    notebook.recorded({"base": "base", "K biases": "k_bias"}, "smoke", 0, "never", weights=True)
+    command = "    python -m sinkutils train {} --preset smoke --seed 0 --keep-weights\n"
+    assert capsys.readouterr().out.endswith(f"missing:\n{command.format('fixed_1')}{command.format('k_bias')}")
     notebook.ensure(["Figure 8 right"], "smoke", recompute="never")  # 1B is not of this preset
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="item must be one of"):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -177,15 +178,38 @@ def test_processes_that_build_at_once_end_with_one_intact_cache(text_folder, cor
 
 
 def test_a_cache_folder_is_cleared_of_old_builds_and_one_that_cannot_be_written_named(text_folder, tmp_path):
-    old, young = tmp_path / ".build-old", tmp_path / ".build-young"
-    old.mkdir(), young.mkdir()
+    old, young, long = (tmp_path / f".build-{name}" for name in ("old", "young", "long"))
+    folder_of(tmp_path, {f"{path.name}/train.bin": "of a build" for path in (old, young, long)})
     yesterday = time.time() - 2 * 86_400
-    os.utime(old, (yesterday, yesterday))
+    for path in (old / "train.bin", old, long):
+        os.utime(path, (yesterday, yesterday))
+    (tmp_path / ".build-renamed").symlink_to("gone")  # as one that gets its name after it was listed
     load(f"path:{text_folder}", tmp_path)
-    assert not old.exists() and young.exists()
+    assert not old.exists() and young.exists() and long.exists()
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"cannot write the token cache below .*file.*SINKUTILS_CACHE"):
         load(f"path:{text_folder}", tmp_path / "file" / "cache")
+
+
+def test_a_cache_is_open_to_every_user_and_one_that_is_not_is_named_and_left_as_it_is(corpus):
+    def opened():
+        os.seteuid(os.getuid() or 65534)  # root may read everything
+        try:
+            return load(f"packed:{root}/corpus.tar.xz", root / "cache")
+        finally:
+            os.seteuid(os.getuid())
+
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        root.chmod(0o755)  # a folder of pytest is its owner's alone
+        pack_corpus(corpus, root / "corpus.tar.xz")
+        folder = load(f"packed:{root}/corpus.tar.xz", root / "cache").folder
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert opened().fingerprint == corpus.fingerprint
+        folder.chmod(0)
+        with pytest.raises(PermissionError, match=r"meta\.json"):
+            opened()
+        folder.chmod(0o755)
 
 
 def test_the_cache_is_where_the_environment_says(text_folder, tmp_path, monkeypatch):
@@ -265,7 +289,8 @@ ON_THE_HUB = {
 def test_a_hub_data_set_is_read_as_owner_name_and_config_and_its_text_field_found(monkeypatch, corpus, tmp_path, name):
     texts, field = list(corpus.texts("train", limit=60)), "content" if name == "hub:single" else "text"
     rows = [{"id": i, field: text} for i, text in enumerate(texts)]
-    asked = fake_hub(monkeypatch, [*rows[:30], {"id": 30, field: None}, *rows[30:]])  # one has no text
+    empty = {"id": None, field: None}  # a document without text, the first as any other
+    asked = fake_hub(monkeypatch, [empty, *rows[:30], empty, *rows[30:]])
     assert sorted(all_texts(load(name, tmp_path))) == sorted(texts)
     assert asked == [ON_THE_HUB[name]]
 
@@ -520,6 +545,16 @@ def test_a_packed_corpus_opens_elsewhere_with_the_same_tokens(corpus, tmp_path):
     assert (opened.name, opened.fingerprint, opened.vocab_size) == (corpus.name, corpus.fingerprint, 300)
     assert all(np.array_equal(opened.tokens(split), corpus.tokens(split)) for split in SPLITS)
     assert opened.tokenizer.to_str() == corpus.tokenizer.to_str()
+
+
+@pytest.mark.parametrize("kind", ["path", "packed"])
+def test_a_text_means_the_same_from_every_folder(kind, corpus, text_folder, tmp_path, monkeypatch):
+    whole = {"path": text_folder, "packed": tmp_path / "corpus.tar.xz"}[kind]
+    pack_corpus(corpus, tmp_path / "corpus.tar.xz")
+    monkeypatch.chdir(whole.parent)
+    monkeypatch.setenv("HOME", str(whole.parent))
+    spellings = (str(whole), whole.name, f"~/{whole.name}")
+    assert len({load(f"{kind}:{rest}", tmp_path / "cache").folder for rest in spellings}) == 1
 
 
 def test_a_packed_file_that_is_cut_changed_missing_or_too_large_is_refused(corpus, tmp_path):

@@ -234,6 +234,8 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
             before = config(run.start, "smoke", run.seed)
             assert _next([run], [before]) is None, "its start is being trained"
             assert _next([run, before], []) == before and _next([run], []) == run
+            other = dataclasses.replace(run, experiment="other")  # which trains a start that is missing
+            assert _next([run], [other]) is None and _next([run], [dataclasses.replace(other, seed=9)]) == run
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
     assert not any("ultrachat" in name for name, _ in order), "what needs the network is trained where it is named"
 

@@ -76,7 +76,10 @@ def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_
 def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
 
+    (tmp_path / "elsewhere").mkdir()
+
     def here(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):  # with the tests' shorter smoke
+        monkeypatch.chdir(tmp_path / "elsewhere")
         train(config(experiment, preset, seed), runs, corpus=text, progress=False)
         return 0
 
@@ -85,7 +88,8 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(runs,
         of_smoke(corpus=f"path:{tmp_path}/nowhere")
     text = f"path:{text_folder}"
     before = estimate("smoke", (0,), corpus=text)
-    (outcome,) = of_smoke("k_bias", corpus=text)
+    monkeypatch.chdir(text_folder.parent)
+    (outcome,) = of_smoke("k_bias", corpus=f"path:{text_folder.name}")
     assert outcome.status == "done"
     assert len(estimate("smoke", (0,), corpus=text)) == len(before) - 1
     assert len(estimate("smoke", (0,))) == len(before)

@@ -1,5 +1,6 @@
 """One run: the schedule, the loss, the optimisers, determinism, checkpoints, and a record whatever becomes of it."""
 
+import ast
 import dataclasses
 import errno
 import itertools
@@ -11,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, own_model
+from helpers import CPU, DONE, own_model
 
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import Chunks, DataConfig
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
+from sinkutils.paths import PACKAGE
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.grid import config
-from sinkutils.study.record import partial_folder, read_record
+from sinkutils.study.record import TRAINING_MODULES, partial_folder, read_record, record_folder, write_record
 from sinkutils.training import run as training_run
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
@@ -160,6 +162,21 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
         assert (again / file).read_bytes() == (record.folder / file).read_bytes()
 
 
+def test_the_code_hash_is_of_every_module_that_can_decide_a_runs_numbers():
+    """Of what training imports, all but what finds configs and keeps records, and what reads other models."""
+    seen, queue = set(), ["training/trainer"]
+    while queue:
+        seen.add(module := queue.pop())
+        nodes = ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names))}
+        files = {name.removeprefix("sinkutils.").replace(".", "/") for name in names}
+        queue += [file for file in files - seen if (PACKAGE / f"{file}.py").is_file()]
+    others = {"checks", "paths", "measuring/families", "measuring/hf", "measuring/masks"}
+    others |= {name for name in seen if name.startswith("study/")} - {"study/config"}
+    assert seen - others == set(TRAINING_MODULES)
+
+
 def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_before(tiny, corpus, tmp_path):
     run = change(tiny, steps=8)
     losses = [float(loss) for loss, _ in advanced(run, corpus, 8).passed]
@@ -267,6 +284,22 @@ def test_a_run_that_moved_between_kinds_of_machine_says_where_it_began(tiny, cor
         save_checkpoint(moved, path)
 
 
+def test_a_run_that_went_on_compiled_says_how_it_began(tiny, corpus, tmp_path, monkeypatch):
+    def interrupted(self, forward, advance=Run.advance):
+        if self.step == 9:
+            raise KeyboardInterrupt
+        advance(self, forward)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny, tmp_path, corpus=corpus, compile=False, checkpoint_seconds=0.0, progress=False)
+    monkeypatch.setattr(torch, "compile", lambda loss: loss)  # which would take most of a minute
+    said = train(tiny, tmp_path, corpus=corpus, compile=True, progress=False).provenance
+    assert (said["device"], said["compiled"]) == ("cpu", True)
+    assert said["began_as"] == [{"device": "cpu", "compiled": False}] and "began_on" not in said
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, tmp_path):
     tiny = change(tiny, optimizer=optimizer)
@@ -327,6 +360,21 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
     with pytest.raises(ValueError, match="raise vocab_size"):
         train(small, tmp_path, corpus=corpus, progress=False)
+
+
+def test_a_record_on_a_text_of_the_same_name_is_not_replaced_by_one_that_was_asked_for_without_a_text(
+    tiny, text_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    run = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, corpus=f"path:{text_folder}"))
+    text = {"name": f"path:{text_folder.name}", "sha256": "f" * 64}  # as another version of Python would make it
+    study = write_record(record_folder("test", "tiny", 0, tmp_path), run, DONE, {}, corpus=text)
+    assert train(run, tmp_path) == study
+    with pytest.warns(UserWarning, match="test/tiny/0 is on another text by the name of 'path:texts.* stays: .* test@"):
+        apart = train(run, tmp_path, keep_weights=True, progress=False)
+        assert train(run, tmp_path, keep_weights=True, progress=False) == apart  # and is trained once
+    assert apart.folder.parts[-3].startswith("test@path-texts") and apart.weights
+    assert read_record(study.folder) == study
 
 
 @pytest.mark.parametrize(
