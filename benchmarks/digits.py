@@ -93,6 +93,12 @@ def again(name: str, folder: str) -> dict[str, object]:
     return {"record": name, **sets, "same": alphas and record.metrics == anew.metrics, **ends}
 
 
+def without(known: list[dict], rows: list[dict]) -> list[dict]:
+    """The kept rows without those that `rows` make anew: of the same record, on the same kind of machine."""
+    made = [(row["record"], row["again_on"]) for row in rows]
+    return [row for row in known if (row["record"], row["again_on"]) not in made]
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("what", choices=("record", "machines", "losses"))
@@ -108,8 +114,7 @@ def main() -> int:
         for row in rows:
             show(row)
         known = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else []
-        others = [row for row in known if row["again_on"] != rows[0]["again_on"]]  # of machines of other kinds
-        keep(options.json, others + rows)
+        keep(options.json, without(known, rows) + rows)
         return int(not all(row["same"] for row in rows))
     else:
         keep(options.json, machines(options.steps))

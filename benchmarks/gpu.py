@@ -16,11 +16,13 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
+from sinkutils.model.fast import check_kernels
 from sinkutils.study.cost import GIB, cost
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
-from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import device_name, one_thread
+from sinkutils.training.products import bf16_products
+from sinkutils.training.run import Run
+from sinkutils.training.trainer import deterministic_kernels, device_name, one_thread
 
 
 def memory(device: torch.device) -> float:
@@ -35,7 +37,10 @@ def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> d
     device = run.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    forward = torch.compile(next_token_loss) if compile else next_token_loss
+    if compile:
+        dtype = torch.bfloat16 if run.config.train.precision == "bf16" else torch.float32
+        check_kernels(run.config.model.attention, device, dtype, run.config.model.head_dim)
+    forward = torch.compile(run.loss) if compile else run.loss
     ready = 3 * seconds(lambda: run.advance(forward), 3, device)
     took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))
     rate = run.tokens_per_step / took
@@ -65,7 +70,7 @@ def main() -> None:
     if options.micro_batch:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
-    with one_thread(device):
+    with one_thread(device), deterministic_kernels(device), bf16_products(device):
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         precision, name = settings.train.precision, device_name(device)
         peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32, device)

@@ -162,8 +162,13 @@ def measure_command(options: argparse.Namespace) -> None:
 
     if options.save and options.revision:
         raise ValueError("--save keeps a model as it was published: leave out --revision, or --save")
-    if options.save and options.model in REAL_MODELS:
-        path = record(options.model)
+    if options.save and options.model.lower() in REAL_MODELS:
+        usual = vars(parser().parse_args(["measure", options.model, "--save"]))
+        others = [name.replace("_", "-") for name, value in vars(options).items() if value != usual[name]]
+        if others:
+            which = ", ".join(f"{'--' if len(name) > 1 else '-'}{name}" for name in others)
+            raise ValueError(f"--save of {options.model} takes no other options: leave out {which}, or --save")
+        path = record(options.model.lower())
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
         return
     given = chosen(options, "dtype", "revision", "runs", "trust_remote_code")
@@ -177,7 +182,10 @@ def measure_command(options: argparse.Namespace) -> None:
     for kind in options.probe:
         ids = measured.inputs(kind, options.n, options.length, options.seed, first=first)
         report = measured.measure(ids, epsilons=options.eps, **given)
-        report.name = f"{identity(options.model)}, {kind} input" + (", x_fix first" if first == X_FIX else "")
+        at = 1 if kind == "repeat" else measured.fixed_position or 1  # of repeated tokens all are x_fix
+        where = f", x_fix {'first' if at == 1 else f'at position {at}'}"
+        fixed = first == X_FIX and at <= options.length
+        report.name = f"{identity(options.model)}, {kind} input" + where * fixed
         results[kind] = report
     if options.json:
         print(json.dumps({kind: report.to_dict() for kind, report in results.items()}, indent=1))
@@ -203,11 +211,15 @@ def models_command(options: argparse.Namespace) -> None:
 def scores_command(options: argparse.Namespace) -> None:
     """Score a model."""
     from sinkutils.measuring.load import load_lm
+    from sinkutils.measuring.real import REAL_MODELS
     from sinkutils.measuring.saved import save_scores
     from sinkutils.measuring.scores import evaluate
 
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
-    scores = evaluate(model, tokenizer, options.task, limit=options.limit)
+    bos, known = options.bos, REAL_MODELS.get(options.model.lower())
+    if bos is None:
+        bos = known is not None and known.bos
+    scores = evaluate(model, tokenizer, options.task, limit=options.limit, bos=bos) | {"bos": bos}
     print(json.dumps(scores, indent=1))
     if options.limit is None:
         save_scores(options.model, scores)

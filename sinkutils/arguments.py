@@ -26,7 +26,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help that names a default where there is one and the text does not say what stands for it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False or "(default" in (action.help or "")
+        nothing = action.default is None or action.default is False or action.default == []
+        silent = nothing or "(default" in (action.help or "")
         return action.help if silent else super()._get_help_string(action)
 
 
@@ -131,9 +132,11 @@ def parser() -> argparse.ArgumentParser:
     option("--json", action="store_true", help="print JSON instead of a table")
     option("--save", action="store_true", help=kept)
 
+    first = "put a BOS before each question (default: as in training, of the models that `models` lists; else not)"
     option = add("scores", "score a model on a multiple-choice task with lm-eval (Appendix B.3)")
     option("model", **model)
     option("--task", default="hellaswag", help="a task of lm-eval")
+    option("--bos", action=argparse.BooleanOptionalAction, help=first)
     option("--limit", type=COUNT, help="only so many questions; the scores are then printed, not kept")
     option("--device", **device)
     option("--dtype", **dtype)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -243,6 +244,15 @@ class TransformerLM(nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.reset_parameters(seed)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As of any module, but position tables stay exact where weights go to half precision: far ones would blur."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, table in self.named_buffers(recurse=False):
+            if table.dtype in (torch.bfloat16, torch.float16):
+                self._buffers[name] = before[name].to(table.device)  # type: ignore[union-attr]
+        return self
+
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
         """Initialise as the authors' code is written (the paper says nothing of it).
@@ -336,9 +346,11 @@ def check_ids(ids: Tensor, vocab_size: int, context_length: int) -> None:
         raise ValueError(f"ids must be a tensor of shape (B, T), got {shape}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
+    if len(ids) == 0:
+        raise ValueError(f"ids must have at least one sequence, got shape {tuple(ids.shape)}")
     if not 1 <= ids.shape[1] <= context_length:
         raise ValueError(f"ids must have 1 to {context_length} positions (context_length), got {ids.shape[1]}")
-    if torch.compiler.is_compiling() or ids.is_cuda or ids.numel() == 0:
+    if torch.compiler.is_compiling() or ids.is_cuda:
         return  # a range check would wait for the device; the embedding itself refuses bad ids
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:

@@ -85,8 +85,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) 
 
     Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
-    given, length = Extras(**extras), q.shape[2]
+    given = Extras(**extras)
     attention.check_inputs(q, k, v, spec, given)
+    length = q.shape[2]
     if given.mix is not None:
         parts, plain = halves(q, spec)
         first, second = (attend(part, k, v, plain, distance_bias=given.distance_bias) for part in parts)
@@ -249,10 +250,11 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) ->
 def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> Tensor:
     """Linear attention: within a chunk by its small map, from the chunks before by sum_j phi(k_j) v_j^T.
 
-    A column of ones beside v gives the row sums that a normaliser needs.
+    A column of ones beside v gives the row sums that a normaliser needs; by length divides `attend`.
     """
     q = q * q.shape[-1] ** -0.5
-    if spec.normalizer != "none":
+    by_sum = spec.normalizer not in ("none", "length")
+    if by_sum:
         v = F.pad(v, (0, 1), value=1.0)
     state = k[:, :, :star].mT @ v[:, :, :star]  # (B, H, D, E), zero without k*
     k, v = k[:, :, star:], v[:, :, star:]
@@ -267,7 +269,7 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> 
         p = spec.prefix
         first = q[:, :, :p] @ (state + k[:, :, :p].mT @ v[:, :, :p])
         out = torch.cat([first, out[:, :, p:]], dim=2)
-    if spec.normalizer == "none":
+    if not by_sum:
         return out
     out, total = out[..., :-1], out[..., -1:]
     return divide(out, total.abs().clamp(min=1) if spec.normalizer == "max_abs_sum" else total)
@@ -275,7 +277,7 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, star: int) -> 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
     """`_block` for BLOCK queries at a time; the backward pass computes each again instead of keeping its map."""
-    blocks = split(spec, distance_bias, q.shape[2], max(BLOCK, ROWS // (q.shape[0] * q.shape[1])))
+    blocks = split(spec, distance_bias, q.shape[2], max(BLOCK, ROWS // max(1, q.shape[0] * q.shape[1])))
     compute = partial(made_again, _block) if torch.is_grad_enabled() else _block
     return torch.cat([compute(block.queries(q), k, v, block) for block in blocks], dim=2)
 

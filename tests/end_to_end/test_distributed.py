@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -225,9 +226,13 @@ def test_the_papers_60m_takes_an_optimiser_step_on_a_sequence_of_2048_tokens(wid
     assert float(moved.median()) == pytest.approx(paper.train.learning_rate, rel=0.05)
 
 
-# ---- a bare machine: torch, numpy, tokenizers, safetensors, tqdm
+# ---- a bare machine: torch, numpy, tokenizers, safetensors, tqdm, and what these need
 
-BLOCKED = ("pandas", "matplotlib", "seaborn", "datasets", "papermill", "transformers", "nbformat", "jupyterlab")
+BARE_HAS = {"torch", "numpy", "tokenizers", "safetensors", "tqdm"} | {"filelock", "sympy", "mpmath", "networkx"}
+MODULES = {"pillow": "PIL", "ipython": "IPython", "fonttools": "fontTools", "pytest-xdist": "xdist"}
+PINS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+ABSENT = sorted({pin.partition("==")[0] for pin in PINS} - BARE_HAS)
+BLOCKED = [*(MODULES.get(name, name.replace("-", "_")) for name in ABSENT), "nbformat", "nbclient"]
 BARE = """
 import runpy, sys
 for name in {blocked!r}:

@@ -15,7 +15,7 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.ledger import open_models
-from sinkutils.measuring import open_lms, real
+from sinkutils.measuring import open_lms, real, saved, scores
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
 
@@ -163,7 +163,7 @@ def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(index, corpus,
     small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40), "STREAMS": ((8, 0), (7, 1), (4, 4))}
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
-    open_lms.record(NAME)
+    assert cli.main(["measure", "Tiny", "--save"]) == 0
     sections = open_lms.recorded(NAME)
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
@@ -175,6 +175,23 @@ def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(index, corpus,
     assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"}
     (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
     assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
+
+
+def test_scores_put_first_what_training_did_unless_asked_otherwise_and_say_so(index, tmp_path, monkeypatch):
+    install(NAME)
+    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
+    asked = []
+
+    def evaluate(model, tokenizer, task, *, limit, bos):  # lm-eval's tasks need a network
+        asked.append(bos)
+        return {"task": task, "acc_norm": 30.0}
+
+    monkeypatch.setattr(scores, "evaluate", evaluate)
+    for options, bos in (([], True), (["--no-bos"], False), (["--bos"], True)):
+        assert cli.main(["scores", "Tiny", *options]) == 0
+        assert asked[-1] == saved.saved_scores()["Tiny"]["bos"] == bos
+    monkeypatch.setitem(REAL_MODELS, NAME, replace(REAL_MODELS[NAME], bos=False))
+    assert cli.main(["scores", NAME]) == 0 and not asked[-1]
 
 
 @pytest.mark.parametrize("name", COMMITTED)

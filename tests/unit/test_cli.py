@@ -60,6 +60,7 @@ REFUSED = {
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
     "measure x --save --revision step1": "--save keeps a model as it was published",
+    "measure SmolLM2 --save --seed 1 -n 5 --any-first": "leave out -n, --any-first, --seed, or --save",
     "scores ./nothing": "there is no folder './nothing'",
     "run --only 99": "no notebook starts with 99",
     "run --only 02 -p colour red": "02_optimization has no parameter colour; it has preset, seed",
@@ -97,6 +98,7 @@ def test_every_command_has_help_that_names_each_default_once_and_the_version_is_
             main([command, "--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert stop.value.code == 0 and "(default: None)" not in text and "(default: False)" not in text
+        assert "(default: [])" not in text
         assert not re.search(r"\(default: [^()]*\) \(default", text)
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])

@@ -36,6 +36,10 @@ OPERATIONS = [
     *({"similarity": "linear", "kernel": "elu", "normalizer": z} for z in ("sum", "none", "max_abs_sum")),
     {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
     *({"similarity": "linear", "kernel": "mlp", "normalizer": z} for z in ("none", "max_abs_sum")),
+    *({"similarity": f, "normalizer": "length"} for f in ("exp", "sigmoid", "elu")),
+    {"similarity": "linear", "kernel": "elu", "normalizer": "length"},
+    *({"similarity": f, "normalizer": "max_abs_sum"} for f in ("elu", "relu")),
+    {"similarity": "relu", "normalizer": "p_norm", "p": 2.0},
 ]  # fmt: skip
 MASKS = [{}, {"window": 5}, {"prefix": 4}]
 BIASES = ["none", "k", "kv", "v"]
@@ -167,10 +171,19 @@ def test_refusals_are_those_of_the_reference():
     (q, k, v), _ = draw(AttentionSpec(), 5)
     with pytest.raises(ValueError, match="needs the argument key_bias"):
         fast.attend(q, k, v, AttentionSpec(bias="k"))
+    for quick in (fast.attend, attend):
+        with pytest.raises(ValueError, match=r"q must have shape \(B, H, T, D\), got \(5, 6\)"):
+            quick(q[0, 0], k[0, 0], v[0, 0], AttentionSpec())
     with pytest.raises(ValueError, match="k and v must have the shape of q"):
         fast.log_mass(q, k[:, :, 1:], AttentionSpec())
     with pytest.raises(ValueError, match="needs the argument key_bias"):
         fast.log_mass(q, k, AttentionSpec(bias="kv"))
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(window=5), AttentionSpec(bias="k")], ids=name_of)
+def test_no_sequences_have_no_output_as_of_the_reference(spec, long_forms):
+    (q, k, v), extras = draw(spec, 20, shape=(0, 2, 6))
+    assert fast.attend(q, k, v, spec, **extras).shape == attend(q, k, v, spec, **extras)[0].shape == (0, 2, 20, 6)
 
 
 def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:

@@ -69,6 +69,9 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         ids = torch.arange(12)[None]
         assert torch.equal(loaded(ids), model(ids))
         assert tokenizer.get_vocab_size() == 20
+    half, _ = load_lm(folder, dtype="bfloat16")
+    assert half.unembed.weight.dtype == torch.bfloat16
+    assert torch.equal(half.cos, model.cos)  # bfloat16 would blur far positions
     bad = folder / "model.safetensors"
     bad.write_bytes(bad.read_bytes()[:-1])
     with pytest.raises(ModelUnavailable, match="truncated or changed"):

@@ -71,6 +71,18 @@ def test_distances_are_exact_under_bfloat16(position):
     assert torch.equal(bias, expected)
 
 
+@pytest.mark.parametrize("position", ["rotary", "absolute", "alibi", "relative"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
+    model, ids = own_model(1.0, context_length=400, position=position), tokens(2, 400)
+    exact = {name: table.clone() for name, table in model.named_buffers()}
+    half = model.to(dtype=dtype)
+    assert {p.dtype for p in half.parameters()} == {half(ids).dtype} == {dtype}
+    for name, table in half.named_buffers():
+        assert torch.equal(table, exact[name]) and table.dtype == exact[name].dtype
+    assert {table.dtype for table in half.double().buffers()} <= {torch.float64}
+
+
 @pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
     if name in unavailable("smoke"):
@@ -217,6 +229,7 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message)
         (torch.full((1, 3), -1), r"0\.\.59"),
         (torch.zeros(1, 33, dtype=torch.long), "1 to 32 positions"),
         (torch.zeros(1, 0, dtype=torch.long), "1 to 32 positions"),
+        (torch.zeros(0, 3, dtype=torch.long), "at least one sequence"),
         ([[1, 2]], "must be a tensor"),
     ],
 )

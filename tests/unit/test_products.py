@@ -1,11 +1,17 @@
 """bf16 products on a CPU without instructions for them: the rounded exact product, wherever one is asked for."""
 
 import dataclasses
+import runpy
+import sys
 
+import digits
 import pytest
 import torch
 from helpers import CPU
 
+from sinkutils.data.cache import pack_corpus
+from sinkutils.paths import ROOT
+from sinkutils.study import presets
 from sinkutils.training import products
 from sinkutils.training.products import bf16_products
 from sinkutils.training.trainer import train
@@ -113,3 +119,26 @@ def test_training_takes_them_and_ends_where_torchs_own_end(tiny, corpus, tmp_pat
     assert len(slow_in_bf16) == count
     ends = [record.metrics["final"]["valid_loss"] for record in (ours, theirs)]
     assert ends[0] == pytest.approx(ends[1], abs=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["gpu", "training"])
+def test_the_benchmarks_of_a_training_step_take_them_as_the_trainer_does(
+    script, corpus, tmp_path, monkeypatch, slow_in_bf16
+):
+    smoke, packed = presets.PRESETS["smoke"], tmp_path / "corpus.tar.xz"
+    half = dataclasses.replace(smoke, train=dataclasses.replace(smoke.train, precision="bf16"))
+    monkeypatch.setitem(presets.PRESETS, "smoke", half)
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    pack_corpus(corpus, packed)
+    of_gpu = ["--preset", "smoke", "--corpus", f"packed:{packed}", "--device", "cpu", "--compile", "off"]
+    options = {"gpu": of_gpu, "training": ["--sizes", "64"]}[script]
+    monkeypatch.setattr(sys, "argv", [script, *options, "--steps", "1", "--rounds", "1"])
+    runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"), run_name="__main__")
+    assert slow_in_bf16.count(("mm", HALF)) > 50  # more than the peak's
+
+
+def test_a_record_trained_again_takes_the_place_of_its_own_row_only():
+    rows = [{"record": n, "again_on": on, "n": 1} for n in ("fixed_1/0", "fixed_1/1") for on in (["avx2"], ["amx"])]
+    again = {"record": "fixed_1/0", "again_on": ["amx"], "n": 2}
+    assert digits.without(rows, [again]) == [rows[0], *rows[2:]]

@@ -299,6 +299,22 @@ def test_save_refuses_our_own_records(tmp_path, corpus, capsys, no_measurements)
     assert not no_measurements.exists()
 
 
+@pytest.mark.parametrize(
+    ("position", "length", "random", "repeat"),
+    [
+        (1, 5, ", x_fix first", ", x_fix first"),
+        (2, 5, ", x_fix at position 2", ", x_fix first"),  # of repeated tokens all are x_fix
+        (2, 1, "", ", x_fix first"),
+    ],
+)
+def test_a_measurement_says_where_the_fixed_token_stands(position, length, random, repeat, tmp_path, corpus, capsys):
+    name = recorded(tmp_path, tiny_64(), corpus, data=DataConfig(fixed_position=position))
+    assert main(["measure", name, "--probe", "random", "repeat", "-n", "2", "-T", str(length), "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    for kind, where in (("random", random), ("repeat", repeat)):
+        assert reports[kind]["name"].endswith(f"{kind} input{where}")
+
+
 def test_models_that_stand_in_for_a_preset_say_of_which_they_are(monkeypatch, tmp_path):
     def stand_in(name, device=None, **options):
         return Subject(name.split("/")[1], tiny_64(), None)
