@@ -96,7 +96,8 @@ def paired(ours: Results, name: str, reference: str, key: str) -> Effect | None:
     if len(differences) < 2:
         return None
     later = any(experiment(label).section == AFTER_PAPER for label in map(ours.label, (name, reference)))
-    variance, freedom = _pooled(ours, key, later) or (float(differences.var()), float(len(differences) - 1))
+    pooled = None if ours.alone else _pooled(ours, key, later)
+    variance, freedom = pooled or (float(differences.var()), float(len(differences) - 1))
     return _effect(float(differences.mean()), len(differences), (variance / len(differences)) ** 0.5, freedom)
 
 

@@ -269,6 +269,7 @@ class Results:
     runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
     older: tuple[str, ...] = ()  # records made before the ledger was frozen
     least: int = 3  # seeds of an experiment without which nothing is judged
+    alone: bool = False  # a difference by the spread of its own seeds, not the pooled one: what those alone would tell
     cache: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False)
 
     def label(self, name: str) -> str:

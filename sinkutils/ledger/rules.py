@@ -1,24 +1,27 @@
 """The ledger's rules, fixed before the first record that it judges: what a check asks, when it holds, when it fails.
 
 The primary outcome is mean excess alpha_1, (alpha_1 - u) / (1 - u) with u that of uniform attention, over texts, layers
-and heads; Sink_1 at three eps stands beside it. Every check has four outcomes: it holds, it fails, it is inconclusive,
-or it was not run. None is judged on fewer than three seeds (`Results.least`).
+and heads; Sink_1 at three eps stands beside it. Every check on records has four outcomes: it holds, it fails, it is
+inconclusive, or it was not run. None is judged on fewer than three seeds (`Results.least`). What is read once, off an
+open model or a proof, holds or fails, but where an interval over texts or a test of ranks stands beside it.
 
 Where the constants come from. The paper prints Sink_1 at its own scale (18.18 % by default); ours has another base, so
 that points do not carry over, but shares do: with a share f of heads above eps, all of one kind, mean excess is f times
 theirs, and a ratio of Sink_1 between two rows is the ratio of mean excess.
 
-- SINK: the weakest row that the paper still calls a sink has 2.90 % ("less obvious", Table 9, 1e-4), the strongest that
-  it calls none at 60M 0.81 % (Table 14 right). A run has a sink where its excess is above 2.90 / 18.18 of the base's.
+- SINK: the weakest row that the paper still calls a sink, and that has no other, has 2.90 % ("less obvious", Table 9,
+  1e-4; x_1's 1.98 % in Section 5 stands beside a sink on x_2), the strongest that it calls none at 60M 0.81 % (Table 14
+  right). A run has a sink where its excess is above 2.90 / 18.18 of the base's.
 - BASE: the base itself must have a sink without such a measure: 18.18 % of heads exactly on eps = 0.3 would have an
-  excess of 0.18 * (0.3 - 0.074) / (1 - 0.074) = 0.044, the least that the paper's own default can have.
+  excess of 0.18 * (0.3 - 0.074) / (1 - 0.074) = 0.044, the least that the paper's own default can have where all other
+  heads attend evenly.
 - MARGIN: among the rows that the paper calls unaffected (Tables 3, 10 left, 11, 12 left, V biases, post-norm) the
   largest fall is 18.18 to 10.68 (H = 4); the nearest below that it calls mitigated has 9.41 (alpha = 0.2, Table 14
   left). "No effect" is an effect of less than half-way between, 45 % of the base's excess, by two one-sided tests.
   Upwards the paper's own rows go to 33.13 and still count as "does not affect the emergence" (Table 3), so there only a
   fall counts: `kept`. (It also calls 11.21 "less obvious", Table 9: no margin fits all of its words.)
-- LOSS: the largest loss that the paper calls comparable is 3.81 (NoPE, Table 3), the least that it calls hurt 3.90
-  (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
+- LOSS: the largest loss that the paper calls comparable is 3.81 (NoPE, Table 3), the least of those that more weight
+  decay hurts, as we read it, 3.90 (weight decay 1, Table 2); half-way between is 3.4 % above 3.73.
 - The levels of norm ratios (`results.QUANTITIES`): the figures draw 1 where activations are not massive and print no
   number. Twice the ratio of the same model before its first step counts as massive, in blocks before the last: an
   untrained model has 3 already, because x_1 sees only itself. Where it is below 1 untrained (sigmoid's is), twice the
@@ -49,7 +52,7 @@ TOO_FEW = "the two share fewer than {} seeds"
 ALIKE = 2.0  # "behave similarly" (Appendix D, without a number): within a factor of two
 
 # What a preset cannot show, whatever its records say.
-NO_FREE_SINK = "models of ours of this size have no sink on any first token, only on a fixed one"
+NO_FREE_SINK = "models of ours of this size have a sink only where every text begins with the same token"
 GATES: dict[str, tuple[tuple[str, ...], str]] = {
     "": ((), ""),
     "trained": (("smoke",), "a run of seconds has learned nothing yet"),
@@ -179,7 +182,9 @@ def _more(check: Check, ours: Results, corrected: Mapping[Check, float]) -> Outc
     room = _margin(check, ours, SINK) if check.by_base else 0.0
     adjusted = corrected.get(check, p)
     state = HOLDS if estimate.mean > 0 and adjusted <= ALPHA else FAILS if estimate.high <= room else OPEN
-    return Outcome("", state, estimate, p, why=f"p = {adjusted:.2g} after Holm")
+    # No more digits than a normal distribution of a few seeds' differences can bear.
+    said = f"p = {adjusted:.2g}" if adjusted >= 0.001 else "p < 0.001"
+    return Outcome("", state, estimate, p, why=f"{'the other way round, ' * (estimate.mean < 0)}{said} after Holm")
 
 
 def _within(

@@ -11,6 +11,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import pandas as pd
 
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import rules
-from sinkutils.ledger.effects import each_seed, level
 from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.showing import names, reasons
 from sinkutils.showing.pages import WIDTH, put
@@ -141,11 +141,11 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
             shares = [run.final["sink_1"] for run in results(preset).seeds(name).values() if not run.failed]
             columns[column] |= {name: f"{np.mean(shares):.1f}"} if shares else {}
     table = pd.DataFrame(columns | means)
-    table = table.rename(index=_labels(list(table.index), preset))
+    table = table.rename(index=labels(list(table.index), preset))
     return table.map(lambda value: _minus(value) if isinstance(value, str) else ""), words, facts
 
 
-def _labels(runs: list[str], preset: str) -> dict[str, str]:
+def labels(runs: list[str], preset: str) -> dict[str, str]:
     """The runs' names on a card, with the T that each was measured at where that differs: alpha_1 falls with T."""
     lengths = {name: config(name, preset).train.eval_length for name in runs if name not in unavailable(preset)}
     differ = len(set(lengths.values())) > 1
@@ -169,7 +169,8 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
         return " ".join(filter(None, (told, _minus(reasons.why(row["id"], results(preset))))))
     if verdict == rules.REPRODUCED:
         said = {1: "The one check holds.", 2: "Both checks hold."}.get(len(tests), f"All {len(tests)} checks hold.")
-        return " ".join([said, *_costs(tests, preset), *_unsure(tests, preset)])
+        note = _minus(reasons.note(row["id"], results(preset)))
+        return " ".join(filter(None, [said, *_costs(tests, preset), *_unsure(tests, preset), note]))
     counted = tests["outcome"].value_counts()
     counts = f"{counted.get(rules.HOLDS, 0)} of {len(tests)} checks hold"
     counts += f", {counted[rules.OPEN]} cannot be told from our seeds" if rules.OPEN in counted else ""
@@ -185,23 +186,13 @@ def reason(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> str:
 
 
 def _unsure(checks: pd.DataFrame, preset: str) -> list[str]:
-    """What the spread pooled over all settings decides, and that of its own few seeds would not: that one is above
-    another, or is not, or does not keep what another has.
-    """
-    ours, named = results(preset), []
-    base = float(ours.values("base", "excess_1").mean())
-    for _, check in checks[checks["kind"].isin(["more", "kept"])].iterrows():
-        seeds = each_seed(ours, check["runs"][0], check["runs"][1], check["key"])
-        if len(seeds) < 2:
-            continue
-        own, measure = level(seeds), base * (QUANTITIES[check["key"]].level == "sink")
-        alone = {
-            ("more", rules.HOLDS): own.low > 0,
-            ("more", rules.FAILS): own.high <= rules.SINK * measure,
-            ("kept", rules.FAILS): own.high < -rules.MARGIN * measure,
-        }
-        if not alone.get((check["kind"], check["outcome"]), True):
-            named.append(names.human(check["check"], preset))
+    """What the spread pooled over all settings decides of two runs, and that of their own few seeds would not."""
+    alone, named = replace(results(preset), alone=True), []
+    for _, check in checks[checks["outcome"].isin([rules.HOLDS, rules.FAILS])].iterrows():
+        if len(check["runs"]) > 1:
+            asked = rules.Check(check["kind"], tuple(check["runs"]), check["key"])
+            if rules.judge(asked, alone, {}).state == rules.OPEN:
+                named.append(names.human(check["check"], preset))
     words = "By the spread of these seeds alone, not pooled, one could not tell"
     return [f"{words}: {'; '.join(named)}."] if named else []
 

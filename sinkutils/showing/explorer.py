@@ -93,8 +93,8 @@ def maps(
         "right, one of them on the text along the edges: a row a query, a column a key, hidden keys white, weights as "
         "their square roots so that small ones show. "
         f"Shown is the head with the largest α₁ on this one text, {alpha[0, best]:.2f}; the mean of the {len(heads)} "
-        f"heads is {alpha[0].mean():.2f}, even attention over its {length} tokens {uniform_alpha(length):.2f}. Click a "
-        "head, point at a row."
+        f"heads is {alpha[0].mean():.2f}, plain causal attention that is even over {length} tokens "
+        f"has {uniform_alpha(length):.2f}. Click a head, point at a row."
     )
     alt = f"Attention map of {title}, with tokens on both axes, beside the attention of heads to the first token"
     return Picture(root, alt, caption, "explorer", data)

@@ -59,7 +59,7 @@ def save(figure: Figure | None, name: str) -> Path | None:
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.png").write_bytes(png(figure))
-    with mpl.rc_context({"svg.hashsalt": "sinkutils"}):
+    with mpl.rc_context({"svg.hashsalt": "sinkutils", "svg.fonttype": "none"}):  # text as text: a quarter of the size
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return folder / f"{name}.png"
 
@@ -211,8 +211,8 @@ def attention_map(weights: Any, window: int | None = None) -> Figure:
     if window is not None:
         squares[np.tril_indices(len(squares), -window)] = np.nan
     image = draw_map(axis, squares, mpl.colors.PowerNorm(0.5, vmin=0, vmax=1))
-    figure.colorbar(image, ax=axis, label=r"$A_{i,k}$", shrink=0.8)
-    axis.set(xlabel="key $k$", ylabel="query $i$")
+    figure.colorbar(image, ax=axis, label="$A_{ij}$", shrink=0.8)
+    axis.set(xlabel="key $j$", ylabel="query $i$")
     return figure
 
 

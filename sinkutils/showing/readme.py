@@ -159,7 +159,9 @@ def _claims(part: str) -> str:
     columns = ["source", "claim", "paper", "ours", "95 %", "verdict", "holds", "effect", "reason"]
     about = (
         "*Holds*: how many of a claim's checks do. *Effect*, with its 95 % interval: its first difference of an excess "
-        "between two runs, or that of its first run from what it is compared with; of other claims the level."
+        "between two runs, or that of its first run from what it is compared with; of other claims the level. "
+        "Differences are taken seed by seed, over the seeds that two runs share (the base has six), so they need "
+        "not be those of the means beside them."
     )
     return f"{counts}\n\n{about}\n\n{markdown(columns, rows)}"
 
@@ -168,7 +170,8 @@ def _cells(text: str) -> str:
     """A cell of the ledger: a line a quantity, the runs' numbers after their names."""
     lines = []
     for heading, values in cards.parsed(text):
-        runs = "; ".join(f"{names.of(name, PRESET)}: {value}" for name, value in values.items())
+        called = cards.labels(list(values), PRESET)
+        runs = "; ".join(f"{called[name]}: {value}" for name, value in values.items())
         lines.append(names.human(heading, PRESET) + (f": {runs}" if runs else ""))
     return " <br> ".join(lines)
 
@@ -194,9 +197,13 @@ def records_page() -> str:
     for name, group in _recorded().groupby("experiment", sort=False):
         title = names.title(str(name)) + " (the base)" * (names.of(str(name), PRESET) == "the base")
         numbers = [_range(group[column].dropna()) for column in ("sink_1", "sink_star", "valid_loss")]
-        rows.append([title, str(group["item"].iloc[0]), str(len(group)), *numbers])
-    columns = ["experiment", "paper's item", "seeds", "Sink₁ %", "Sink∗ %", "validation loss"]
-    return page(f"# The records of `{PRESET}`", state_part(), _made_on(), markdown(columns, rows))
+        length = config(str(name), PRESET).train.eval_length
+        rows.append([title, str(group["item"].iloc[0]), str(len(group)), str(length), *numbers])
+    columns = ["experiment", "paper's item", "seeds", "T", "Sink₁ %", "Sink∗ %", "validation loss"]
+    about = (
+        "Means over seeds, in brackets the least and the most; T: the length of the texts that Sink was measured on."
+    )
+    return page(f"# The records of `{PRESET}`", state_part(), _made_on(), about, markdown(columns, rows))
 
 
 def _made_on() -> str:

@@ -229,7 +229,8 @@ def edited_positions(table: pd.DataFrame, name: str = "") -> Figure:
                 axis.plot(rows["t"] + aside, ours, "s-", color=color, label=f"{label}, {name}")
         axis.axhline(table["paper_1"].iloc[0], color=PAPER_COLOR, linestyle=":", linewidth=1)
         done = "replaced by" if operation == "replace" else "swapped with"
-        axis.set(xlabel="$t$", title=f"$p_1$ {done} $p_t$", xticks=rows["t"])
+        axis.set(xlabel="$t$", title=f"$p_1$ {done} $p_t$")
+        axis.set_xticks(rows["t"], [*map(str, rows["t"][:-1]), f"{rows['t'].iloc[-1]} (25)"])  # as the paper heads it
     axes[0].set_ylabel("% of heads, repeated tokens")
     _beside(axes[1])
     return figure

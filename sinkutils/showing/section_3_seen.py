@@ -46,9 +46,10 @@ def tokens(title: str, of: Sections) -> str:
     _, middling, *_, strongest = of["maps"]["heads"]
     rows, first = strongest["rows"], of["maps"]["tokens"][0].strip()
     others = [np.mean([row[k] for row in rows[k:]]) for k in range(1, min(SHOWN_TOKENS, len(rows) // 2))]
+    most = f"{max(others):.2f}" if max(others) >= 0.005 else "0.005"
     return (
         f"In {title} the queries of {head_name(strongest)} give the first token, “{first}”, {strongest['alpha_1']:.2f} "
-        f"of their attention in the mean, and none of the next {len(others)} tokens more than {max(others):.2f}. "
+        f"of their attention in the mean, and none of the next {len(others)} tokens more than {most}. "
         f"{capital(head_name(middling))}, on the right, gives it {middling['alpha_1']:.2f}."
     )
 
@@ -92,10 +93,10 @@ def chain(title: str, of: Sections) -> str:
             key += f" (also in blocks {blocks}, which have no head with a sink: alone it does not make one)"
     return (
         f"In {title} the largest dimension of h₁ is number {first['dimensions'][peak][0]} after block {peak + 1}, "
-        f"{sizes[peak]:,.0f} times the median. In the blocks behind dimensions over {min(MASSIVE, sizes[peak]):,.0f} "
-        f"times the median LN leaves {100 * share[0]:.0f} % of the squared length in three dimensions "
-        f"({100 * share[1]:.0f} % for the other tokens; medians over {len(behind)} blocks), and the typical dimension "
-        f"at {rest[0] / rest[1]:.2f} times theirs. {key}; at token {middle} it is {min(control):.2f} to "
+        f"{sizes[peak]:,.0f} times the median. In the {len(behind)} blocks that read a dimension over "
+        f"{min(MASSIVE, sizes[peak]):,.0f} times the median, three dimensions hold {100 * share[0]:.0f} % of the "
+        f"squared length of LN(h₁) ({100 * share[1]:.0f} % for the other tokens; medians over blocks), and its median "
+        f"dimension is {rest[0] / rest[1]:.2f} times theirs. {key}; at token {middle} it is {min(control):.2f} to "
         f"{max(control):.2f}."
     )
 

@@ -20,13 +20,14 @@ from sinkutils.showing.names import Row, every, human, of, rows
 from sinkutils.showing.pages import show_text
 from sinkutils.showing.tables import means_and_thresholds
 from sinkutils.study.experiments import experiment
+from sinkutils.study.grid import config
 
 # By the ledger's quantity, how the level of a reference is said, and what more and less of it are called.
 LEVELS = {
     "excess_1": "{name} has Sink₁ = {value}.",
     "visible_1": "In {name} the excess of α₁ over the queries that see x₁ is {value}.",
     "valid_loss": "{name} ends at a validation loss of {value}.",
-    "gap": "In {name} the validation loss ends above the training loss by {value}.",
+    "gap": "In {name} validation less training loss (a mean over the steps before) is {value} at the end.",
     "onset": f"In {{name}} the sink sets in (Sink₁ stays at {ONSET:g} % or more) after {{value}} of the steps.",
 }
 CHANGES = {
@@ -85,9 +86,9 @@ def reference(shown: Sequence[Row]) -> str:
 def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
     """Each row's mean paired difference from the reference with its 95 % interval, where they share two seeds.
 
-    Columns label, mean, low, high; paper: the paper's Sink_1 less that of its base, NaN where it prints none; seeds:
-    the difference of each; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows that a
-    seed of has no onset have no difference in it.
+    Columns label, mean, low, high; paper, beside: the paper's Sink_1 and that of its base, NaN where it prints none;
+    seeds: the difference of each; alone: whether the interval by the spread of these seeds alone leaves out 0. Rows
+    that a seed of has no onset have no difference in it.
     """
     other, printed = reference(shown), next((row.paper.values for row in shown if row.base), {})
     based = printed.get("sink_1") or experiment("default").paper["sink_1"]  # where an item does not print it again
@@ -97,10 +98,10 @@ def differences(shown: Sequence[Row], ours: Results, key: str) -> pd.DataFrame:
         if change is None or (key == "onset" and _never(row, ours)):
             continue
         seeds = each_seed(ours, row.experiment, other, key)
-        own, paper = level(seeds), row.paper.values.get("sink_1", np.nan) - based
+        own, paper = level(seeds), row.paper.values.get("sink_1", np.nan)
         alone = own.low > 0 or own.high < 0
-        changes.append((row.short, change.mean, change.low, change.high, paper, seeds.tolist(), alone))
-    return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper", "seeds", "alone"])
+        changes.append((row.short, change.mean, change.low, change.high, paper, based, seeds.tolist(), alone))
+    return pd.DataFrame(changes, columns=["label", "mean", "low", "high", "paper", "beside", "seeds", "alone"])
 
 
 def _never(row: Row, ours: Results) -> str:
@@ -136,6 +137,10 @@ def _compared(shown: Sequence[Row], ours: Results, key: str) -> list[str]:
     if key == "onset":
         lines += _without_onset(shown, ours)
     lines += _listing(f"Not to be told from {name} with these seeds", _effects(table.drop(decided.index)))
+    if key == "visible_1":
+        windows = [row for row in shown if row.experiment and row.trained]
+        alone = [row.short for row in windows if config(row.experiment, ours.preset).model.attention.window == 1]
+        lines += _listing("Without such an excess, as no query but x₁ itself sees x₁", alone)
     if key == "excess_star":
         lines += _on_the_bias(shown)
     return lines
@@ -158,7 +163,8 @@ def _of_base(ours: Results, other: str, key: str, name: str) -> list[str]:
 def spread(values: Sequence[float], digits: int, unit: str) -> str:
     """A mean with its range over seeds."""
     seeds = f"{min(values):.{digits}f} to {max(values):.{digits}f} over {len(values)} seeds"
-    return f"{np.mean(values):.{digits}f}{unit} ({seeds if len(values) > 1 else 'one seed'})"
+    said = f"{np.mean(values):.{digits}f}{unit} ({seeds if len(values) > 1 else 'one seed'})"
+    return said.replace("-", "\N{MINUS SIGN}")
 
 
 def capital(text: str) -> str:
@@ -167,21 +173,20 @@ def capital(text: str) -> str:
 
 
 def _beside_paper(decided: pd.DataFrame) -> list[str]:
-    """How many of the rows that differ lie on the side of the base on which the paper has them."""
+    """How many of the rows that differ do so in the paper's direction, and the paper's numbers of those that do not."""
     printed = decided.dropna(subset="paper")
-    same = np.sign(printed["mean"]) == np.sign(printed["paper"])
-    others, count = "; ".join(printed.loc[~same, "label"]), len(printed)
-    if not count:
+    if not len(printed):
         return []
+    count, base = len(printed), f"its base's {printed['beside'].iloc[0]:g} %"
+    same = np.sign(printed["mean"]) == np.sign(printed["paper"] - printed["beside"])
+    others = "; ".join(f"{row.label} {row.paper:g}" for row in printed[~same].itertuples())
     if not same.any():
-        return [f"The paper has {others} on the other side of its number in the base's row."]
+        return [f"In the paper it is the other way round: {others}, beside {base}."]
     if not same.all():
-        some = f"{same.sum()} of the {count} with a number on the same side of its number in the base's row"
-        return [f"The paper has {some}; the other way round: {others}."]
-    if count == 1:
-        return [f"The paper, too, has {printed['label'].iloc[0]} on this side of its number in the base's row."]
-    which = "both" if count == 2 else f"all {count} with a number"
-    return [f"The paper has {which} on the same side of its number in the base's row as we have."]
+        which = f"{same.sum()} of the {count} with a number there on the side of {base} that ours has"
+        return [f"The paper has {which}; the other way round: {others}."]
+    which = {1: "it lies", 2: "both lie"}.get(count, f"all {count} with a number there lie")
+    return [f"In the paper, too, {which} on this side of {base}."]
 
 
 def _on_the_bias(shown: Sequence[Row]) -> list[str]:
@@ -264,8 +269,11 @@ def study(preset: str = "laptop") -> list[str]:
     if len(table):
         lines.append(
             f"Of the {len(table)} with two seeds or more, {len(more)} have more of a sink than the base, {len(less)} "
-            f"less; {len(table) - len(more) - len(less)} cannot be told from it."
+            f"less; {len(table) - len(more) - len(less)} cannot be told from it. (By 95 % intervals with one spread "
+            "for all, each by itself: not corrected for their number.)"
         )
+        unsure = table.loc[((table["low"] > 0) | (table["high"] < 0)) & ~table["alone"].astype(bool), "label"]
+        lines += _listing("By the spread of their own seeds alone one could not tell", unsure)
     later = differences(shown, ours, "onset").sort_values("mean")
     onset = f"than in the base the sink sets in (Sink₁ stays at {ONSET:g} % or more; share of the steps) with"
     parts = {
@@ -299,6 +307,21 @@ def destinations(shares: Mapping[str, Mapping[str, float]], base: str) -> list[s
             cells = "; ".join(f"{DESTINATIONS[kind][0]} {gain:+.2f}" for gain, kind in gains if abs(gain) >= 0.01)
             lines.append(f"{capital(name)}: x₁ {moved['first']:+.2f}; {cells}.".replace("-", "\N{MINUS SIGN}"))
     return [f"Shares of all attention beside {base}'s. {lines[0]}", *lines[1:]] if lines else []
+
+
+def loss_at_onset(preset: str = "laptop") -> list[str]:
+    """How much of the fall of the base's validation loss is done when its sink sets in, from least to most by seed."""
+    ours, done = results(preset), []
+    for seed, share in ours.values("base", "onset").items():
+        curve = ours.seeds("base")[seed].curve
+        losses = {point["step"]: point["valid_loss"] for point in curve}
+        first, *_, last = losses.values()
+        if share < 1 and first > last:
+            done.append(100 * (first - losses[round(share * curve[-1]["step"])]) / (first - last))
+    if not done:
+        return []
+    place = "after the first steep fall, not with it" if min(done) > 50 else "while the loss still falls steeply"
+    return [f"It sets in {place}: {min(done):.0f} to {max(done):.0f} % of the whole fall are done by then."]
 
 
 def _listing(words: str, cells: Iterable[str]) -> list[str]:

@@ -661,7 +661,7 @@ def test_no_claim_is_without_a_verdict_and_a_reason_where_nothing_was_run(preset
 
 
 # Sink_1 and Sink_* in percent where the paper says something without a number, or its text lost the cell.
-SAID = {"data_share_0.1": 6.0, "k_bias_uniform_5": 6.0, "window_1_2": 18.0, "window_1_4": 14.0}
+SAID = {"data_share_0.1": 6.0, "k_bias_uniform_5": 6.0, "window_1_2": 18.0, "window_1_4": 14.0, "window_1_8": 9.0}
 STAR = {"k_bias_first_1": 70.0, "k_bias_dims_1": 30.0, "k_bias_dims_4": 36.0, "k_bias_dims_8": 40.0}
 STAR |= {"k_bias_dims_16": 45.0, "k_bias_first_20": 0.0}
 ROOTS = "(softmax_p1_|sigmoid_p)[234]"  # p-normalised, and trained
@@ -703,9 +703,9 @@ def test_the_papers_own_numbers_satisfy_its_claims(papers):
     table = claims("gpu", papers.runs)[[bool(claim.checks) for claim in CLAIMS]].set_index("id")
     other = table.query("verdict != 'reproduced'")[["verdict", "holds", "reason"]]
     untold = "repeated_input_learned replaced_position swapped_position window_relative biases_removed"  # by weights
-    # The takeaway, taken at its word, is contradicted by the paper's own Figure 29; and six of these runs diverged.
+    # All runs of that claim diverged in the paper.
     expected = dict.fromkeys([*untold.split(), "sink_token_activations", "one_billion"], NOT_RUN)
-    assert dict(other["verdict"]) == expected | {"inner_dependence_beyond": PARTLY}, other.to_dict("index")
+    assert dict(other["verdict"]) == expected | {"inner_dependence_beyond": INCONCLUSIVE}, other.to_dict("index")
 
 
 def test_the_papers_1b_numbers_satisfy_their_claim(tmp_path):

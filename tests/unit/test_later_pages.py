@@ -29,13 +29,13 @@ def add(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RENDERED", tmp_path / "rendered")
     monkeypatch.setattr("sinkutils.study.record.ledger_sha256", lambda: ledgers(True)[-1])
 
-    def record(name, excess=0.3, peak=4.0, loss=2.7, gradient=None):
+    def record(name, excess=0.3, peak=4.0, loss=2.7, gradient=None, sink=50.0):
         for seed in (0, 1, 2):
             alpha, layers = excess + 0.02 * seed, config(name, "laptop").model.num_layers
             report = {"T": 64, "targets": [1], "epsilons": [0.3], "layers": list(range(layers))}
             report |= {"excess": {"1": alpha}, "alpha": [[[alpha] * 4] * layers], "sink": {"1": {"0.3": 50.0}}}
             report["hidden_peaks"] = [[peak * (1 + 0.05 * seed), 1.0]] * layers
-            last = {"step": 9, "valid_loss": loss, "sink_1": 50.0}
+            last = {"step": 9, "valid_loss": loss, "sink_1": sink}
             final = last | {"report": report}
             if gradient is not None:
                 final["gradients"] = {"input": [[gradient, *[1.0] * 40]] * 3}
@@ -86,7 +86,7 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
     assert reasons.why("softpick_activations", results("laptop")) == "", "not without softpick's own"
     add("softpick", 0.0, 6.0)
     said = reasons.why("softpick_activations", results("laptop"))
-    assert "K biases 5.2, a learned sink logit a head 4.2, softpick 6.3 times the untrained model's" in said
+    assert "K biases 5.2, a learned sink logit per head 4.2, softpick 6.3 times the untrained model's" in said
     add("k_bias", 0.3, 5.0)
     assert reasons.why("softpick_activations", results("laptop")) == "", "one of them has a sink"
 
@@ -239,9 +239,15 @@ def test_the_bases_own_context_is_called_best_only_while_it_is(add, monkeypatch)
 
 def test_the_page_ends_with_who_has_a_sink_and_who_a_massive_activation(add):
     assert later.summary() == ["No variant has enough seeds yet."]
-    add("fixed_1", 0.6), add("softpick", 0.0, 6.0), add("v_scale", 0.3, 1.1), add("gate_head", 0.0, 1.0)
+    (
+        add("fixed_1", 0.6),
+        add("softpick", 0.0, 6.0, sink=2.0),
+        add("v_scale", 0.3, 1.1),
+        add("gate_head", 0.0, 1.0, sink=8.2),
+    )
     assert later.summary() == [
-        "No sink on x₁ is left: 2 of 3 – an output gate a head; softpick.",
+        "No sink on x₁ is left in the mean over heads: 2 of 3 – an output gate per head (Sink₁ 8 %: single heads); "
+        "softpick.",
         "There is one, weaker or not: 1 of 3 – V-scale: small values made smaller.",
         "The seeds do not tell: 0 of 3.",
         "Massive activations without a sink: 1 of 3 – softpick.",

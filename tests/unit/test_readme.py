@@ -54,7 +54,7 @@ def test_the_state_says_what_is_recorded_and_what_is_missing(runs, monkeypatch):
     for seed in (0, 1):
         made_up(runs, "fixed_1", seed, "laptop", final={"step": 1, "sink_1": 30.0, "valid_loss": 3.0})
     assert f"2 runs of 1 experiments, recipe 2. {every - 2} runs are missing" in readme.state_part()
-    assert "| Table 10 right | 2 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
+    assert "| Table 10 right | 2 | 64 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
     assert "\n\nMade: 2 on machines with neither AVX-512 nor AMX; [" in readme.records_page()
     assert "ends at 30.0 % (2 seeds); one that meets any first token, at not recorded yet" in readme.notebooks_part()
     monkeypatch.setattr(Runs, "missing", lambda store, preset: [])
