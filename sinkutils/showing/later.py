@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from scipy.spatial.distance import cdist
 from scipy.stats import gmean
 
@@ -147,7 +148,8 @@ def picture(preset: str = "laptop") -> Figure | None:
         axis.scatter("sink", "peak", c="loss", data=part, norm=norm, cmap=LOSSES, marker=mark, **edge)
         alone = apart[np.ix_(table.index.isin(part.index), ~table.index.isin(part.index))].min(axis=1).argmax()
         where = part["sink"].iloc[alone], part["peak"].iloc[alone]
-        axis.annotate(str(number), where, (4, 4), textcoords="offset points", fontsize="small", weight="bold")
+        named = axis.annotate(str(number), where, (4, 4), textcoords="offset points", fontsize="small", weight="bold")
+        named.set_path_effects([withStroke(linewidth=2.5, foreground="white")])  # marks and lines lie under some
         lines.append(Line2D([], [], marker=mark, color=figures.PAPER_COLOR, linestyle="", label=f"{number} {label}"))
     axis.axhline(float(peak.level), color="black", linestyle="--", linewidth=1)
     axis.set(xlabel=r"sink: excess of $\alpha_1$", ylabel="largest element over the median,\ntimes the untrained")
