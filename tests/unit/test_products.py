@@ -11,7 +11,8 @@ from helpers import CPU
 
 from sinkutils.data.cache import pack_corpus
 from sinkutils.paths import ROOT
-from sinkutils.study import presets
+from sinkutils.study import grid
+from sinkutils.study.grid import config
 from sinkutils.training import products
 from sinkutils.training.products import bf16_products
 from sinkutils.training.trainer import train
@@ -126,9 +127,9 @@ def test_training_takes_them_and_ends_where_torchs_own_end(tiny, corpus, tmp_pat
 def test_the_benchmarks_of_a_training_step_take_them_as_the_trainer_does(
     script, corpus, tmp_path, monkeypatch, slow_in_bf16
 ):
-    smoke, packed = presets.PRESETS["smoke"], tmp_path / "corpus.tar.xz"
+    smoke, packed = config("default", "smoke"), tmp_path / "corpus.tar.xz"
     half = dataclasses.replace(smoke, train=dataclasses.replace(smoke.train, precision="bf16"))
-    monkeypatch.setitem(presets.PRESETS, "smoke", half)
+    monkeypatch.setattr(grid, "config", lambda name, preset: half)
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     pack_corpus(corpus, packed)
     of_gpu = ["--preset", "smoke", "--corpus", f"packed:{packed}", "--device", "cpu", "--compile", "off"]
