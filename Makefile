@@ -4,6 +4,7 @@
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
+# make lint  lints and type-checks; make clean  removes rendered/, the book and both environments
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
 
 PYTHON ?= python3

@@ -1,13 +1,16 @@
-"""Which digits a training run gives: on this machine twice, against a record, and with fewer instructions.
+"""Which digits a training run gives: on this machine twice, against a record, killed half-way, with fewer instructions.
 
     python benchmarks/digits.py record [laptop/fixed_1/0 ..] [--runs FOLDER] [--json benchmarks/results/again.json]
+    python benchmarks/digits.py resume [--steps 200] [--json benchmarks/results/resume.json]
     python benchmarks/digits.py machines [--steps 100] [--json benchmarks/results/digits.json]
     python benchmarks/digits.py losses
 
 `record` trains records again, into FOLDER if one is given (where a killed run goes on), compares them to the last digit
-and says where both end; it exits 1 where a digit differs. `machines` trains the laptop's base for a few steps in
-processes that may use fewer instructions, so that this machine computes as an older one would, and says at which step
-the loss first differs and what a step costs. `losses` prints the base's first losses, to hold beside another machine's.
+and says where both end; it exits 1 where a digit differs. `resume` trains the laptop's base for a few steps as its
+preset says, compiled and in bf16, once undisturbed and once killed half-way and started again; it exits 1 unless both
+records are the same, bit by bit. `machines` trains the laptop's base for a few steps in processes that may use fewer
+instructions, so that this machine computes as an older one would, and says at which step the loss first differs and
+what a step costs. `losses` prints the base's first losses, to hold beside another machine's.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
+from pathlib import Path
 
 import torch
 from bench import keep, parser, seconds, show
@@ -93,6 +99,52 @@ def again(name: str, folder: str) -> dict[str, object]:
     return {"record": name, **sets, "same": alphas and record.metrics == anew.metrics, **ends}
 
 
+def part(steps: int, folder: str) -> None:
+    """Train the laptop's base for `steps` steps, evaluated and saved every ten, or go on from what was saved."""
+    import sinkutils as su
+    from sinkutils.training.trainer import train
+
+    warnings.simplefilter("error", UserWarning)  # a checkpoint that was not used, a compiler that is not there
+    config = su.config("base", "laptop", 0)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, eval_every=10))
+    train(config, folder, keep_weights=True, checkpoint_seconds=0.0)
+
+
+def resume(steps: int, scratch: Path) -> dict[str, object]:
+    """A run of `part` that is killed (-9) once half of it is saved, beside one that nothing disturbs."""
+    from sinkutils.study.record import partial_folder, read_record, read_tensors, record_folder
+
+    whole, broken = (record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken"))
+    command = [sys.executable, __file__, "part", "--steps", str(steps), "--runs"]
+    subprocess.run([*command, scratch / "whole"], check=True)
+    process, saved, step = subprocess.Popen([*command, scratch / "broken"]), partial_folder(broken), 0
+    while step < steps // 2 and process.poll() is None:
+        time.sleep(0.05)
+        if (saved / "checkpoint.safetensors").exists():
+            step = read_tensors(saved / "checkpoint.safetensors")[1]["step"]
+    process.kill()
+    if process.wait() >= 0:
+        raise RuntimeError(f"the run of {steps} steps ended before it was killed")
+    subprocess.run([*command, scratch / "broken"], check=True)
+    one, other = read_record(whole), read_record(broken)
+    files = sorted({path.name for path in whole.iterdir()} - {"provenance.json", "SHA256SUMS"})
+    points = list(zip(one.metrics["curve"], other.metrics["curve"], strict=True))
+    differ = [name for name in files if (whole / name).read_bytes() != (broken / name).read_bytes()]
+    return {
+        "record": "laptop/fixed_1/0",
+        "made_on": one.provenance["instruction_set"],
+        "again_on": other.provenance["instruction_set"],
+        "compiled": one.provenance["compiled"] and other.provenance["compiled"],
+        "precision": one.config["train"]["precision"],
+        "steps": steps,
+        "killed_after": step,
+        "compared": files,
+        "same": not differ,
+        "differ": differ,
+        "first_step_with_another_loss": next((a["step"] for a, b in points if a != b), None),
+    }
+
+
 def without(known: list[dict], rows: list[dict]) -> list[dict]:
     """The kept rows without those that `rows` make anew: of the same record, on the same kind of machine."""
     made = [(row["record"], row["again_on"]) for row in rows]
@@ -101,23 +153,29 @@ def without(known: list[dict], rows: list[dict]) -> list[dict]:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("what", choices=("record", "machines", "losses"))
+    arguments.add_argument("what", choices=("record", "resume", "machines", "losses", "part"))
     arguments.add_argument("which", nargs="*", help="records, or the precision of losses")
-    arguments.add_argument("--steps", type=int, default=100)
+    arguments.add_argument("--steps", type=int, help="of resume (default: 200), of the others (default: 100)")
     arguments.add_argument("--runs", help="folder of the runs trained again (default: one that is removed)")
     options = arguments.parse_args()
+    steps = options.steps or (200 if options.what == "resume" else 100)
     if options.what == "losses":
-        print(json.dumps(losses(*(options.which or ["bf16"]), options.steps)))
-    elif options.what == "record":
+        print(json.dumps(losses(*(options.which or ["bf16"]), steps)))
+    elif options.what == "part":
+        part(steps, options.runs)
+    elif options.what == "machines":
+        keep(options.json, machines(steps))
+    else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
+            if options.what == "resume":
+                rows = [resume(steps, Path(folder))]
+            else:
+                rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
         for row in rows:
             show(row)
         known = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else []
         keep(options.json, without(known, rows) + rows)
         return int(not all(row["same"] for row in rows))
-    else:
-        keep(options.json, machines(options.steps))
     return 0
 
 

@@ -57,6 +57,13 @@ def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
+def beside(options: argparse.Namespace, usual: Sequence[str], *allowed: str) -> str:
+    """The options that differ from those of a plain command, as they are written; without those that are allowed."""
+    plain = vars(parser().parse_args(usual))
+    given = [name.replace("_", "-") for name, value in vars(options).items() if value != plain[name]]
+    return ", ".join(f"{'--' if len(name) > 1 else '-'}{name}" for name in given if name not in allowed)
+
+
 def note_no_records(runs: Path | None) -> None:
     """Say so where there is no folder of records at all, as in a folder that is no checkout."""
     from sinkutils.study.store import Runs
@@ -163,10 +170,7 @@ def measure_command(options: argparse.Namespace) -> None:
     if options.save and options.revision:
         raise ValueError("--save keeps a model as it was published: leave out --revision, or --save")
     if options.save and options.model.lower() in REAL_MODELS:
-        usual = vars(parser().parse_args(["measure", options.model, "--save"]))
-        others = [name.replace("_", "-") for name, value in vars(options).items() if value != usual[name]]
-        if others:
-            which = ", ".join(f"{'--' if len(name) > 1 else '-'}{name}" for name in others)
+        if which := beside(options, ["measure", options.model, "--save"]):
             raise ValueError(f"--save of {options.model} takes no other options: leave out {which}, or --save")
         path = record(options.model.lower())
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
@@ -263,6 +267,8 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.showing.notebook import refresh_notebooks, run_notebooks
 
     if options.in_place:
+        if which := beside(options, ["run", "--in-place"], "only"):
+            raise ValueError(f"--in-place runs notebooks with what stands in them: leave out {which}, or --in-place")
         refresh_notebooks(options.only)
         return 0
     parameters = chosen(options, "preset", "seed", "recompute")

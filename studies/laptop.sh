@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole study on two CPU cores: some 470 runs of some ten minutes each. Safe to stop; the next start goes on.
+# The whole study on two CPU cores: some 480 runs of ten minutes each on a server's core, more on a laptop's. Safe to stop; the next start goes on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make models                                                  # .venv and two real language models; needs a network

@@ -179,9 +179,9 @@ def _reason(claim: Claim, ours: Results, result: str, outcomes: list[Outcome]) -
     if result == NOT_RUN:
         lacking = dict.fromkeys(outcome.why for outcome in outcomes if outcome.state == MISSING)
         runs = {ours.label(name) for check in (*claim.checks, *claim.given) for name in check.reads}
-        older = sum(record.partition("/")[0] in runs for record in ours.older)
-        before = [f"{older} records from before the ledger was frozen are not judged"] if older else []
-        return "; ".join([*lacking, *before]) or f"not of preset {ours.preset!r}"
+        count = sum(record.partition("/")[0] in runs for record in ours.unjudged)
+        unjudged = [f"{count} records from before the ledger was frozen, or on another text, are not judged"]
+        return "; ".join([*lacking, *unjudged * bool(count)]) or f"not of preset {ours.preset!r}"
     others = [f"{outcome.state}: {outcome.says} ({outcome.why})" for outcome in outcomes if outcome.state != HOLDS]
     return "; ".join(others) or "all hold"
 
@@ -198,18 +198,18 @@ def _figures(shown: list[Check], ours: Results, interval: bool = False) -> list[
     lines = []
     for key, names in _runs_by_key(shown).items():
         quantity, cells = QUANTITIES[key], []
-        for name in names:
-            values = ours.values(name, key)
+        for label in dict.fromkeys(map(ours.label, names)):
+            values = ours.values(label, key)
             if len(values) > interval:
                 estimate = level(values, quantity.log) if len(values) > 1 else None
                 numbers = [estimate.mean if estimate else values.mean()]
                 if interval and estimate:
                     numbers = [estimate.low, estimate.high]
-                cells.append(f"{ours.label(name)} {' to '.join(f'{x:.{quantity.digits}f}' for x in numbers)}")
+                cells.append(f"{label} {' to '.join(f'{x:.{quantity.digits}f}' for x in numbers)}")
         lines += [f"{quantity.heading}: {', '.join(cells)}"] if cells else []
     for k in dict.fromkeys(POSITION[check.key] for check in shown if check.key in POSITION and not interval):
-        names = dict.fromkeys(name for check in shown if POSITION.get(check.key) == k for name in check.reads)
-        cells = [f"{ours.label(name)} {'/'.join(cell)}" for name in names if (cell := _sinks(name, ours, k))]
+        labels = dict.fromkeys(ours.label(n) for check in shown if POSITION.get(check.key) == k for n in check.reads)
+        cells = [f"{label} {'/'.join(cell)}" for label in labels if (cell := _sinks(label, ours, k))]
         symbol = "*" if k == "star" else k
         lines += [f"Sink_{symbol} % at eps {'/'.join(map(str, EPSILONS))}: {', '.join(cells)}"] if cells else []
     return lines

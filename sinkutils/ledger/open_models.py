@@ -100,11 +100,11 @@ Judge = Callable[[], Iterable[Outcome]]
 JUDGES: dict[str, Callable[[], list[Outcome]]] = {}
 
 
-def judge(example: str = "gpt2") -> Callable[[Judge], Judge]:
-    """Put a function into JUDGES under its name; example: a model to measure where it yields no outcome."""
+def judge(example: str = "gpt2", also: str = "") -> Callable[[Judge], Judge]:
+    """Put a function into JUDGES under its name; where it yields no outcome: a model to measure, and what else."""
 
     def register(outcomes: Judge) -> Judge:
-        missing = Outcome("", MISSING, why=f"not measured: {measure_command(example)}")
+        missing = Outcome("", MISSING, why=f"not measured: {measure_command(example)}{also}")
         JUDGES[outcomes.__name__] = lambda: list(outcomes()) or [missing]
         return outcomes
 
@@ -256,7 +256,7 @@ def _both(model: Measured, other: Measured) -> str:
     return f"Sink_1: {model.name} {_value(model):.1f}, {other.name} {_value(other):.1f}"
 
 
-@judge("mistralai/Mistral-7B-v0.1")
+@judge("mistralai/Mistral-7B-v0.1", ", and its chat version")
 def base_and_chat() -> Iterable[Outcome]:
     """Table 1 right: a chat model's Sink_1 is near its base's."""
 
@@ -269,7 +269,7 @@ def base_and_chat() -> Iterable[Outcome]:
             yield told(says, abs(_value(base) - _value(tuned)) <= INSIGNIFICANT, _both(base, tuned))
 
 
-@judge("EleutherAI/pythia-14m")
+@judge("EleutherAI/pythia-14m", ", and two more of Pythia")
 def larger_pythia() -> Iterable[Outcome]:
     """Fig. 4 left: within Pythia each measured model, three or more, has more of a sink than the next smaller one."""
     models = [model for model, _ in _reports() if model.family == "Pythia"]
@@ -278,7 +278,7 @@ def larger_pythia() -> Iterable[Outcome]:
         yield told(f"{large.name} above {small.name}", _value(large) > _value(small), _both(small, large))
 
 
-@judge("EleutherAI/pythia-14m")
+@judge("EleutherAI/pythia-14m", ", and another of Pythia; the scores of both: `python -m sinkutils scores MODEL`")
 def hellaswag() -> Iterable[Outcome]:
     """Fig. 10: within a family Sink_1 and acc_norm rise with size; more of a sink alone, OPT beside Pythia, makes no
     better model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -24,6 +25,7 @@ from sinkutils.study.store import Runs
 
 EPSILONS = (0.2, 0.3, 0.4)  # Sink_1 is shown at each (Fig. 9); 0.3 is the paper's choice (Section 3.2)
 EPSILON = 0.3
+FEWEST = {"desk": 2}  # seeds of an experiment without which nothing is judged, where not 3: a night a run
 ONSET = 2.9  # percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4)
 STUCK = 0.99  # of ln V, the loss of a uniform guess: a run that ends there has learned nothing and counts as failed
 
@@ -267,7 +269,7 @@ class Results:
 
     preset: str
     runs: dict[str, dict[int, Run]]  # experiment -> seed -> run
-    older: tuple[str, ...] = ()  # records made before the ledger was frozen
+    unjudged: tuple[str, ...] = ()  # records made before the ledger was frozen, or on another text than most
     least: int = 3  # seeds of an experiment without which nothing is judged
     alone: bool = False  # a difference by the spread of its own seeds, not the pooled one: what those alone would tell
     cache: dict[tuple[str, Any], Any] = field(default_factory=dict, repr=False)
@@ -312,13 +314,25 @@ def results(preset: str, runs: Path | str | None = None) -> Results:
 def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) -> Results:
     """state: each record's digests, when they were written and how large they are."""
     by_name: dict[str, dict[int, Run]] = {}
-    older = []
-    for entry in store.entries(preset):
-        if entry.record is None or entry.status == "stale":
-            continue
-        later = experiment(entry.experiment).section == AFTER_PAPER
-        if entry.record.provenance.get("ledger") in ledgers(later):
-            by_name.setdefault(entry.experiment, {})[entry.seed] = Run(entry.record)
+    unjudged = []
+    current = [
+        (entry.experiment, entry.seed, entry.record)
+        for entry in store.entries(preset)
+        if entry.record is not None and entry.status != "stale"
+    ]
+    texts = Counter(_text(record) for _, _, record in current)
+    usual = {name: text for (name, text), _ in reversed(texts.most_common())}  # runs are paired: on one text each
+    for name, seed, record in current:
+        corpus, text = _text(record)
+        known = ledgers(later=experiment(name).section == AFTER_PAPER)
+        if record.provenance.get("ledger") in known and text == usual[corpus]:
+            by_name.setdefault(name, {})[seed] = Run(record)
         else:
-            older.append(f"{entry.experiment}/{entry.seed}")
-    return Results(preset, by_name, tuple(older))
+            unjudged.append(f"{name}/{seed}")
+    return Results(preset, by_name, tuple(unjudged), FEWEST.get(preset, Results.least))
+
+
+def _text(record: Record) -> tuple[str, str]:
+    """The name and the hash of the text that a record was made on."""
+    made_on = record.config["corpus"]
+    return made_on["name"], made_on["sha256"]

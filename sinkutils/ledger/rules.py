@@ -2,8 +2,14 @@
 
 The primary outcome is mean excess alpha_1, (alpha_1 - u) / (1 - u) with u that of uniform attention, over texts, layers
 and heads; Sink_1 at three eps stands beside it. Every check on records has four outcomes: it holds, it fails, it is
-inconclusive, or it was not run. None is judged on fewer than three seeds (`Results.least`). What is read once, off an
-open model or a proof, holds or fails, but where an interval over texts or a test of ranks stands beside it.
+inconclusive, or it was not run. None is judged on fewer than three seeds, at `desk`, where a run takes a night, two
+(`Results.least`). What is read once, off an open model or a proof, holds or fails, but where an interval over texts or
+a test of ranks stands beside it.
+
+What is corrected. "More" asks for any difference at all, and the ledger asks it of some hundred pairs, so that a few
+would come out by chance: its p-values are after Holm. The other checks ask whether an effect is as large as a
+threshold, and a claim holds only where each of its own does, which makes a false "reproduced" rarer with every check,
+not more frequent; they stand at 5 % each, uncorrected.
 
 Where the constants come from. The paper prints Sink_1 at its own scale (18.18 % by default); ours has another base, so
 that points do not carry over, but shares do: with a share f of heads above eps, all of one kind, mean excess is f times

@@ -29,7 +29,7 @@ from sinkutils.study.record import Record
 from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
-CELL_SECONDS = 1200
+CELL_SECONDS = 1200  # of a cell that trains nothing; one that trains what is missing may take hours
 
 
 def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
@@ -59,7 +59,8 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
         if unknown := sorted(set(parameters) - set(there)):
             raise ValueError(f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(there)}")
     output.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": CELL_SECONDS}
+    limit = None if parameters.get("recompute") == "missing" else CELL_SECONDS
+    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": limit}
     failed = []
     for path in tqdm(paths, unit="notebook"):
         outcome = f"-> {output / path.name}"

@@ -26,7 +26,6 @@ from sinkutils.study.grid import config
 
 ANY, ONE = "any first token", "one fixed first token, or a BOS"
 LOOKS = {ANY: ("o", figures.BASE_COLOR), ONE: ("s", figures.FIRST_COLOR)}
-PASSED = (0.15, 0.3)  # what the sentences say of the largest head's alpha_1: when it was first above these
 OURS = ("laptop", "desk")
 
 
@@ -76,26 +75,38 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
     return figure
 
 
+def halfway(tokens: np.ndarray, course: np.ndarray) -> float:
+    """After how many tokens a course has first gone half the way from its start to its end."""
+    way = (course - course[0]) / (course[-1] - course[0])
+    return float(tokens[np.argmax(way >= 0.5)])
+
+
 def sentences(name: str, preset: str = "desk") -> list[str]:
     """What `by_block` shows of each seed: the end, the largest head and when it came, what h_1 and v_1 do by then."""
     lines = []
     for seed, run in trained(name, preset).items():
         tokens, alpha = millions(run), heads(run)
-        largest = alpha.max(axis=(1, 2))
         block, head = np.unravel_index(alpha[-1].argmax(), alpha[-1].shape)
-        passed = []
-        for level in PASSED:
-            after = tokens[largest > level]
-            passed.append(f"above {level} after {after[0]:.0f}M tokens" if len(after) else f"never above {level}")
-        first, last = run.curve[0], run.curve[-1]
-        peaks = np.array(last["peak_1"]) / np.array(first["peak_1"])
+        course = alpha[:, block, head]
+        after = tokens[course > EPSILON]
+        passed = f"first above {EPSILON} after {after[0]:.0f}M" if len(after) else f"never above {EPSILON}"
+        peaks, values = (np.array([point[key] for point in run.curve]) for key in ("peak_1", "value_ratio_1"))
+        peaks = peaks / peaks[0]
+        massive, small = peaks[-1].argmax(), values[-1].argmin()
+        courses = (course, np.log(peaks[:, massive]), values[:, small])
+        when = ""
+        if len(after):  # where none has come there is no way to speak of
+            attention, element, value = (halfway(tokens, one) for one in courses)
+            when = (
+                f" Half of the way to where it ends was gone after {attention:.0f}M tokens by that head, after "
+                f"{element:.0f}M by the element (on a log scale), after {value:.0f}M by the value ratio."
+            )
         lines.append(
-            f"Seed {seed}: after {tokens[-1]:.0f}M tokens Sink₁ = {last['sink_1']:.1f} %. The largest mean α₁ is "
-            f"{alpha[-1].max():.2f}, of head {head + 1} in block {block + 1}; the largest of all heads is first "
-            f"{', '.join(passed)} (even attention: {uniform_alpha(run.report['T']):.3f}). The largest element of h₁ "
-            f"over the median is at the end {peaks.max():.1f} times the untrained model's in block "
-            f"{peaks.argmax() + 1}, the least value ratio {min(last['value_ratio_1']):.2f} in block "
-            f"{np.argmin(last['value_ratio_1']) + 1}."
+            f"Seed {seed}: after {tokens[-1]:.0f}M tokens Sink₁ = {run.curve[-1]['sink_1']:.1f} %. The largest mean α₁ "
+            f"is {course[-1]:.2f}, of head {head + 1} in block {block + 1}, {passed} (even attention: "
+            f"{uniform_alpha(run.report['T']):.3f}). The largest element of h₁ over the median is at the end "
+            f"{peaks[-1, massive]:.1f} times the untrained model's in block {massive + 1}, the least value ratio "
+            f"{values[-1, small]:.2f} in block {small + 1}.{when}"
         )
     return lines
 

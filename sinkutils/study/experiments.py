@@ -173,7 +173,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 7.3: biases (Tables 4 and 5)
     Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
-               base=False, weights=3),
+               base=False, headline=True, weights=3),
     Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
     Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=3),
     Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
@@ -198,6 +198,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("heads_add", "C", "heads added, not concatenated", {"model.head_merge": "add"}),
     *(Experiment(f"{bias}_bias_shared", "C", f"{bias.upper()} biases shared by the heads of a block",
                  _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k", "v")),
+    # the paper's number of heads: whether that is why its heads lose by sharing KV biases and ours do not
+    *(Experiment(f"kv_bias{name}_heads_8", "C", f"KV biases{title}, 8 heads", changes | {"model.num_heads": 8},
+                 note="a control of ours, no row of the paper")
+      for name, title, changes in (
+          ("", "", _attention(bias="kv")),
+          ("_shared", " shared by the heads of a block", _attention(bias="kv", bias_shared=True)))),
     *(Experiment(f"k_bias_dims_{dims}", "C", f"K biases learnable in {dims} / 96 of their dimensions",
                  _attention(bias="k", bias_dims=of_head_dim(dims / 96))) for dims in (1, 2, 4, 8, 16, 32, 64)),
     *(Experiment(f"scale_{scale:g}", "C", f"softmax scaled by alpha = {scale:g}", _attention(scale=scale))

@@ -57,11 +57,11 @@ _PAPER = Preset(
 _ALL = (
     Preset(
         "smoke",
-        "seconds a run: tests, CI and live demonstrations",
+        "seconds a run: tests, CI and live demonstrations; it decides no claim, but a K bias has its sink",
         LMConfig(512, 64, 2, 2, 32, 64),
         DataConfig("docstrings"),
-        # A rate by which a K bias has its sink within the run.
-        TrainConfig(500, 16, 3e-2, 20, eval_every=50, eval_sequences=8, valid_chunks=8),
+        # A rate and so many steps that a K bias has its sink at each of three seeds.
+        TrainConfig(1000, 8, 3e-2, 20, eval_every=100, eval_sequences=8, valid_chunks=8),
         Tuning("docstrings", 160, 8, 10),
         base="fixed_1",
         four_epochs=0.03,  # about one pass, so that a hundredth is still a few chunks
@@ -94,7 +94,7 @@ _ALL = (
     ),
     Preset(
         "gpu",
-        "one data-centre GPU, about a minute a run; the base is the paper's default",
+        "one data-centre GPU, by estimate a minute or two a run; the base is the paper's default",
         LMConfig(4096, 512, 8, 8, 512, 1024),
         DataConfig("embedded"),
         TrainConfig(1500, 128, 1e-3, 100, precision="bf16", eval_every=50),

@@ -187,6 +187,8 @@ def write_record(
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
+    Raises OSError with advice when the disk is full.
+
     corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash. arrays: those of `training.run`.
     """
     values = config_dict(config)
@@ -214,6 +216,10 @@ def write_record(
             os.replace(target, old)
         os.replace(new, target)
         _sync_folder(target.parent)
+    except OSError as error:
+        if (old / SUMS).exists():
+            os.replace(old, target)
+        raise _not_saved(f"record {short_name(target)}", error) from error
     finally:
         for folder in (new, old):
             shutil.rmtree(folder, ignore_errors=True)
@@ -287,9 +293,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any])
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        advice = "free some space and run the same command again; what was saved before is intact"
-        raise OSError(error.errno, f"could not save {path.name} ({error.strerror}): {advice}") from error
+        raise _not_saved(path.name, error) from error
     _sync_folder(path.parent)
+
+
+def _not_saved(what: str, error: OSError) -> OSError:
+    advice = "free some space and run the same command again; what was saved before is intact"
+    return OSError(error.errno, f"could not save {what} ({error.strerror}): {advice}")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,6 +7,7 @@ twice at once. An engine is anything with `submit(function, *arguments)`, which 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,11 +32,17 @@ from sinkutils.study.store import Runs
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
+SAID = "sinkutils: "  # how messages of the command line begin
+LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
+AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed."""
+    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed.
+
+    detail: why it failed or crashed, or that it had to start again.
+    """
 
     experiment: str
     seed: int
@@ -135,22 +142,24 @@ def sweep(
     text = identity(preset_name, corpus, progress)
     plan = store.missing(preset_name, seeds, text, only)
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
-    queue, waiting = list(plan), dict[Any, tuple[RunConfig, str]]()
+    queue, waiting = list(plan), dict[Any, tuple[RunConfig, str, Path, int]]()
     outcomes: list[Outcome] = []
     total, title = sum(run.train.steps for run in plan), f"{preset_name}: 0/{len(plan)} runs"
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress, desc=title) as bar:
         while queue or waiting:
-            while free and (run := _next(queue, [run for run, _ in waiting.values()])):
+            while free and (run := _next(queue, [run for run, *_ in waiting.values()])):
                 queue.remove(run)
                 where = free.popleft()
-                options = (str(logs / f"{run.experiment}-{run.seed}.log"), checkpoint_seconds, corpus, where)
+                log = logs / f"{run.experiment}-{run.seed}.log"
+                size = log.stat().st_size if log.exists() else 0
+                options = (str(log), checkpoint_seconds, corpus, where)
                 future = pool.submit(run_one, preset_name, run.experiment, run.seed, str(store.folder), *options)
-                waiting[future] = (run, where)
+                waiting[future] = (run, where, log, size)
             finished = [future for future in waiting if future.done()]
             for future in finished:
-                run, where = waiting.pop(future)
+                run, where, log, size = waiting.pop(future)
                 free.append(where)
-                outcomes.append(_outcome(run.experiment, run.seed, store.place(run, text), logs, future))
+                outcomes.append(_outcome(run.experiment, run.seed, store.place(run, text), log, size, future))
                 bar.update(run.train.steps)
                 bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {run.experiment}")
             if not finished:
@@ -173,20 +182,31 @@ def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dic
     return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
 
 
-def _outcome(name: str, seed: int, folder: Path, logs: Path, future: Any) -> Outcome:
-    log = f"see {logs.name}/{name}-{seed}.log"
+def _outcome(name: str, seed: int, folder: Path, log: Path, size: int, future: Any) -> Outcome:
+    """size: of the log before the run, which adds to it."""
+    where = f"see {log.parent.name}/{log.name}"
     try:
         status = future.result()
         if status == 3:
             return Outcome(name, seed, "elsewhere", "another worker holds its lock")
+        said = _said(log, size)
         if status != 0:
-            return Outcome(name, seed, "crashed", f"exit status {status}; {log}")
+            return Outcome(name, seed, "crashed", "; ".join([f"exit status {status}", *said[-1:], where]))
         record = read_record(folder)
     except CorruptRecord as error:
         return Outcome(name, seed, "crashed", str(error))
     except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
-        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {log}")
-    return Outcome(name, seed, record.status, record.metrics["reason"] or "")
+        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {where}")
+    reasons = [record.metrics["reason"], *(line for line in said if AGAIN in line)]
+    return Outcome(name, seed, record.status, "; ".join(filter(None, reasons)))
+
+
+def _said(log: Path, size: int) -> list[str]:
+    """The messages in a log beyond its first `size` bytes; some stand behind a progress bar."""
+    lines = log.read_bytes()[size:].decode(errors="replace").splitlines() if log.exists() else []
+    said = [line.partition(SAID)[2] for line in lines if SAID in line]
+    full = log.parent.exists() and shutil.disk_usage(log.parent).free < LEAST_ROOM
+    return said or ["the disk is full: free some space and run the same command again"] * full
 
 
 def estimate(

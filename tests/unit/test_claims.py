@@ -487,8 +487,17 @@ def test_records_are_read_anew_when_one_changes_and_not_judged_if_made_before_th
         before.setattr("sinkutils.study.record.ledger_sha256", lambda: "0" * 64)
         ledger.add("sigmoid", 0.0).add("elu", 0.0)
     found = results("laptop", ledger.runs)
-    assert found is not first and "sigmoid/0" in found.older and not found.seeds("sigmoid")
+    assert found is not first and "sigmoid/0" in found.unjudged and not found.seeds("sigmoid")
     assert "before the ledger was frozen" in ledger.row("no_normalisation")["reason"]
+
+
+def test_a_record_on_another_text_than_most_is_not_judged(ledger):
+    """As another version of Python makes it from the same names."""
+    other = {"corpus": {"name": "docstrings", "sha256": "f" * 64}}
+    made_up(ledger.base().add("sigmoid", 0.0).runs, "elu", 0, "laptop", kept=other)
+    found = results("laptop", ledger.runs)
+    assert found.unjudged == ("elu/0",) and found.seeds("base") and found.seeds("sigmoid")
+    assert "1 records from before the ledger was frozen, or on another text" in ledger.row("no_normalisation")["reason"]
 
 
 # --- claims of later papers ------------------------------------------------------------------------------------------
@@ -586,7 +595,7 @@ def test_later_claims_need_records_that_keep_what_they_ask_and_a_ledger_that_hol
     assert "0 of 3 seeds hold largest element" in ledger.row("activations_make_sinks", "later")["reason"]
     monkeypatch.setattr("sinkutils.ledger.results.ledgers", lambda later=False: () if later else (ledger_sha256(),))
     found = results("laptop", ledger.add("gate_head").runs)
-    assert found.seeds("base") and not found.seeds("gate_head") and "gate_head/0" in found.older
+    assert found.seeds("base") and not found.seeds("gate_head") and "gate_head/0" in found.unjudged
     first = next(i for i, entry in enumerate(json.loads(frozen.PATH.read_text("utf-8"))) if entry.get("later"))
     assert frozen.ledgers(True) == frozen.ledgers()[first:] and first > 10
 

@@ -61,6 +61,7 @@ REFUSED = {
     "measure x --device banana": "device must be cpu, cuda",
     "measure x --save --revision step1": "--save keeps a model as it was published",
     "measure SmolLM2 --save --seed 1 -n 5 --any-first": "leave out -n, --any-first, --seed, or --save",
+    "run --in-place --preset smoke -p n 3 --only 02": "leave out --preset, --parameter, or --in-place",
     "scores ./nothing": "there is no folder './nothing'",
     "run --only 99": "no notebook starts with 99",
     "run --only 02 -p colour red": "02_optimization has no parameter colour; it has preset, seed",

@@ -24,13 +24,14 @@ AFTER = [e.name for e in experiments("8")]
 HEADLINE = {
     *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
     *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
-    *("sft_softmax", "sft_sigmoid"),  # by what they start from
+    *("sink_token_default", "sft_softmax", "sft_sigmoid"),  # the latter by what they start from
 }
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
 DIMS = {f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}
 PLAIN = {**DEFAULT, "constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"}
+PLAIN |= {f"{bias}_heads_8": bias for bias in ("kv_bias", "kv_bias_shared")}
 # The rows that coincide at a scale: name -> the run they share.
 SAME = {
     "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **DIMS},
@@ -203,7 +204,8 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     table = {e.name: dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS}
     monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", tuple(table.values()))
     monkeypatch.setattr(import_module("sinkutils.study.experiments"), "BY_NAME", table)
-    assert set(unavailable("narrow")) == {"heads_8", "heads_4", "heads_2", "differential"}
+    eight = {name for name in table if name.endswith("heads_8")}
+    assert set(unavailable("narrow")) == {*eight, "heads_4", "heads_2", "differential"}
     assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads must divide"):
         config("heads_4", "narrow")

@@ -15,7 +15,7 @@ from sinkutils.ledger.results import ledgers, results
 from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import PAPER
-from sinkutils.showing import cards, figures, later, reasons
+from sinkutils.showing import cards, figures, later, reasons, reasons_of_models, reasons_of_training
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 
@@ -154,9 +154,11 @@ def test_elements_are_told_as_they_are_only_where_untrained_ones_differ(add, mon
     add("fixed_1", 0.6, 4.0)
     assert reasons.why("differential", results("laptop")) == "", "no run of it"
     add("differential", 0.05, 4.0)
-    monkeypatch.setattr(reasons, "untrained_peak", lambda model, length: 10.0)
+    monkeypatch.setattr(reasons_of_models, "untrained_peak", lambda model, length: 10.0)
     assert reasons.why("differential", results("laptop")) == "", "the same start"
-    monkeypatch.setattr(reasons, "untrained_peak", lambda model, length: 4.0 if '"differential": true' in model else 10)
+    monkeypatch.setattr(
+        reasons_of_models, "untrained_peak", lambda model, length: 4.0 if '"differential": true' in model else 10
+    )
     assert "As they are, runs end at: the base 40 to 44" in reasons.why("differential", results("laptop"))
 
 
@@ -231,7 +233,7 @@ def test_the_bases_own_context_is_called_best_only_while_it_is(add, monkeypatch)
     said = reasons.why("context", results("laptop"))
     assert "largest at 64 tokens" in said and "(0.220 at 32, 0.420 at 64, 0.120 at 512)" in said
     with monkeypatch.context() as unsure:
-        unsure.setattr(reasons, "paired", lambda *arguments: Effect(0.2, -0.1, 0.5, 3, 0.1, 4.0))
+        unsure.setattr(reasons_of_training, "paired", lambda *arguments: Effect(0.2, -0.1, 0.5, 3, 0.1, 4.0))
         assert reasons.why("context", results("laptop")) == "", "by chance, perhaps"
     add("context_128", 0.5)
     assert reasons.why("context", results("laptop")) == "", "a longer one has more"

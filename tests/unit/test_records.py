@@ -28,6 +28,7 @@ from sinkutils.showing.tables import records
 from sinkutils.study import record as records_module
 from sinkutils.study.grid import config
 from sinkutils.study.record import (
+    OLD,
     CorruptRecord,
     RunLocked,
     as_json,
@@ -102,13 +103,20 @@ def test_a_record_counts_for_its_own_config_only_and_the_hash_depends_on_every_f
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            write_record(folder, tiny, DONE, {})
-    assert read_record(folder).metrics["final"] == END | {"sink_1": 1.5}
-    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def rename(source, target, really=os.replace):
+        if source.name.endswith(".tmp") and not source.name.endswith(OLD):
+            raise full
+        really(source, target)
+
+    for name, fails in (("fsync", Mock(side_effect=full)), ("replace", rename)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fails)
+            with pytest.raises(OSError, match=r"could not save record test/tiny/0 \(No space .*: free some space"):
+                write_record(folder, tiny, DONE, {})
+        assert read_record(folder).metrics["final"] == END | {"sink_1": 1.5}
+        assert [path.name for path in folder.parent.iterdir()] == ["0"]
     replaced = write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
     assert replaced.status == "failed" and replaced.weights is None
     assert [path.name for path in folder.parent.iterdir()] == ["0"]

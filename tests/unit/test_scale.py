@@ -2,6 +2,7 @@
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from helpers import made_up
@@ -47,9 +48,18 @@ def test_the_picture_has_a_row_a_seed_and_a_line_a_head_and_a_block(desk):
 def test_the_sentences_say_which_head_when_and_what_its_values_do(desk):
     first, second = scale.sentences("default")
     assert "head 8 in block 3" in first and "0.40" in first and "Sink₁ = 2.0 %" in first
-    assert "above 0.15 after 51M tokens, above 0.3 after 102M tokens" in first
+    assert "head 8 in block 3, first above 0.3 after 102M (even attention" in first
+    assert first.endswith(
+        "gone after 102M tokens by that head, after 51M by the element (on a log scale), after 51M by the value ratio."
+    )
     assert "3.0 times the untrained model's in block 2" in first and "least value ratio 0.33 in block 1" in first
-    assert "never above 0.15, never above 0.3" in second
+    assert "never above 0.3" in second and "Half of the way" not in second
+
+
+def test_half_the_way_is_where_a_course_first_has_gone_it_up_or_down():
+    tokens = np.arange(5.0)
+    assert scale.halfway(tokens, np.array([1.0, 1.9, 2.0, 1.4, 3.0])) == 2
+    assert scale.halfway(tokens, np.array([1.0, 0.4, 0.9, 0.2, 0.0])) == 1
 
 
 def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):

@@ -1,7 +1,14 @@
 """Sweeps: only what is missing, never one run by two workers, and no failure stops the others."""
 
+import errno
+import io
+import os
+import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,9 +16,12 @@ import pytest
 import torch
 from helpers import made_up
 
+from sinkutils.__main__ import main
+from sinkutils.study import record as records_module
 from sinkutils.study.grid import config
-from sinkutils.study.record import RunLocked, read_record, record_folder, run_lock
+from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
 from sinkutils.training import sweep as sweep_module
+from sinkutils.training.run import Run
 from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
 from sinkutils.training.trainer import train
 
@@ -93,6 +103,132 @@ def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(runs,
     assert outcome.status == "done"
     assert len(estimate("smoke", (0,), corpus=text)) == len(before) - 1
     assert len(estimate("smoke", (0,))) == len(before)
+
+
+def result(folder):
+    """The files of a record that training it again has to give again."""
+    read_record(folder)
+    return [(folder / name).read_bytes() for name in ("config.json", "metrics.json", "alpha.safetensors")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text_folder, tmp_path_factory):
+    """A cache with the tests' text, and the results of three seeds that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SINKUTILS_CACHE", str(folder / "cache"))
+        runs = [config("k_bias", "smoke", seed) for seed in range(3)]
+        with pytest.warns(UserWarning, match="in place of 'docstrings'"):
+            records = [train(run, folder, corpus=f"path:{text_folder}", progress=False) for run in runs]
+    return folder / "cache", [result(record.folder) for record in records]
+
+
+class Command:
+    """`sinkutils sweep` of an experiment's first seeds, whose runs are `sinkutils train` in this process."""
+
+    stop = None  # the step at which runs are interrupted
+
+    def __init__(self, seeds, text, runs):
+        self.runs, self.steps = runs, Counter()
+        options = f"--preset smoke --only k_bias --checkpoint-seconds 0 --runs {runs} --corpus path:{text} --seeds"
+        self.arguments = ["sweep", *options.split(), *map(str, range(seeds))]
+
+    def train(self, command, stdout, **options):
+        with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+            status = main(command[3:])
+        stdout.write(said.getvalue().encode())
+        return SimpleNamespace(returncode=status)
+
+    def advance(self, run, forward, really=Run.advance):
+        if run.step == self.stop:
+            raise KeyboardInterrupt
+        self.steps[run.config.seed] += 1
+        return really(run, forward)
+
+    def status(self):
+        """Sweep, and count the steps of each seed anew."""
+        self.steps.clear()
+        return main(self.arguments)
+
+    def folder(self, seed):
+        (preset,) = self.runs.iterdir()
+        return preset / "k_bias" / str(seed)
+
+    def results(self, *seeds):
+        return [result(self.folder(seed)) for seed in seeds]
+
+
+@pytest.fixture
+def command(undisturbed, text_folder, runs, monkeypatch):
+    def make(seeds):
+        command = Command(seeds, text_folder, runs)
+        monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
+        monkeypatch.setattr(sweep_module, "subprocess", SimpleNamespace(run=command.train, STDOUT=None))
+        monkeypatch.setattr(Run, "advance", lambda run, forward: command.advance(run, forward))
+        return command
+
+    return make
+
+
+FULL = {  # the file for which there is no room: how it is called, and the step that stays saved
+    "checkpoint.safetensors.tmp": ("checkpoint.safetensors", 20),
+    "metrics.json": ("record smoke@[^ ]+/k_bias/0", 40),
+}
+
+
+@pytest.mark.parametrize("file", FULL)
+def test_a_run_with_a_full_disk_is_named_stops_no_other_and_goes_on_when_there_is_room(
+    file, command, undisturbed, monkeypatch, capsys
+):
+    (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
+
+    def write(path, *parts, really=records_module._write_synced):
+        if path.name == file and path.parent.name.startswith(("0", ".0")) and sweep.steps[0] > 20:
+            path.write_bytes(parts[0][: len(parts[0]) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(path, *parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records_module, "_write_synced", write)
+        assert sweep.status() == 1
+    reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
+    said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
+    assert re.fullmatch(said, capsys.readouterr().out)
+    partial = partial_folder(sweep.folder(0))
+    assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
+    assert {path.name for path in partial.iterdir()} == {"checkpoint.safetensors", "lock"}
+    assert sweep.results(1) == expected[1:2]
+    assert sweep.status() == 0 and sweep.steps == {0: 60 - saved}
+    assert re.fullmatch(r"k_bias +seed 0  done  \n", capsys.readouterr().out)
+    assert sweep.results(0, 1) == expected[:2]
+
+
+def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(command, monkeypatch, capsys):
+    sweep = command(1)
+    monkeypatch.setattr(sweep_module.subprocess, "run", lambda *_, **options: SimpleNamespace(returncode=1))
+    for free, said in ((0, "the disk is full: free some space and run the same command again; "), (2**30, "")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        assert sweep.status() == 1
+        assert f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log" in capsys.readouterr().out
+
+
+def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_says_so_and_goes_on_with_the_others(
+    command, undisturbed, capsys
+):
+    sweep, (_, expected) = command(3), undisturbed
+    sweep.stop = 50
+    assert sweep.status() == 1
+    assert capsys.readouterr().out.count("crashed  exit status 130; stopped; run the same command again") == 3
+    flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.safetensors" for seed in range(3))
+    blob = flipped.read_bytes()
+    flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
+    cut.write_bytes(cut.read_bytes()[:-100])
+    sweep.stop = None
+    assert sweep.status() == 0 and sweep.steps == {0: 60, 1: 60, 2: 20}
+    said = [line.partition("done")[2].strip() for line in capsys.readouterr().out.splitlines()]
+    damage = "{}.partial/checkpoint.safetensors is truncated or changed; training starts again from step 0"
+    assert said == [damage.format(0), damage.format(1), ""]
+    assert sweep.results(0, 1, 2) == expected
 
 
 @pytest.fixture
