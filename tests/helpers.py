@@ -201,11 +201,15 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def made_up(runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: Any = None, **metrics: Any) -> Record:
+def made_up(
+    runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: Any = None, made: Any = None, **metrics: Any
+) -> Record:
     """A record of an experiment with these metrics, which nothing trained.
 
-    kept: what else `write_record` keeps, by its name: weights, tokenizer, arrays.
+    kept: what else `write_record` keeps, by its name: weights, tokenizer, arrays. made: of its provenance.
     """
     run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
     said = DONE | metrics | {"final": END | metrics.get("final", {})}
-    return write_record(folder, run, said, {"wall_seconds": 1.0, "instruction_set": ["avx2"]}, **(kept or {}))
+    return write_record(
+        folder, run, said, {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {}), **(kept or {})
+    )

@@ -90,7 +90,8 @@ def card(row: dict[str, Any], checks: pd.DataFrame, preset: str) -> tuple[str, s
         page += f"<div><b>{who}</b> {said}</div>"
     if count:
         items = "".join(f"<li>{_check(check, preset)}</li>" for _, check in checks.iterrows())
-        page += f"<details><summary>{count}: each of them</summary><ul>{items}</ul></details>"
+        sinks = "".join(f"<div>{html.escape(line, quote=False)}</div>" for line in at_each_epsilon(row, preset))
+        page += f"<details><summary>{count}: each of them</summary><ul>{items}</ul>{sinks}</details>"
     border = f"1px solid #8c959f;border-left:6px solid {CHIPS[verdict][0]};border-radius:6px"
     claim, source = (html.escape(part, quote=False) for part in (claim, source))
     return "\n".join(text), (
@@ -143,6 +144,23 @@ def figures(row: dict[str, Any], preset: str) -> tuple[pd.DataFrame, list[str], 
     table = pd.DataFrame(columns | means)
     table = table.rename(index=labels(list(table.index), preset))
     return table.map(lambda value: _minus(value) if isinstance(value, str) else ""), words, facts
+
+
+def at_each_epsilon(row: dict[str, Any], preset: str) -> list[str]:
+    """The share of heads above each epsilon of the ledger, a line a position, whose table in a card has 0.3 alone."""
+    called, lines = called_runs(row, preset), []
+    for heading, values in parsed(row["ours"]):
+        what, by_eps, epsilons = heading.partition(" at eps ")
+        if by_eps:
+            cells = (f"{called[name]} {value.replace('/', ' / ')}" for name, value in values.items())
+            lines.append(f"{names.human(what)} at ε = {epsilons.replace('/', ' / ')}: {'; '.join(cells)}.")
+    return lines
+
+
+def called_runs(row: dict[str, Any], preset: str) -> dict[str, str]:
+    """What a card calls each run that the paper's numbers or ours name."""
+    runs = dict.fromkeys(name for part in ("paper", "ours") for _, values in parsed(row[part]) for name in values)
+    return labels(list(runs), preset)
 
 
 def labels(runs: list[str], preset: str) -> dict[str, str]:

@@ -160,6 +160,8 @@ def where_attention_goes(experiments: Sequence[str], preset: str) -> None:
         "fits; mean over layers, heads, texts and seeds, from the third query on. What does not sum to one is shown as "
         f"proxies{', softpick as it is' * ('softpick' in experiments)}."
     )
+    if any(sum(kinds.values()) < 0.995 for kinds in shares.values()):
+        caption += " Where a bar ends before 1, the rest goes to no key."
     words = "{} {:.2f} on the first token and {:.2f} on a bias"
     alt = "; ".join(words.format(name, kinds["first"], kinds.get("star", 0.0)) for name, kinds in shares.items())
     figures.show(comparisons.destinations(shares), caption, alt, f"destinations_{preset}")

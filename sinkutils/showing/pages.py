@@ -1,4 +1,6 @@
-"""How something comes onto a page: as HTML, and as lines of text, which a console, a diff and nbval read."""
+"""How something comes onto a page: as HTML and as lines of text, which a console, a diff and nbval read; or, of docs/,
+as Markdown.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +32,14 @@ def show_text(lines: Sequence[str], heading: str = "What you see") -> None:
     above = f"<b>{heading}</b>" if heading else ""
     page = f'<div style="max-width:60em">{above}<ul style="margin-top:0.2em">{items}</ul></div>'
     put("\n".join([heading, *text] if heading else text), page)
+
+
+def written(*parts: str) -> str:
+    """A page of docs/, its parts a line apart."""
+    return "\n\n".join(["<!-- written by python -m sinkutils readme -->", *(part.strip() for part in parts)]) + "\n"
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells)

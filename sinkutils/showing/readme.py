@@ -22,20 +22,22 @@ import pandas as pd
 from sinkutils.ledger import claims as ledger
 from sinkutils.ledger import effects, frozen, rules
 from sinkutils.ledger import later as later_claims
+from sinkutils.ledger.results import QUANTITIES, results
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.paths import BENCHMARKS, ROOT
-from sinkutils.showing import cards, names
+from sinkutils.showing import cards, names, record_page
 from sinkutils.showing.explorer import kept_map, side_by_side
+from sinkutils.showing.pages import markdown, written
 from sinkutils.showing.scale import scope
 from sinkutils.showing.tables import records
 from sinkutils.study.cost import cost
-from sinkutils.study.grid import config, plan
-from sinkutils.study.record import RECIPE
-from sinkutils.study.store import Runs
+from sinkutils.study.grid import plan
 
 PRESET = "laptop"
 FILE = re.compile(r"(?<![\w`/.])(\w+(?:/\w+)+(?:\.\w+)?|\w+\.(?:py|json)|\w+\(\))(?![\w`/])")  # in a reason
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
+# By the column of a card, the ledger's primary outcome for the same position.
+EXCESS = {f"ours: {names.human(f'Sink_{k} %')}": f"excess_{k}" for k in (1, 2, 3)} | {"ours: Sink* %": "excess_star"}
 DIFFERENCES = 8  # that README lists; the ledger has them all
 
 
@@ -66,10 +68,13 @@ def differences_part() -> str:
 
 
 def _numbers(row: dict[str, Any]) -> list[str]:
-    """Of a claim that was judged: the share of heads with a sink in each of its runs, the paper's in brackets."""
+    """Of a claim that was judged: the share of heads with a sink in each of its runs, in brackets the mean excess and
+    the paper's share.
+    """
     if row["verdict"] == rules.NOT_RUN:
         return []
     table, _, facts = cards.figures(row, PRESET)
+    experiments = {label: name for name, label in cards.called_runs(row, PRESET).items()}
     lines = [f"{fact}." for fact in facts]
     for column in (name for name in table if name.startswith("ours: Sink")):
         printed = table.get(column.replace("ours", "paper"), {})
@@ -77,12 +82,16 @@ def _numbers(row: dict[str, Any]) -> list[str]:
         alone = "Table 10 right" in row["source"] or not printed.get(default)
         cells = []
         for run, ours in table[column].items():
+            excess = results(PRESET).values(experiments[run], EXCESS[column]).mean()
+            known = [] if isnan(excess) else [f"{excess:.3f}".replace("-", "\N{MINUS SIGN}")]
             paper = f"the paper {printed[run]}" if printed.get(run) else ""
             if run == "the base" and not alone:
                 paper = f"the paper's, which meets any first token, {printed[default]}"
             if ours and (alone or run != default):
-                cells.append(f"{run}: {ours} ({paper})" if paper else f"{run}: {ours}")
-        lines.append(f"{column.removeprefix('ours: ')}: {'; '.join(cells)}.")
+                beside = "; ".join([*known, *filter(None, [paper])])
+                cells.append(f"{run}: {ours} ({beside})" if beside else f"{run}: {ours}")
+        what = column.removeprefix("ours: ")
+        lines.append(f"{what} ({names.human(QUANTITIES[EXCESS[column]].heading)}): {'; '.join(cells)}.")
     return lines
 
 
@@ -139,7 +148,7 @@ def ledger_page() -> str:
         f"{number}. `{entry['sha256'][:16]}`: " + FILE.sub(r"`\1`", entry["reason"])
         for number, entry in enumerate(entries, 1)
     ]
-    return page(
+    return written(
         *(f"# The ledger: every conclusion of the paper on the records of `{PRESET}`", _claims("paper")),
         *("## Claims of later papers", later_claims.__doc__ or "", _claims("later")),
         *("## The rules", rules.__doc__ or "", "## The statistics", effects.__doc__ or ""),
@@ -177,54 +186,18 @@ def _cells(text: str) -> str:
 
 
 def state_part() -> str:
-    """Which experiments are recorded at the laptop preset, and what is missing."""
-    results = _recorded()
-    lacking, runs = len(Runs().missing(PRESET)), f"{len(results)} runs of {results['experiment'].nunique()} experiments"
-    if not lacking:
-        return f"All of the study at `{PRESET}` is recorded: {runs}, recipe {RECIPE}."
-    rest = f"{lacking} runs are missing, and what has fewer than three seeds has no verdict."
-    return f"Recorded at `{PRESET}` so far: {runs}, recipe {RECIPE}. {rest}"
+    """Which experiments are recorded at the laptop preset and elsewhere, and what is missing."""
+    return record_page.state()
+
+
+def minutes_part() -> str:
+    """How long a run of the laptop preset takes."""
+    return record_page.minutes()
 
 
 def _recorded() -> pd.DataFrame:
     frame = records(PRESET)
     return frame[frame["status"].isin(["done", "failed"])]
-
-
-def records_page() -> str:
-    """docs/records.md: the records at the laptop preset, their mean and range over seeds."""
-    rows = []
-    for name, group in _recorded().groupby("experiment", sort=False):
-        title = names.title(str(name)) + " (the base)" * (names.of(str(name), PRESET) == "the base")
-        numbers = [_range(group[column].dropna()) for column in ("sink_1", "sink_star", "valid_loss")]
-        length = config(str(name), PRESET).train.eval_length
-        rows.append([title, str(group["item"].iloc[0]), str(len(group)), str(length), *numbers])
-    columns = ["experiment", "paper's item", "seeds", "T", "Sink₁ %", "Sink∗ %", "validation loss"]
-    about = (
-        "Means over seeds, in brackets the least and the most; T: the length of the texts that Sink was measured on."
-    )
-    return page(f"# The records of `{PRESET}`", state_part(), _made_on(), about, markdown(columns, rows))
-
-
-def _made_on() -> str:
-    """On which kinds of machine the records were made: their last digits differ."""
-    made = Counter(
-        _machine(entry.record.provenance["instruction_set"]) for entry in Runs().entries(PRESET) if entry.record
-    )
-    said = ", ".join(f"{count} on machines with {kind}" for kind, count in made.most_common())
-    return f"Made: {said or 'none yet'}; [how reliable](reliability.md) says what that changes."
-
-
-def _machine(instruction_set: list[str]) -> str:
-    """The kind of machine that has these instructions, by the newest that matrix products use."""
-    if "amx_bf16" in instruction_set:
-        return "AMX"
-    return "AVX-512 but not AMX" if "avx512_f" in instruction_set else "neither AVX-512 nor AMX"
-
-
-def _range(values: pd.Series) -> str:
-    mean = "" if values.empty else f"{values.mean():.2f}"
-    return f"{mean} ({values.min():.2f} to {values.max():.2f})" if len(values) > 1 else mean
 
 
 # The operations of benchmarks/attention_ops.py as people call them.
@@ -260,15 +233,12 @@ def training_part() -> str:
         shape, peak = f"d {row['d']}, L {row['layers']}, C {row['context']}", 100 * row["share_of_matmul_peak"]
         rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", f"{peak:.0f} %"])
     table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
-    base, runs = config("base", PRESET).model, plan(PRESET)
-    step = (base.hidden_size, base.context_length, "ours compiled bf16")
-    rate = next(row["tokens_per_second"] for row in measured if (row["d"], row["context"], row["who"]) == step)
-    hours = sum(cost(run).tokens for run in runs) / rate / 3600
-    took = [entry.record.provenance["wall_seconds"] / 3600 for entry in Runs().entries(PRESET) if entry.record]
+    runs = plan(PRESET)
+    hours = sum(cost(run).tokens for run in runs) / record_page.base_rate() / 3600
     whole = (
         f"The base's compiled step alone is {hours:.0f} core-hours over the {len(runs)} runs of the study at "
-        f"`{PRESET}`; evaluations and dearer variants come on top: the {len(took)} runs that are recorded took "
-        f"{sum(took):.0f} hours of one core, most of them with another training beside."
+        f"`{PRESET}`; evaluations and dearer variants come on top: [the records](records.md#what-the-study-takes) say "
+        "what the whole study takes."
     )
     return f"{table}\n\n{whole}"
 
@@ -346,8 +316,8 @@ def again_part() -> str:
     rows, said, found = [], [], pd.DataFrame(benchmark("again"))
     for row in found.to_dict("records"):
         ends = [" and ".join(f"{end:.{digits}f}" for end in row[key]) for key, (_, digits) in keys.items()]
-        rows.append([row["record"], _machine(row["made_on"]), _machine(row["again_on"]), *ends])
-    for kind, group in found.groupby(found["again_on"].map(_machine), sort=False):
+        rows.append([row["record"], record_page.machine(row["made_on"]), record_page.machine(row["again_on"]), *ends])
+    for kind, group in found.groupby(found["again_on"].map(record_page.machine), sort=False):
         moved = []
         for key, (label, digits) in keys.items():
             made, anew = np.array(group[key].tolist()).T
@@ -360,9 +330,9 @@ def again_part() -> str:
     return "\n\n".join([table, *said, ledger_says])
 
 
-PAGES = {"ledger": ledger_page, "records": records_page}  # of docs/
-WITH_PARTS = ("README.md", "docs/speed.md", "docs/reliability.md")
-OF_RECORDS = (scope_part, state_part, headlines_part, differences_part, notebooks_part)
+PAGES = {"ledger": ledger_page, "records": record_page.page}  # of docs/
+WITH_PARTS = ("README.md", "docs/speed.md", "docs/scaling.md", "docs/reliability.md")
+OF_RECORDS = (scope_part, state_part, minutes_part, headlines_part, differences_part, notebooks_part)
 OF_BENCHMARKS = (training_part, measure_part, reading_part, attention_part, reliability_part, digits_part, again_part)
 PARTS = {part.__name__.removesuffix("_part"): part for part in (*OF_RECORDS, *OF_BENCHMARKS)}
 
@@ -382,14 +352,3 @@ def generated() -> dict[str, str]:
     """Every file that is generated, or has generated parts, by its path in the checkout, as it should read."""
     pages = {name: render((ROOT / name).read_text(encoding="utf-8")) for name in WITH_PARTS}
     return pages | {f"docs/{name}.md": make() for name, make in PAGES.items()} | {"docs/hero.svg": hero()}
-
-
-def page(*parts: str) -> str:
-    """A page of docs/, its parts a line apart."""
-    return "\n\n".join(["<!-- written by python -m sinkutils readme -->", *(part.strip() for part in parts)]) + "\n"
-
-
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    cells = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells)

@@ -302,9 +302,10 @@ def destinations(shares: Mapping[str, Mapping[str, float]], base: str) -> list[s
     lines = []
     for name, kinds in shares.items():
         moved = {kind: share - shares.get(base, kinds).get(kind, 0.0) for kind, share in kinds.items()}
-        gains = sorted(((share, kind) for kind, share in moved.items() if kind != "first"), reverse=True)
+        gains = [(gain, DESTINATIONS[kind][0]) for kind, gain in moved.items() if kind != "first"]
+        gains = sorted([*gains, (-sum(moved.values()), "no key")], reverse=True)
         if name != base and moved["first"] <= -0.01:
-            cells = "; ".join(f"{DESTINATIONS[kind][0]} {gain:+.2f}" for gain, kind in gains if abs(gain) >= 0.01)
+            cells = "; ".join(f"{words} {gain:+.2f}" for gain, words in gains if abs(gain) >= 0.01)
             lines.append(f"{capital(name)}: x₁ {moved['first']:+.2f}; {cells}.".replace("-", "\N{MINUS SIGN}"))
     return [f"Shares of all attention beside {base}'s. {lines[0]}", *lines[1:]] if lines else []
 

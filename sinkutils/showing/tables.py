@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkutils.ledger.results import EPSILON, Run, sink
+from sinkutils.ledger.results import EPSILON, Results, Run, sink
+from sinkutils.ledger.rules import BASE, SINK
 from sinkutils.measuring.report import Report
 from sinkutils.showing.names import Row, human, printed
 from sinkutils.study.experiments import EXPERIMENTS
@@ -165,6 +166,17 @@ def destinations(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, dict[str, f
                 mean = float(np.mean([run.final["destinations"][kind] for run in kept]))
                 shares.setdefault(name, {})[kind] = mean
     return shares
+
+
+def without_sink(ours: Results) -> list[str]:
+    """The experiments whose mean excess alpha_1 is below what the ledger asks of a sink, a share of the base's, in the
+    study's order; none where the base itself has no sink.
+    """
+    base = ours.values("base", "excess_1").mean()
+    if not base > BASE:
+        return []
+    means = {row.name: ours.values(row.name, "excess_1").mean() for row in EXPERIMENTS if row.name in ours.runs}
+    return [name for name, mean in means.items() if mean <= SINK * base]
 
 
 def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:

@@ -54,11 +54,23 @@ def test_the_state_says_what_is_recorded_and_what_is_missing(runs, monkeypatch):
     for seed in (0, 1):
         made_up(runs, "fixed_1", seed, "laptop", final={"step": 1, "sink_1": 30.0, "valid_loss": 3.0})
     assert f"2 runs of 1 experiments, recipe 2. {every - 2} runs are missing" in readme.state_part()
-    assert "| Table 10 right | 2 | 64 | 30.00 (30.00 to 30.00) |  | 3.00 (3.00 to 3.00) |" in readme.records_page()
-    assert "\n\nMade: 2 on machines with neither AVX-512 nor AMX; [" in readme.records_page()
     assert "ends at 30.0 % (2 seeds); one that meets any first token, at not recorded yet" in readme.notebooks_part()
     monkeypatch.setattr(Runs, "missing", lambda store, preset: [])
-    assert "All of the study at `laptop` is recorded: 2 runs" in readme.state_part()
+    assert readme.state_part() == "All of the study at `laptop` is recorded: 2 runs of 1 experiments, recipe 2."
+    made_up(runs, "default", 0, "desk")
+    assert readme.state_part().endswith(" At `desk`: 1 seed of any first token (the paper's default).")
+
+
+def test_a_headline_has_the_excess_beside_the_share_of_heads_and_the_papers_number(runs, monkeypatch):
+    for seed, excess in enumerate((0.31, 0.35, 0.36)):
+        report = {"excess": {"1": excess, "2": -excess}, "sink": {k: {"0.3": 60.0} for k in ("1", "2")}}
+        made_up(runs, "fixed_1", seed, "laptop", final={"sink_1": 60.0, "report": report})
+    sinks = "; ".join(f"Sink_{k} % at eps 0.2/0.3/0.4: fixed_1 70.0/60.0/50.0" for k in (1, 2))
+    row = {"verdict": rules.PARTLY, "source": "Table 10 right", "paper": "Sink_1 %: fixed_1 74.11", "interval": ""}
+    assert readme._numbers(row | {"ours": sinks}) == [
+        "Sink₁ % (excess of α₁): the base: 60.0 (0.340; the paper 74.11).",
+        "Sink₂ % (excess of α₂): the base: 60.0 (−0.340).",
+    ]
 
 
 def test_differences_are_the_claims_that_do_not_hold_the_worst_first(monkeypatch):

@@ -285,6 +285,18 @@ def test_so_does_what_is_no_worse_or_no_different_by_the_pooled_spread_alone(add
     assert said("same", "weight_decay_0.5").endswith("alone, not pooled, one could not tell: asked.")
 
 
+def test_where_attention_goes_is_said_beside_the_base_with_what_goes_to_no_key():
+    base = {"first": 0.40, "self": 0.10, "previous": 0.20, "rest": 0.30}
+    star = {"star": 0.55, "first": 0.05, "self": 0.08, "previous": 0.12, "rest": 0.20}
+    lost = {"first": 0.05, "self": 0.102, "previous": 0.15, "rest": 0.20}
+    shares = {"the base": base, "K biases": star, "softpick": lost, "like it": base | {"first": 0.395, "self": 0.105}}
+    assert seen.destinations(shares, "the base") == [
+        "Shares of all attention beside the base's. K biases: x₁ −0.35; k*, x*, sink logit +0.55; the query itself "
+        "−0.02; the token before −0.08; the rest −0.10.",
+        "Softpick: x₁ −0.35; no key +0.50; the token before −0.05; the rest −0.10.",
+    ]
+
+
 def test_the_page_says_how_much_of_the_fall_of_the_loss_comes_before_the_sink(add, runs):
     assert seen.loss_at_onset() == [], "nothing recorded"
     curve = [(0, 6.0, 0), (1, 3.0, 0), (2, 2.8, 0), (3, 2.6, 50), (4, 2.0, 50)]
@@ -323,6 +335,18 @@ def test_a_card_has_the_ledgers_numbers_under_human_names(some, monkeypatch):
     assert text.startswith("[NOT RUN] Weight decay encourages the sink.")
     assert "three seeds of weight decay 1 (1 so far); weight decay 0.01" in " ".join(text.split())
     assert ">not run<" in page and cards.CHIPS["not run"][0] in page
+
+
+def test_a_card_unfolds_to_the_share_of_heads_at_each_epsilon(some):
+    ours = (
+        "Sink_1 % at eps 0.2/0.3/0.4: fixed_1 80.0/71.4/60.0, weight_decay_0 40.0/27.1/-; excess alpha_1: fixed_1 0.3"
+    )
+    row = {"verdict": "reproduced", "claim": "", "source": "", "holds": "1 of 1", "id": "none"}
+    row |= {"paper": "", "interval": "", "ours": ours}
+    said = "Sink₁ % at ε = 0.2 / 0.3 / 0.4: the base 80.0 / 71.4 / 60.0; weight decay 0 40.0 / 27.1 / -."
+    assert cards.at_each_epsilon(row, "laptop") == [said]
+    text, page = cards.card(row, of_one(("present", ("fixed_1",), "excess_1"), (0.3, 0.2, 0.4), "above"), "laptop")
+    assert f"<div>{said}</div></details>" in page and "80.0" not in text
 
 
 def test_a_card_says_what_t_each_run_was_measured_at_where_they_differ():
