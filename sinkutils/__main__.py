@@ -234,9 +234,20 @@ def claims_command(options: argparse.Namespace) -> None:
     import pandas as pd
 
     from sinkutils.ledger.claims import PARTS, claims
+    from sinkutils.ledger.results import results
+    from sinkutils.ledger.rules import UNHELD
+    from sinkutils.showing.reasons import why
 
     note_no_records(options.runs)
     ledgers = {part: claims(options.preset, options.runs, part) for part in PARTS}
+    if options.long or options.csv:
+        found = results(options.preset, options.runs)
+        for part, ledger in ledgers.items():
+            told = [
+                why(id, found) if verdict in UNHELD else ""
+                for id, verdict in zip(ledger["id"], ledger["verdict"], strict=True)
+            ]
+            ledgers[part] = ledger.assign(why=told)
     if options.csv:
         print(pd.concat([ledger.assign(part=part) for part, ledger in ledgers.items()]).to_csv(index=False), end="")
         return
@@ -289,7 +300,7 @@ def readme_command(options: argparse.Namespace) -> None:
         (ROOT / name).write_text(text, encoding="utf-8")
 
 
-LONG = ("reason", "holds", "effect", "low", "high")  # columns that only --long prints
+LONG = ("reason", "why", "holds", "effect", "low", "high")  # columns that only --long prints
 OF_RUNS = (list_command, train_command, sweep_command, cost_command)
 OF_MODELS = (measure_command, models_command, scores_command)
 OF_PAGES = (claims_command, run_command, readme_command)

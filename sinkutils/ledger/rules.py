@@ -46,6 +46,7 @@ from sinkutils.ledger.results import QUANTITIES, Results
 
 REPRODUCED, PARTLY, NOT_REPRODUCED = "reproduced", "partly", "not reproduced"
 INCONCLUSIVE, NOT_VISIBLE, NOT_RUN = "inconclusive", "not visible", "not run"
+UNHELD = (PARTLY, NOT_REPRODUCED, INCONCLUSIVE)  # which want a reason
 VERDICTS = (REPRODUCED, PARTLY, NOT_REPRODUCED, INCONCLUSIVE, NOT_VISIBLE, NOT_RUN)
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "inconclusive", "not run"
 

@@ -11,6 +11,7 @@ import pytest
 
 import sinkutils
 from sinkutils.__main__ import COMMANDS, duration, main
+from sinkutils.showing import reasons
 from sinkutils.study.grid import config
 from sinkutils.training.trainer import train
 
@@ -23,9 +24,9 @@ def said(capsys, *arguments, status=0) -> str:
 
 
 def test_list_shows_every_experiment_with_the_papers_value_or_one_section(capsys, tmp_path):
-    out = said(capsys, "list", "--preset", "smoke")
+    out = said(capsys, "list", "--preset", "smoke", "--runs", tmp_path)
     assert "k_bias" in out and "Table 4" in out and "18.18" in out and "missing" in out
-    out = said(capsys, "list", "--section", "6")
+    out = said(capsys, "list", "--section", "6", "--runs", tmp_path)
     assert "weight_decay_0.5" in out and "k_bias" not in out
     assert main(["list", "--preset", "smoke", "--runs", str(tmp_path / "nothing")]) == 0
     assert "there are no records in" in capsys.readouterr().err
@@ -43,7 +44,7 @@ REFUSED = {
     "train": "the following arguments are required: experiment",
     "train sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
     "train sft_nothing": "unknown experiment 'sft_nothing'",
-    "list --section 9": "section must be one of",
+    "list --section 9 --runs .": "section must be one of",
     "list --preset phone": "invalid choice: 'phone' (choose from 'smoke'",
     "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
     "sweep --preset smoke --only k_byas": "did you mean k_bias",
@@ -138,6 +139,50 @@ def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its
     assert "of this experiment take smoke/k_bias/0\n" in advice
 
 
+@pytest.mark.slow
+def test_what_measure_is_asked_for_is_what_the_function_gives(capsys, runs, text_folder, tmp_path, monkeypatch):
+    """Of other positions, thresholds, seeds, precision and first tokens, and of other text."""
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path))
+    folder, text = runs / "smoke" / "k_bias" / "0", f"path:{text_folder}"
+    model, tokenizer = load_lm(str(folder), dtype="float64")
+    usual = ("measure", "smoke/k_bias/0", "--runs", runs, "-n", 5, "-T", 32, "--dtype", "float64", "--json")
+
+    def told(kind, *options):
+        report = json.loads(said(capsys, *usual, "--probe", kind, *options))[kind]
+        return {key: value for key, value in report.items() if key != "name"}
+
+    def direct(ids, **options):
+        report = json.loads(json.dumps(measure(model, ids, **options).to_dict()))
+        return {key: value for key, value in report.items() if key != "name"}
+
+    asked = ("--targets", 1, 2, "--eps", 0.2, 0.4, "--seed", 3, "--bos")
+    ids = probe("random", tokenizer, 5, 32, 3, bos=True)
+    assert told("random", *asked) == direct(ids, targets=(1, 2), epsilons=(0.2, 0.4), bos=True)
+    natural = probe("natural", tokenizer, 5, 32, corpus=text)
+    assert told("natural", "--corpus", text) == direct(natural, bos=False)
+
+
+@pytest.mark.slow
+def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(capsys, corpus, tmp_path, monkeypatch):
+    texts = []
+    monkeypatch.setattr("sinkutils.training.trainer.load_corpus", lambda name, *_, **__: texts.append(name) or corpus)
+    usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
+    for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
+        said(capsys, *usual, "--seed", seed, *options)
+    found = [Runs(tmp_path).get(config("v_bias", "smoke", seed)) for seed in (0, 1)]
+    assert [record.weights is not None for record in found] == [False, True] and texts == ["docstrings", "path:mine"]
+
+
+def test_cost_and_run_take_what_they_are_given(capsys, monkeypatch):
+    shown = said(capsys, "cost", "--preset", "laptop", "--gpus", 2, "--mfu", 0.5)
+    assert shown == cost(config("base", "laptop")).table(0.5, 2) + "\n"
+    asked = []
+    monkeypatch.setattr("sinkutils.showing.notebook.run_notebooks", lambda *arguments: asked.append(arguments))
+    said(capsys, "run", "--preset", "smoke", "-p", "seeds", "[1, 2]", "-p", "device", "cpu", "--only", "02", "03")
+    ((parameters, _, only),) = asked
+    assert parameters | {"seeds": [1, 2], "device": "cpu", "preset": "smoke"} == parameters and only == ["02", "03"]
+
+
 def ledger(preset, runs, part):
     words = "The sink is found wherever it was looked for, " * 4
     row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24", "interval": "20 to 28"}
@@ -147,6 +192,7 @@ def ledger(preset, runs, part):
 
 def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sinkutils.ledger.claims.claims", ledger)
+    monkeypatch.setitem(reasons.REASONS, "sink", lambda ours: f"Tested at {ours.preset}.")
     monkeypatch.setenv("COLUMNS", "100")
     short = said(capsys, "claims", "--runs", tmp_path)
     assert all(len(line) <= 100 for line in short.splitlines()) and "18.18" not in short
@@ -155,6 +201,7 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
     assert short.splitlines()[-1] == "1 claims of later papers at laptop: 1 not reproduced"
     long = said(capsys, "claims", "--runs", tmp_path, "--long")
     assert all(len(line) <= 100 for line in long.splitlines()) and "paper: 18.18" in long and "reason: a reason" in long
+    assert long.count("why: Tested at laptop.") == 4
     table = pd.read_csv(io.StringIO(said(capsys, "claims", "--runs", tmp_path, "--csv")))
     assert len(table) == 4 and table["paper"][0] == 18.18 and table["part"].tolist() == ["paper"] * 3 + ["later"]
 
