@@ -170,7 +170,11 @@ def _claims(part: str) -> str:
         "*Holds*: how many of a claim's checks do. *Effect*, with its 95 % interval: its first difference of an excess "
         "between two runs, or that of its first run from what it is compared with; of other claims the level. "
         "Differences are taken seed by seed, over the seeds that two runs share (the base has six), so they need "
-        "not be those of the means beside them."
+        "not be those of the means beside them.\n\n"
+        "α_k: the mean attention to token k; excess: 0 for even attention, 1 for all of it; Sink_k: the share of heads "
+        "whose α_k is above ε = 0.3. h, k, v: hidden state, key, value, of the first token with a 1; x*, k*: a learned "
+        "token, a learned key; the base: the model whose texts all begin with one fixed token, which each setting "
+        "changes."
     )
     return f"{counts}\n\n{about}\n\n{markdown(columns, rows)}"
 

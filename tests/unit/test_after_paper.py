@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import SHAPE, DenseMaps, own_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
-from sinkutils.measuring.destinations import destinations
+from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
@@ -81,6 +83,11 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
     assert found["line_break"][1][0] == pytest.approx(broken, abs=2e-4)
     assert sum(found[kind][1][0] for kind in found) == pytest.approx(1, abs=1e-3)
     assert destinations(model, ids[:, :2], torch.tensor([2])) == {}
+
+
+def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
+    words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
+    assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
 
 
 def test_peaks_are_the_largest_element_over_the_median_one():

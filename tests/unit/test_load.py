@@ -53,7 +53,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path, dtype):
     expected = {None: torch.float32, "bfloat16": torch.bfloat16}.get(dtype, dtype)
     assert loaded.dtype == expected
     assert not loaded.training
-    assert tokenizer("w3 w4")["input_ids"] is not None
+    assert tokenizer("w3")["input_ids"] == [3]
     assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight.to(expected))
 
 

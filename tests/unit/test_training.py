@@ -4,8 +4,10 @@ import ast
 import dataclasses
 import errno
 import itertools
+import json
 import math
 import os
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,15 +17,22 @@ import torch.nn.functional as F
 from helpers import CPU, DONE, own_model
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.packing import Chunks, DataConfig
+from sinkutils.data.packing import Chunks, DataConfig, fix_position
+from sinkutils.data.probes import probe
+from sinkutils.measuring.destinations import destinations, line_breaks
+from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.load import load_lm
+from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PACKAGE
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.grid import config
+from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import TRAINING_MODULES, partial_folder, read_record, record_folder, write_record
 from sinkutils.training import run as training_run
+from sinkutils.training import trainer
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizers
@@ -101,7 +110,7 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the_schedules_rate(
     optimizer, tiny, corpus
 ):
@@ -110,16 +119,24 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the
     settings = {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3, "clip_norm": 0.05}
     run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), data=data, seed=1)
     model, chunks = TransformerLM(run.model, 1), Chunks(corpus, "train", 32, data, seed=1)
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1] + [model.embed.weight, model.unembed.weight]
+    adamw = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
     written_out = {
-        "adamw": torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5),
-        "sgd": torch.optim.SGD(model.parameters(), momentum=0.8, weight_decay=0.5),
+        "adamw": [adamw(model.parameters())],
+        "sgd": [torch.optim.SGD(model.parameters(), momentum=0.8, weight_decay=0.5)],
+        "muon": [
+            torch.optim.Muon(matrices, weight_decay=0.5, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            adamw(others),
+        ],
     }[optimizer]
     for step in range(5):  # three of the warm-up, two of the cosine
-        written_out.zero_grad()
+        model.zero_grad()
         next_token_loss(model, chunks.batch(step, 4, 1), 1, 1).backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.1
-        written_out.param_groups[0]["lr"] = learning_rate(run.train, step)
-        written_out.step()
+        for part in written_out:
+            part.param_groups[0]["lr"] = learning_rate(run.train, step)
+            part.step()
     for a, b in zip(advanced(run, corpus, 5).model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -135,6 +152,27 @@ def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_
     assert run.probe[:, 1].eq(corpus.fix_id).all()
     with_bos = Run(dataclasses.replace(tiny, data=DataConfig(bos=True)), corpus, CPU)
     assert with_bos.probe[:, 0].eq(corpus.bos_id).all()
+
+
+def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, tmp_path):
+    """At a rate that makes sinks in 12 steps, of which each position has its own share."""
+    run = change(tiny, learning_rate=0.3, eval_sequences=8)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, attention=AttentionSpec(bias="k")))
+    record = train(run, tmp_path, device="cpu", corpus=corpus, keep_weights=True, progress=False)
+    model, tokenizer = load_lm(record.folder, "cpu")
+    ids = fix_position(probe("natural", tokenizer, 8, 32, 0, corpus=corpus), 1, corpus.fix_id)
+    assert torch.equal(ids, Run(run, corpus, CPU).probe)
+    report = measure(model, ids, range(1, 11), (0.1, 0.2, 0.3, 0.4, 0.5))
+    final, arrays, star = record.metrics["final"], record.arrays, report.star
+    sinks = {f"sink_{k}": report.sink(k) for k in (1, 2, 3, 4)} | {"sink_star": report.sink_star()}
+    assert sinks["sink_1"] not in (0, sinks["sink_2"], sinks["sink_star"])
+    excess = {"excess_1": report.excess(1), "excess_star": report.excess("star")}
+    assert {name: final[name] for name in sinks | excess} == sinks | excess
+    assert final["report"] == json.loads(json.dumps(report.to_dict()))
+    assert torch.equal(arrays["curve"][-1], torch.cat([report.alpha.mean(0), star.mean(0)[None]]).half())
+    assert torch.equal(arrays["final"], report.alpha[:, :3].half()) and torch.equal(arrays["star"], star.half())
+    assert final["destinations"] == destinations(model, ids, line_breaks(tokenizer))
+    assert final["gradients"] == gradient_norms(model, ids)
 
 
 def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
@@ -160,6 +198,19 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
     again = train(tiny, tmp_path / "b", corpus=corpus, progress=False).folder
     for file in ("config.json", "metrics.json", "alpha.safetensors"):
         assert (again / file).read_bytes() == (record.folder / file).read_bytes()
+
+
+def test_a_run_on_a_cpu_takes_one_thread_and_gives_the_others_back(tiny, corpus, tmp_path, monkeypatch):
+    seen = set()
+
+    def counted(self, forward, advance=Run.advance):
+        seen.add(torch.get_num_threads())
+        return advance(self, forward)
+
+    monkeypatch.setattr(Run, "advance", counted)
+    torch.set_num_threads(2)  # until the next test
+    train(tiny, tmp_path, device="cpu", corpus=corpus, progress=False)
+    assert seen == {1} and torch.get_num_threads() == 2
 
 
 def test_the_code_hash_is_of_every_module_that_can_decide_a_runs_numbers():
@@ -273,6 +324,7 @@ def test_every_parameter_decays_by_the_rate_times_the_decay(optimizer):
 
 def test_a_run_that_moved_between_kinds_of_machine_says_where_it_began(tiny, corpus, tmp_path, monkeypatch):
     run, path = Run(tiny, corpus, CPU), tmp_path / "c.safetensors"
+    run.seconds = 7.5
     save_checkpoint(run, path)
     load_checkpoint(stayed := Run(tiny, corpus, CPU), path)
     assert "began_on" not in stayed.provenance()
@@ -281,7 +333,18 @@ def test_a_run_that_moved_between_kinds_of_machine_says_where_it_began(tiny, cor
         load_checkpoint(moved := Run(tiny, corpus, CPU), path)
         said = moved.provenance()
         assert (said["instruction_set"], said["began_on"]) == (["another"], [run.provenance()["instruction_set"]])
+        assert moved.seconds == 7.5
         save_checkpoint(moved, path)
+
+
+def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
+    run = advanced(tiny, corpus, 4)
+    run.seconds = 7.5
+    run.passed.clear()
+    save_checkpoint(run, partial_folder(record_folder("test", "tiny", 0, tmp_path)) / "checkpoint.safetensors")
+    said = train(tiny, tmp_path, corpus=corpus, progress=False).provenance
+    assert said["wall_seconds"] >= 7.5
+    assert said["tokens_per_second"] == pytest.approx(12 * 4 * 32 / said["wall_seconds"], rel=0.05)
 
 
 def test_a_run_that_went_on_compiled_says_how_it_began(tiny, corpus, tmp_path, monkeypatch):
@@ -298,6 +361,24 @@ def test_a_run_that_went_on_compiled_says_how_it_began(tiny, corpus, tmp_path, m
     said = train(tiny, tmp_path, corpus=corpus, compile=True, progress=False).provenance
     assert (said["device"], said["compiled"]) == ("cpu", True)
     assert said["began_as"] == [{"device": "cpu", "compiled": False}] and "began_on" not in said
+
+
+def test_a_run_is_compiled_where_its_preset_says_so_and_it_works(tiny, corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
+    monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)  # no answer from before
+    compared = Mock()
+    monkeypatch.setattr(trainer, "check_kernels", compared)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
+    with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
+        assert not compiles()
+    with pytest.warns(UserWarning, match="goes on without, slower"):
+        assert not train(tiny, tmp_path / "without", corpus=corpus, progress=False).provenance["compiled"]
+    compared.assert_not_called()
+    monkeypatch.setattr(torch, "compile", lambda loss: loss)
+    assert train(tiny, tmp_path / "with", corpus=corpus, progress=False).provenance["compiled"]
+    compared.assert_called_once_with(tiny.model.attention, CPU, torch.float32, 8)
+    monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=False))
+    assert not train(tiny, tmp_path / "plain", corpus=corpus, progress=False).provenance["compiled"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
@@ -421,9 +502,17 @@ def test_processes_share_batches_evenly_or_are_refused():
         pass
 
 
-def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+@pytest.mark.parametrize("given", [None, ":16:8"])
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(given, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    for device, inside in (("cpu", False), ("cuda", True)):
-        with deterministic_kernels(torch.device(device)):
-            assert torch.are_deterministic_algorithms_enabled() is inside
-        assert not torch.are_deterministic_algorithms_enabled()
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    torch.set_deterministic_debug_mode("error")
+    try:
+        for device, inside, workspace in (("cpu", 2, given), ("cuda", 1, given or ":4096:8")):  # 1 is to warn
+            with deterministic_kernels(torch.device(device)):
+                assert torch.get_deterministic_debug_mode() == inside
+                assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
+            assert torch.get_deterministic_debug_mode() == 2
+    finally:
+        torch.set_deterministic_debug_mode("default")
