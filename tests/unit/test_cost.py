@@ -1,6 +1,7 @@
 """The estimate: counts against the built model, FLOPs by hand, activations against what autograd keeps."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_hours_are_flops_over_the_reached_speed_gpus_share_them_and_fsdp_cuts_th
     shown = cost(run).table(gpus=4)
     assert "136.5M, 59.0M without embeddings" in shown and "on 4" in shown
     assert all(gpu.name in shown for gpu in GPUS)
+
+
+def test_the_state_is_what_adamw_keeps_and_a_row_of_the_table_what_a_gpu_holds():
+    large = cost(config("softmax_1b", "paper-1b"))
+    assert large.state_bytes == 18 * large.parameters  # weights, gradients, two moments in fp32, and a bf16 copy
+    full = config("softmax_1b", "paper-1b")
+    full = dataclasses.replace(full, train=dataclasses.replace(full.train, precision="fp32"))
+    assert cost(full).state_bytes == 16 * large.parameters
+    hours = [f"{large.hours(GPUS[0], 0.4):.1f}", f"{large.hours(GPUS[0], 0.4, 8):.1f}"]
+    usable = 0.9 * GPUS[0].memory
+    for parallel in ("ddp", "fsdp"):
+        for share, fits in ((0.99, "fits"), (1.01, "does not fit")):
+            room = dataclasses.replace(large, activation_bytes=0, state_bytes=int(share * usable * GIB))
+            if parallel == "fsdp":  # eight parts of the state: one GPU alone has no room for it
+                room = dataclasses.replace(room, state_bytes=8 * room.state_bytes)
+            row = next(line for line in room.table(0.4, 8).splitlines() if line.startswith(GPUS[0].name))
+            other = "fits" if parallel == "ddp" else "does not fit"
+            assert re.split(r"\s{2,}", row)[-4:] == [*hours, *((fits, other) if parallel == "ddp" else (other, fits))]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -165,6 +165,17 @@ PAPERS = {  # what a row changes, and what it comes to at the paper's preset
     "model.attention.window": {f"window_1_{n}": 2048 // n for n in (64, 32, 16, 8, 4, 2)},
     "model.attention.bias_dims": {f"k_bias_dims_{n}": n for n in (1, 2, 4, 8, 16, 32, 64)},
     "data.share": {f"data_share_{n:g}": n for n in (1, 0.5, 0.1, 0.04, 0.02, 0.01)},
+    "data.random_positions": {"random_1": (1,), "random_1_2": (1, 2), "random_2": (2,),
+                              "random_1_to_5": (1, 2, 3, 4, 5), "random_1_to_10": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)},
+    "train.weight_decay": {"default": 0.1, "weight_decay_0": 0, "weight_decay_0.001": 0.001, "weight_decay_0.01": 0.01,
+                           "weight_decay_0.5": 0.5, "weight_decay_1": 1, "weight_decay_2": 2, "weight_decay_5": 5,
+                           "sigmoid_weight_decay_0": 0, "sigmoid_weight_decay_0.5": 0.5, "sigmoid_weight_decay_1": 1},
+    "model.attention.prefix": {"prefix_2": 2, "prefix_3": 3, "prefix_4": 4, "prefix_5": 5, "prefix_10": 10},
+    "model.attention.fixed_value_norm": {"k_bias_first_1": 1, "k_bias_first_5": 5, "k_bias_first_20": 20,
+                                         "k_bias_uniform_1": 1, "k_bias_uniform_5": 5, "k_bias_uniform_20": 20},
+    "model.attention.scale": {"default": 1, "scale_2": 2, "scale_0.2": 0.2, "scale_0.1": 0.1, "scale_0.05": 0.05},
+    "model.attention.p": {"softmax_p1_2": 1 / 2, "softmax_p1_3": 1 / 3, "softmax_p1_4": 1 / 4, "softmax_p2": 2,
+                          "softmax_p3": 3, "softmax_p4": 4, "sigmoid_p2": 2, "sigmoid_p3": 3, "sigmoid_p4": 4},
 }  # fmt: skip
 
 
@@ -172,6 +183,12 @@ PAPERS = {  # what a row changes, and what it comes to at the paper's preset
 def test_scaled_values_come_to_the_papers_at_the_paper_preset(path):
     for name, value in PAPERS[path].items():
         assert flat(config(name, "paper"))[path] == pytest.approx(value), name
+
+
+def test_sgd_has_100_times_the_rate_of_the_base_and_no_decay():
+    sgd, base = config("sgd", "laptop").train, config("base", "laptop").train
+    assert (sgd.optimizer, sgd.weight_decay) == ("sgd", 0.0)
+    assert sgd.learning_rate == pytest.approx(100 * base.learning_rate)
 
 
 def test_windows_are_measured_where_the_paper_measures_them_and_say_when_they_cannot_show_a_sink():

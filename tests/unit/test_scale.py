@@ -48,7 +48,7 @@ def test_the_picture_has_a_row_a_seed_and_a_line_a_head_and_a_block(desk):
 def test_the_sentences_say_which_head_when_and_what_its_values_do(desk):
     first, second = scale.sentences("default")
     assert "head 8 in block 3" in first and "0.40" in first and "Sink₁ = 2.0 %" in first
-    assert "head 8 in block 3, first above 0.3 after 102M (even attention" in first
+    assert "head 8 in block 3, first above 0.3 after 102M tokens (even attention" in first
     assert first.endswith(
         "gone after 102M tokens by that head, after 51M by the element (on a log scale), after 51M by the value ratio."
     )
