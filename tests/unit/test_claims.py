@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import made_up
 from scipy import stats
 
@@ -26,7 +27,9 @@ from sinkutils.ledger.later import LATER
 from sinkutils.ledger.results import EPSILONS, QUANTITIES, Results, Run, results
 from sinkutils.ledger.rules import FAILS, HOLDS, INCONCLUSIVE, NOT_REPRODUCED, NOT_RUN, OPEN, PARTLY, REPRODUCED, Check
 from sinkutils.measuring import saved
-from sinkutils.measuring.own import Subject
+from sinkutils.measuring.load import replace_position, swap_positions
+from sinkutils.measuring.measure import measure
+from sinkutils.measuring.own import Subject, subject
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.paths import OPEN_LMS, PAPER, ROOT
@@ -765,6 +768,44 @@ def kept(name, ledger, tokenizer, edit=lambda model: None, seeds=(0, 1, 2), **mo
             edit(model)
         ledger.add(name, seeds=(seed,), kept={"weights": dict(model.state_dict()), "tokenizer": tokenizer}, **more)
     return ledger
+
+
+def test_what_claims_read_of_weights_is_the_trial_of_that_name(ledger, tokenizer):
+    def spread(model):
+        for name, weight in model.named_parameters():
+            weight.mul_(8.0 if "bias" in name else 3.0)  # so that positions, tokens and biases matter
+
+    for name in ("learnable_default", "k_bias"):
+        kept(name, ledger, tokenizer, spread, seeds=(0,))
+    found = results("laptop", ledger.runs)
+
+    def read(name, key):
+        return found.values(name, key).loc[0]
+
+    own, biased = (subject(str(found.seeds(name)[0].record.folder), "cpu") for name in ("learnable_default", "k_bias"))
+    repeated = own.inputs("repeat", trials.SEQUENCES, own.length)
+    before = own.measure(repeated, norms=False).excess(1)
+    assert read("learnable_default", "repeat") == pytest.approx(before, abs=1e-6)
+    left, gained = [], []
+    for t in trials.EDITED:
+        with replace_position(own.model, t):
+            left.append(own.measure(repeated, norms=False).excess(1) / before)
+        with swap_positions(own.model, t):
+            report = own.measure(repeated, targets=(1, t), norms=False)
+            gained.append(report.excess(t) - report.excess(1))
+    assert read("learnable_default", "replaced") == pytest.approx(max(left), rel=1e-4)
+    assert read("learnable_default", "swapped") == pytest.approx(min(gained), abs=1e-6)
+
+    shape = biased.model.config
+    plain = TransformerLM(dataclasses.replace(shape, attention=dataclasses.replace(shape.attention, bias="none")))
+    plain.load_state_dict(biased.model.state_dict(), strict=False)
+    ids = biased.inputs("natural", trials.SEQUENCES, biased.length)
+    bare = measure(plain.eval(), ids, norms=False).excess(1)
+    assert read("k_bias", "without_bias") == pytest.approx(bare, abs=1e-6)
+    assert abs(bare - biased.measure(ids, norms=False).excess(1)) > 1e-3, "the bias matters"
+    with torch.no_grad():
+        losses = [F.cross_entropy(m(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for m in (plain, biased.model)]
+    assert read("k_bias", "loss_without_bias") == pytest.approx(float(losses[0] - losses[1]), abs=1e-4)
 
 
 def test_weights_of_fewer_than_three_seeds_are_not_tried(ledger, tokenizer):

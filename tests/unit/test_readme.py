@@ -73,7 +73,7 @@ def test_a_headline_has_the_excess_beside_the_share_of_heads_and_the_papers_numb
     ]
 
 
-def test_differences_are_the_claims_that_do_not_hold_the_worst_first(monkeypatch):
+def test_differences_are_the_claims_that_do_not_hold_the_worst_first(runs, monkeypatch):
     table = readme.ledger.claims("laptop").iloc[:4].copy()
     table["verdict"] = [rules.PARTLY, rules.REPRODUCED, rules.NOT_REPRODUCED, rules.NOT_RUN]
     table["holds"] = ["2 of 3", "2 of 2", "0 of 3", "0 of 1"]
