@@ -3,6 +3,7 @@
 import hashlib
 import zipfile
 from dataclasses import replace
+from functools import partial
 
 import gguf
 import numpy as np
@@ -15,7 +16,7 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.ledger import open_models
-from sinkutils.measuring import open_lms, real, saved, scores
+from sinkutils.measuring import open_lms, real, saved, scores, surgery
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
 
@@ -155,7 +156,9 @@ def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path, monkeypa
         open_lms.recorded("b")
 
 
-def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(index, corpus, tmp_path, monkeypatch):
+@pytest.fixture
+def made(index, corpus, tmp_path, monkeypatch):
+    """The made-up model, and all sections of its record by the command, from a few short texts."""
     install(NAME)
     measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
     monkeypatch.setattr(open_lms, "subject", lambda name: measured)
@@ -164,17 +167,44 @@ def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(index, corpus,
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
     assert cli.main(["measure", "Tiny", "--save"]) == 0
-    sections = open_lms.recorded(NAME)
+    return measured, open_lms.recorded(NAME)
+
+
+def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(made, corpus):
+    _, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
     assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
-    done, report = sections["operations"], measured.measure(measured.inputs("natural", 3, first=BOS))
-    assert done["untouched"]["sink_1"] == pytest.approx(report.sink(), rel=1e-3)
-    # The same BOS stands first in every text, so its transplant is what it was.
-    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
-    assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"}
     (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
     assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
+
+
+def test_a_record_says_what_each_operation_does_to_the_model(made):
+    measured, sections = made
+    done, model, close = sections["operations"], measured.model, partial(pytest.approx, rel=1e-3)  # four digits stay
+    ids, long = measured.inputs("natural", 3, first=BOS), measured.inputs("natural", 2, 40, first=BOS)
+    for name, outcome in (("untouched", surgery.untouched(model, ids)), ("hide", surgery.hide(model, ids))):
+        sinks = [outcome.report.sink(target) for target in (1, 2)]
+        assert done[name] == {"loss": close(outcome.loss), "sink_1": close(sinks[0]), "sink_2": close(sinks[1])}
+    assert done["hide"] != done["untouched"]
+    # The same BOS stands first in every text, so its transplant is what it was.
+    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
+    coarse = [surgery.rounded(model, ids, 3, first_exact=exact).loss for exact in (False, True)]
+    assert done["rounded to bits"]["3"] == close(coarse) and coarse[0] != close(coarse[1])
+    assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"} and done["stream"]["after"] == 16
+    assert done["stream"]["loss"]["7 + 1"] == close(float(surgery.stream(model, long, 7, 1).losses[:, 16:].mean()))
+
+
+def test_a_record_says_how_near_a_key_is_to_its_mean_over_texts(made):
+    measured, sections = made
+    ids = measured.inputs("natural", 3, first=BOS)
+    by_hand = []
+    for keys, _ in surgery.keys_values(measured.model, ids, ids.shape[1] // 2):  # (3, H_kv, D)
+        pairs = [(k, m) for of_text in keys for k, m in zip(of_text, keys.mean(0), strict=True)]
+        by_hand.append(np.mean([float(k @ m / (k.norm() * m.norm())) for k, m in pairs]))
+    near = sections["first_token"][BOS]
+    assert near["cosine_k_middle_to_mean"] == pytest.approx(by_hand, rel=1e-3) and max(by_hand) < 0.99
+    assert near["cosine_k_1_to_mean"] == pytest.approx([1, 1], rel=1e-3)  # the same BOS
 
 
 def test_scores_put_first_what_training_did_unless_asked_otherwise_and_say_so(index, tmp_path, monkeypatch):

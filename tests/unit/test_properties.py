@@ -2,7 +2,8 @@
 
 import json
 import re
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -344,7 +345,7 @@ def test_scores_are_kept_and_stand_beside_the_sink(no_measurements):
 
 
 def test_without_lm_eval_the_error_says_what_to_install(plain, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[downstream\]'"):
         downstream.evaluate(plain.model, plain.tokenizer)
 
@@ -395,17 +396,48 @@ def by_hand(model, tokenizer):
     return 100 * float(np.mean(plain)), 100 * float(np.mean(normed))
 
 
+def scored(own, corpus):
+    """A model that reads 64 tokens, and its tokenizer."""
+    if own:
+        return tiny_64().eval(), corpus.tokenizer
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    return model.eval(), tf.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_log_likelihoods_of_a_batch_are_those_of_each_text_alone(own, corpus, monkeypatch):
+    model, tokenizer = scored(own, corpus)
+    interface = ModuleType("lm_eval.api.model")
+    interface.TemplateLM = type("TemplateLM", (), {})
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, interface)
+    scorer = downstream._scorer_class.__wrapped__()(model, tokenizer, [1])
+    short, long = scorer.tok_encode("attention sink"), [7] * 70
+    assert short[0] == 1 and scorer.eot_token_id == corpus.tokenizer.token_to_id("<eos>")
+    asked = [("", context, [5] * n) for context, lengths in ((short, (1, 4)), (long, (3, 66, 2))) for n in lengths]
+    with torch.no_grad():
+        output = model(torch.tensor([short]))
+    likely = int(getattr(output, "logits", output)[0, -1].argmax())
+    asked += [("", short, [likely])]
+    answers = scorer._loglikelihood_tokens(asked)
+    for (_, context, choice), (found, greedy) in zip(asked, answers, strict=True):
+        whole = torch.tensor([context + choice])[:, -65:]
+        with torch.no_grad():
+            output = model(whole[:, :-1])
+        log_p = getattr(output, "logits", output)[0].log_softmax(dim=-1)[-len(choice) :]
+        targets = whole[0, 1:][-len(choice) :]
+        expected = float(log_p[range(len(targets)), targets].sum())
+        assert found == pytest.approx(expected, abs=1e-4) and greedy == bool((log_p.argmax(-1) == targets).all())
+    assert [greedy for _, greedy in answers][-1]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_scores_on_a_local_task_are_those_computed_by_hand(own, local_task, corpus, monkeypatch):
     pytest.importorskip("lm_eval", reason="the optional extra `downstream` is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if own:
-        model, tokenizer = tiny_64(), corpus.tokenizer
-    else:
-        torch.manual_seed(0)
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=64))
-        tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, eos_token="<eos>")
-    scores = downstream.evaluate(model.eval(), tokenizer, "tiny_questions", include_path=local_task)
+    model, tokenizer = scored(own, corpus)
+    scores = downstream.evaluate(model, tokenizer, "tiny_questions", include_path=local_task)
     assert scores["questions"] == 4
     assert (scores["acc"], scores["acc_norm"]) == by_hand(model, tokenizer)
     with pytest.raises(ValueError, match="task must be one that lm-eval knows"):
