@@ -52,11 +52,16 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "fixed_token": training.further_from_the_end,
     "positions": _all(
         models.there_before_training("relative"),
-        models.first_block_looks_before("learnable", "absolute"),
+        models.first_block_looks("previous", "learnable", "absolute"),
         models.by_blocks("nope", "alibi"),
     ),
     "relative_loss": training.behind_from_the_start(
         "nope", "Without a position embedding it learns worse than the base"
+    ),
+    "heads": _all(
+        models.first_block_looks("self", "heads_add"),
+        training.behind_from_the_start("heads_add", "Added, heads learn worse than concatenated ones"),
+        models.first_block_looks("previous", "heads_1"),
     ),
     "weight_decay": training.other_doses,
     "window_absolute": training.twice_as_wide,

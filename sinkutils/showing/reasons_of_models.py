@@ -250,31 +250,35 @@ def in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]:
     return say
 
 
-def first_block_looks_before(*runs: str) -> Callable[[Results], str]:
-    """Section 7.1, Table 3: whether block 1 of these runs gives the token before what the base's gives x_1."""
+def first_block_looks(at: str, *runs: str) -> Callable[[Results], str]:
+    """Section 7.1, Table 3; Table 12 left: whether block 1 of these runs gives the token before ("previous") or each
+    token itself ("self") what the base's gives x_1.
+    """
+    where = {"previous": "the token before", "self": "the token itself"}[at]
 
     def say(ours: Results) -> str:
-        first, last, before = {}, {}, {}
+        first, last, there = {}, {}, {}
         for name in ("base", *runs):
             kept = [run for run in ours.seeds(name).values() if "alpha" in run.report and "destinations" in run.final]
             if not kept:
                 return ""
             blocks = np.array([np.mean(run.report["alpha"][0], axis=1) for run in kept])  # (seeds, blocks)
             first[name], last[name] = blocks[:, 0], blocks[:, -1]
-            before[name] = np.array([np.mean(run.final["destinations"]["previous"][0]) for run in kept])
+            there[name] = np.array([np.mean(run.final["destinations"][at][0]) for run in kept])
         if any(first[name].max() >= first["base"].min() for name in runs):
             return ""
-        if any(before[name].min() <= before["base"].max() for name in runs):
+        if any(there[name].min() <= there["base"].max() for name in runs):
             return ""
 
         def each(kept: Mapping[str, np.ndarray]) -> str:
-            *others, base = (f"{kept[name].min():.2f} to {kept[name].max():.2f}" for name in (*runs, "base"))
+            ends = ([f"{end:.2f}" for end in (kept[name].min(), kept[name].max())] for name in (*runs, "base"))
+            *others, base = (" to ".join(dict.fromkeys(pair)) for pair in ends)
             with_each = (f"{said} with {names.of(name, ours.preset)}" for said, name in zip(others, runs, strict=True))
             return f"{', '.join(with_each)} and {base} in the base"
 
         return (
-            f"Block 1 looks elsewhere: its heads' mean attention to x₁ is {each(first)}, to the token before "
-            f"{each(before)}. In the last block x₁ gets {each(last)}."
+            f"Block 1 looks elsewhere than the base's: its heads' mean attention to x₁ is {each(first)}, to {where} "
+            f"{each(there)}. In the last block x₁ gets {each(last)}."
         )
 
     return say

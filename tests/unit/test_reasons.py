@@ -15,7 +15,7 @@ FLOOR = uniform_alpha(64)
 def add(runs):
     """Add records of an experiment: a seed each of alpha_1, a row a block of so many heads."""
 
-    def record(name, *seeds, preset="laptop", star=0.0, loss=2.7, onsets=()):
+    def record(name, *seeds, preset="laptop", star=0.0, loss=2.7, onsets=(), **destinations):
         for seed, rows in enumerate(seeds):
             alpha = np.atleast_2d(np.asarray(rows, dtype=float))
             excess = {"1": float((alpha.mean() - FLOOR) / (1 - FLOOR)), "star": star}
@@ -26,6 +26,8 @@ def add(runs):
                 for step in range(11)
             ]
             final = {"step": 10, "sink_1": 0.0, "sink_star": 90.0, "valid_loss": loss, "report": report}
+            if destinations:  # each the same share in all heads of block 1
+                final["destinations"] = {where: [[share[seed]]] for where, share in destinations.items()}
             made_up(runs, name, seed, preset, curve=curve, final=final)
 
     return record
@@ -68,6 +70,25 @@ def test_what_x_1_gets_by_block_is_said_where_block_1_gives_it_less_than_the_bas
     )
     add("alibi", [[0.55], [0.4]], [[0.1], [0.5]])
     assert why("positions") == "", "one seed has the base's"
+
+
+def test_where_block_1_looks_in_the_place_of_x_1_is_said_where_it_does_so_in_every_seed(add):
+    add("fixed_1", [[0.5], [0.3]], [[0.6], [0.4]], self=(0.05, 0.05), previous=(0.1, 0.2))
+    add("heads_add", [[0.1], [0.1]], [[0.2], [0.3]], self=(0.5, 0.6), previous=(0.1, 0.3))
+    by_itself = (
+        "Block 1 looks elsewhere than the base's: its heads' mean attention to x₁ is 0.10 to 0.20 with heads added, "
+        "not concatenated and 0.50 to 0.60 in the base, to the token itself 0.50 to 0.60 with heads added, not "
+        "concatenated and 0.05 in the base. In the last block x₁ gets 0.10 to 0.30 with heads added, not concatenated "
+        "and 0.30 to 0.40 in the base."
+    )
+    assert why("heads") == by_itself
+    add("heads_1", [[0.3], [0.1]], [[0.3], [0.3]], self=(0.1, 0.1), previous=(0.3, 0.4))
+    assert why("heads").startswith(by_itself + " Block 1 looks elsewhere")
+    assert "to the token before 0.30 to 0.40 with 1 head and 0.10 to 0.20 in the base" in why("heads")
+    add("heads_1", [[0.3], [0.1]], [[0.3], [0.3]], self=(0.1, 0.1), previous=(0.3, 0.15))
+    assert why("heads") == by_itself, "one seed looks there no more than the base's"
+    add("heads_add", [[0.1], [0.1]], [[0.55], [0.3]], self=(0.5, 0.6), previous=(0.1, 0.3))
+    assert why("heads") == "", "one seed has the base's"
 
 
 def test_a_sink_in_few_heads_is_said_while_the_mean_over_all_is_open(add):
