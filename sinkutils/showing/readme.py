@@ -35,6 +35,7 @@ from sinkutils.study.grid import plan
 
 PRESET = "laptop"
 FILE = re.compile(r"(?<![\w`/.])(\w+(?:/\w+)+(?:\.\w+)?|\w+\.(?:py|json)|\w+\(\))(?![\w`/])")  # in a reason
+COUNT = re.compile(r"([^.:]*\bchecks? holds?\b[^.:]*)\. ?")  # a reason's first sentence, where it is only that
 HEADLINES = ("universal", "emerges", "fixed_token", "weight_decay", "key_biases", "no_normalisation")
 # By the column of a card, the ledger's primary outcome for the same position.
 EXCESS = {f"ours: {names.human(f'Sink_{k} %')}": f"excess_{k}" for k in (1, 2, 3)} | {"ours: Sink* %": "excess_star"}
@@ -47,10 +48,9 @@ def scope_part() -> str:
 
 
 def headlines_part() -> str:
-    """The verdicts of six conclusions of the paper, a line each, and how many of all claims have which."""
+    """The verdicts of six conclusions of the paper, a line each to unfold, and how many of all claims have which."""
     table = ledger.claims(PRESET).set_index("id", drop=False)
-    rows = table.loc[list(HEADLINES)].to_dict("records")
-    lines = [f"- {_chip(row)} {row['claim']} <br> {' '.join([*_numbers(row), _why(row)])}" for row in rows]
+    lines = [_folded(row, row["claim"], _numbers(row)) for row in table.loc[list(HEADLINES)].to_dict("records")]
     counts = ", ".join(f"{n} {verdict}" for verdict, n in table["verdict"].value_counts().sort_index().items())
     more = f"Of all {len(table)} claims: {counts}. Each with its numbers: [the ledger](docs/ledger.md)."
     return "\n".join([*lines, "", more])
@@ -61,10 +61,20 @@ def differences_part() -> str:
     table = ledger.claims(PRESET)
     rows = table[table["verdict"].isin((rules.NOT_REPRODUCED, rules.PARTLY))].to_dict("records")
     rows.sort(key=lambda row: Fraction(row["holds"].replace(" of ", "/")))
-    lines = [f"- {_chip(row)} {row['claim']} ({row['source']}) <br> {_why(row)}" for row in rows[:DIFFERENCES]]
+    lines = [_folded(row, f"{row['claim']} ({row['source']})", []) for row in rows[:DIFFERENCES]]
     if len(rows) > DIFFERENCES:
         lines.append(f"- and {len(rows) - DIFFERENCES} more in [the ledger](docs/ledger.md)")
     return "\n".join(lines) or "Of what is recorded so far, nowhere."
+
+
+def _folded(row: dict[str, Any], claim: str, numbers: list[str]) -> str:
+    """A claim with its verdict as a line; how many checks hold, and behind it the numbers and why, to unfold."""
+    why = _why(row)
+    count = COUNT.match(why)
+    counted, rest = (f"{count[1]}: ", why[count.end() :]) if count else ("", why)
+    behind = " and ".join([*(["the numbers"] if numbers else []), *(["why"] if rest else [])])
+    more = " <br> ".join([*numbers, rest] if rest else numbers)
+    return f"- {_chip(row)} {claim} <details><summary>{counted}{behind}</summary>{more}</details>"
 
 
 def _numbers(row: dict[str, Any]) -> list[str]:

@@ -78,9 +78,10 @@ def test_differences_are_the_claims_that_do_not_hold_the_worst_first(runs, monke
     table["verdict"] = [rules.PARTLY, rules.REPRODUCED, rules.NOT_REPRODUCED, rules.NOT_RUN]
     table["holds"] = ["2 of 3", "2 of 2", "0 of 3", "0 of 1"]
     monkeypatch.setattr(readme.ledger, "claims", lambda preset: table)
-    monkeypatch.setattr(readme.cards, "reason", lambda row, checks, preset: row["id"])
+    monkeypatch.setattr(readme.cards, "reason", lambda row, checks, preset: f"2 of 3 checks hold. {row['id']}")
     lines = readme.differences_part().splitlines()
-    assert [line.split("<br> ")[1] for line in lines] == [table["id"].iloc[2], table["id"].iloc[0]]
+    folded = "<details><summary>2 of 3 checks hold: why</summary>{}</details>"
+    assert [line.partition(") ")[2] for line in lines] == [folded.format(table["id"].iloc[i]) for i in (2, 0)]
     table["verdict"] = rules.REPRODUCED
     assert readme.differences_part() == "Of what is recorded so far, nowhere."
 
