@@ -160,9 +160,11 @@ def _peak_of(run: Run) -> float | None:
 
 
 def _gradient(run: Run) -> float | None:
-    """The gradient at x_1 over the mean of that at x_2 to x_32, where attention reads; median over layers."""
-    rows = run.final.get("gradients", {}).get("input")
-    return median(norm_ratio([row[:32]])[0] for row in rows) if rows else None
+    """The gradient at x_1 over the mean of that at x_2 to x_32, where attention reads; median over the layers that a
+    gradient reaches at all.
+    """
+    rows = [row[:32] for row in run.final.get("gradients", {}).get("input", ()) if any(row[1:32])]
+    return median(norm_ratio(rows)) if rows else None
 
 
 def _in_block(run: Run, block: int) -> float | None:
@@ -283,11 +285,12 @@ class Results:
         return self.runs.get(self.label(name), {})
 
     def values(self, name: str, key: str) -> pd.Series:
-        """A quantity of an experiment by seed, of the runs that trained and hold it."""
+        """A quantity of an experiment by seed, of the runs that trained and hold it; a ratio of nothing is not held."""
         wanted = (self.label(name), key)
         if wanted not in self.cache:
             read = {s: QUANTITIES[key].read(run) for s, run in self.seeds(name).items() if not run.failed}
-            known = {seed: value for seed, value in read.items() if value is not None and math.isfinite(value)}
+            least = 0.0 if QUANTITIES[key].log else -math.inf
+            known = {seed: value for seed, value in read.items() if value is not None and least < value < math.inf}
             self.cache[wanted] = pd.Series(known, dtype=float)
         return self.cache[wanted]
 

@@ -63,6 +63,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
         training.behind_from_the_start("heads_add", "Added, heads learn worse than concatenated ones"),
         models.first_block_looks("previous", "heads_1"),
     ),
+    "overfitting": training.known_by_heart,
     "weight_decay": training.other_doses,
     "window_absolute": training.twice_as_wide,
     "window_small": training.token_before,

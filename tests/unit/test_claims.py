@@ -211,6 +211,8 @@ def test_where_seeds_share_nothing_the_freedom_is_that_of_the_spread_within_expe
 def test_an_effect_on_a_ratio_is_one_of_its_logarithm(ledger):
     ledger.base(hidden=(8.0,)).add("v_bias", hidden=(2.0,))
     assert effect("v_bias", "base", key="hidden", runs=ledger.runs).mean == pytest.approx(math.log(2 / 8), abs=0.01)
+    ledger.add("k_bias", small=0.0)  # all weights decayed to nothing, say: it has no logarithm
+    assert results("laptop", ledger.runs).values("k_bias", "value").empty
 
 
 @pytest.mark.slow
@@ -456,6 +458,7 @@ def test_a_quantity_is_of_the_steps_that_its_heading_names(key, expected):
     ]
     curve[-1] |= {"losses": [5.0] * 4 + [4.0] * 32 + [3.0] * 4, "gradient_norms": [12.0, *[2.0] * 38, 1.0]}
     gradients = [[norm, *[1.0] * 31, 99.0] for norm in (8.0, 4.0, 2.0)]  # by block; x_33 is not among the others
+    gradients += [[0.0] * 33, [0.0] * 33]  # no gradient reaches these
     final = {"valid_loss": 3.0, "train_loss": 2.5, "report": {"excess": {"1": 0.4}}, "gradients": {"input": gradients}}
     assert QUANTITIES[key].read(fake(curve, final)) == pytest.approx(expected)
 

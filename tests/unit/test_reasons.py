@@ -50,6 +50,31 @@ def test_whether_eight_heads_are_why_shared_biases_lose_is_said_from_the_control
     assert f"8 in the paper; with 8 here too, sharing moves the excess of α₁ by {moved:+.3f} (" in why("shared_biases")
 
 
+def test_the_least_loss_orders_the_shares_only_where_it_does_and_the_smallest_are_learned_by_heart(runs):
+    def record(share, least, valid, train=2.0):
+        for seed in range(3):
+            end = {"valid_loss": valid, "train_loss": train}
+            losses = (7.0, least + 0.01 * seed)
+            curve = [{"step": step, "sink_1": 0.0, "valid_loss": loss} for step, loss in enumerate(losses)]
+            curve.append({"step": 2, "sink_1": 0.0} | end)
+            made_up(runs, f"data_share_{share}", seed, "laptop", curve=curve, final=end)
+
+    assert why("overfitting") == ""
+    for share, least in (("0.04", 3.7), ("0.1", 3.4), ("0.5", 2.9), ("1", 2.7)):
+        record(share, least, least + 0.1)
+    record("0.02", 4.3, 11.9, train=0.19)
+    assert why("overfitting") == "", "without the smallest"
+    record("0.01", 5.4, 11.5, train=0.12)
+    said = why("overfitting")
+    assert "the training loss ends at 0.1 and 0.2 nats, the validation loss at 11.5 and 11.9" in said
+    assert "even guessing costs 6.9" in said and said.endswith("in the mean 5.41, 4.31, 3.71, 3.41, 2.91, 2.71 nats.")
+    record("0.04", 4.32, 4.4)
+    assert why("overfitting") == "", "seeds of two shares overlap"
+    record("0.04", 3.7, 3.8)
+    record("0.01", 5.4, 6.5)
+    assert why("overfitting") == "", "not learned by heart"
+
+
 def test_that_seeds_agree_is_said_of_all_or_none(add):
     add("fixed_1", 0.5, 0.5, 0.5, onsets=(2, 2, 2))
     add("lr_half", 0.4, 0.4, 0.4, onsets=(3, 4, 4))
