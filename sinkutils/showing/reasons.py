@@ -65,6 +65,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     ),
     "overfitting": training.known_by_heart,
     "weight_decay": training.other_doses,
+    "much_weight_decay": training.gone_before,
     "window_absolute": training.twice_as_wide,
     "window_small": training.token_before,
     "compensated_rate": training.longer_learns_more,

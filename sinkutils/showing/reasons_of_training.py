@@ -293,5 +293,20 @@ def other_doses(ours: Results) -> str:
     )
 
 
+def gone_before(ours: Results) -> str:
+    """Section 6, Table 2: whether a smaller decay than the paper's largest has taken the whole sink already."""
+    left = judge(Check("absent", ("weight_decay_2",), "excess_1"), ours, {})
+    harm = paired(ours, "weight_decay_5", "weight_decay_2", "valid_loss")
+    if left.state != HOLDS or left.effect is None or harm is None or harm.low <= 0:
+        return ""
+    times = _sum_of_rates(config("base", ours.preset).train) / _sum_of_rates(config("default", "paper").train)
+    return (
+        f"At a decay of 2 the sink is gone: an excess of {left.effect.mean:.3f} ({left.effect.low:.3f} to "
+        f"{left.effect.high:.3f}). Nothing is left for 5 to take; it harms the model further all the same, by "
+        f"{harm.mean:.2f} nats. By rates times decay our 1, 2 and 5 are {times:.0f}, {2 * times:.0f} and "
+        f"{5 * times:.0f} in the paper, whose largest is 5: its whole range ends near our {5 / times:.1g}."
+    )
+
+
 def _sum_of_rates(train: TrainConfig) -> float:
     return sum(learning_rate(train, step) for step in range(train.steps))

@@ -75,6 +75,23 @@ def test_the_least_loss_orders_the_shares_only_where_it_does_and_the_smallest_ar
     assert why("overfitting") == "", "not learned by heart"
 
 
+def test_that_no_sink_is_left_to_take_is_said_where_a_smaller_decay_has_taken_it(add):
+    add("fixed_1", 0.5, 0.54, 0.52)
+    add("weight_decay_2", FLOOR, FLOOR + 0.002, FLOOR + 0.001, loss=3.9)
+    assert why("much_weight_decay") == "", "what 5 does is not known"
+    add("weight_decay_5", FLOOR, FLOOR, FLOOR, loss=5.7)
+    said = why("much_weight_decay")
+    assert said.startswith("At a decay of 2 the sink is gone: an excess of 0.001 (") and "by 1.80 nats" in said
+    assert (
+        "our 1, 2 and 5 are 9, 18 and 45 in the paper, whose largest is 5: its whole range ends near our 0.6." in said
+    )
+    add("weight_decay_5", FLOOR, FLOOR, FLOOR, loss=3.9)
+    assert why("much_weight_decay") == "", "no harm"
+    add("weight_decay_5", FLOOR, FLOOR, FLOOR, loss=5.7)
+    add("weight_decay_2", 0.2, 0.21, 0.2, loss=3.9)
+    assert why("much_weight_decay") == "", "a sink is left"
+
+
 def test_that_seeds_agree_is_said_of_all_or_none(add):
     add("fixed_1", 0.5, 0.5, 0.5, onsets=(2, 2, 2))
     add("lr_half", 0.4, 0.4, 0.4, onsets=(3, 4, 4))
