@@ -204,8 +204,8 @@ def still_growing(run: str) -> Callable[[Results], str]:
 
 
 def known_by_heart(ours: Results) -> str:
-    """Section 5, Figure 5 right: whether the least validation loss orders the shares of the text, where the gap at the end
-    does not as the smallest ones are learned by heart.
+    """Section 5, Figure 5 right: whether the least validation loss orders the shares of the text, where the gap at the
+    end does not as the smallest ones are learned by heart.
     """
     names_of = [f"data_share_{share}" for share in ("0.01", "0.02", "0.04", "0.1", "0.5", "1")]
     runs = [[run for run in ours.seeds(name).values() if not run.failed] for name in names_of]
