@@ -68,6 +68,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "much_weight_decay": training.gone_before,
     "window_absolute": training.twice_as_wide,
     "window_small": training.token_before,
+    "batch_size": training.too_fast_for_few,
     "compensated_rate": training.longer_learns_more,
     **dict.fromkeys(("shared_biases", "shared_key_biases"), models.as_good_shared),
     "gates_remove": models.in_the_first_blocks("gate_element", count=2),

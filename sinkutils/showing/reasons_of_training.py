@@ -120,6 +120,28 @@ def longer_learns_more(ours: Results) -> str:
     )
 
 
+def too_fast_for_few(ours: Results) -> str:
+    """Appendix C.1, Table 10 left: whether the smallest batch gains by half the rate, by which the base loses, and
+    whether it has the base's sink after as many tokens.
+    """
+    slower = [
+        paired(ours, *runs, "excess_1") for runs in (("batch_quarter_lr_half", "batch_quarter"), ("lr_half", "base"))
+    ]
+    small, large = slower
+    if small is None or large is None or small.low <= 0 or large.high >= 0:
+        return ""
+    longer = paired(ours, "batch_quarter_steps_x4", "base", "excess_1")
+    tokens = ""
+    if longer is not None and longer.seeds >= ours.least:
+        told = f"{longer.mean:+.3f} ({longer.low:+.3f} to {longer.high:+.3f})"
+        tokens = f" With four times the steps, so as many tokens as the base's, it stands {told} from the base."
+    return (
+        "Our rate was chosen for our batch, and a quarter of it does not stand that rate: at half of it the excess is "
+        f"larger by {small.mean:.3f} ({small.low:.3f} to {small.high:.3f}), where the base's is smaller by "
+        f"{-large.mean:.3f} ({-large.high:.3f} to {-large.low:.3f}).{tokens}"
+    )
+
+
 def twice_as_wide(ours: Results) -> str:
     """Section 6, Figure 6 middle: whether a window of twice the width has the sink that one of C / 4 has not."""
     wide, narrow = (judge(Check("present", (name,), "visible_1"), ours, {}) for name in ("window_1_2", "window_1_4"))

@@ -136,6 +136,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("lr_x0.025", "4", "learning rate / 40, steps x 4", {_RATE: times(1 / 40), _STEPS: times(4)}),
     *(Experiment(f"batch_{name}", "4", f"batch size x {factor:g}", {"train.batch_size": times(factor)})
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
+    # what the smallest batch lacks at our base: a rate that it stands, or the tokens that it does not see
+    *(Experiment(f"batch_quarter_{name}", "4", f"batch size x 0.25, {title}",
+                 {"train.batch_size": times(0.25)} | change, note="a control of ours, no row of the paper")
+      for name, title, change in (("lr_half", "learning rate / 2", {_RATE: times(1 / 2)}),
+                                  ("steps_x4", "steps x 4", {_STEPS: times(4)}))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
     *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
                  base=False, headline=k == 1, weights=3 * (k == 1)) for k in (1, 2, 3)),

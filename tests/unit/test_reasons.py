@@ -75,6 +75,27 @@ def test_the_least_loss_orders_the_shares_only_where_it_does_and_the_smallest_ar
     assert why("overfitting") == "", "not learned by heart"
 
 
+def test_that_a_small_batch_does_not_stand_the_rate_is_said_where_half_of_it_helps_it_and_harms_the_base(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("batch_quarter", 0.20, 0.24, 0.22)
+    add("lr_half", 0.40, 0.44, 0.42)
+    assert why("batch_size") == "", "without the control"
+    add("batch_quarter_lr_half", 0.30, 0.34, 0.33)
+    up, down = ((0.10 + 0.10 + 0.11) / 3 / (1 - FLOOR), 0.10 / (1 - FLOOR))
+    assert f"the excess is larger by {up:.3f} (" in why("batch_size")
+    assert f"the base's is smaller by {down:.3f} (" in why("batch_size")
+    assert "four times the steps" not in why("batch_size")
+    add("batch_quarter_steps_x4", 0.45, 0.49)
+    assert "four times the steps" not in why("batch_size"), "two seeds"
+    add("batch_quarter_steps_x4", 0.45, 0.49, 0.47)
+    assert f"it stands {-0.05 / (1 - FLOOR):+.3f} (" in why("batch_size")
+    add("lr_half", 0.60, 0.64, 0.62)
+    assert why("batch_size") == "", "half the rate helps the base as well"
+    add("lr_half", 0.40, 0.44, 0.42)
+    add("batch_quarter_lr_half", 0.10, 0.14, 0.13)
+    assert why("batch_size") == "", "half the rate does not help"
+
+
 def test_that_no_sink_is_left_to_take_is_said_where_a_smaller_decay_has_taken_it(add):
     add("fixed_1", 0.5, 0.54, 0.52)
     add("weight_decay_2", FLOOR, FLOOR + 0.002, FLOOR + 0.001, loss=3.9)
