@@ -71,17 +71,24 @@ def in_some_seeds(run: str) -> Callable[[Results], str]:
     return say
 
 
-def scattered(run: str) -> Callable[[Results], str]:
-    """Section 7.4: a run none of whose seeds has a sink, though they scatter too widely to leave one out."""
+def scattered(kind: str, *runs: str) -> Callable[[Results], str]:
+    """Section 7.4; Table 10 left: runs of which no seed ("absent") or each ("present") has a sink, though seeds scatter
+    too widely to tell so of their mean.
+    """
+    how, leaves = {"absent": ("No", "leave one out"), "present": ("Each", "show one")}[kind]
 
     def say(ours: Results) -> str:
-        seeds, counts = ours.values(run, "excess_1"), SINK * ours.values("base", "excess_1").mean()
-        if len(seeds) < 2 or seeds.max() >= counts or judge(Check("absent", (run,)), ours, {}).state != OPEN:
-            return ""
-        told = ", ".join(f"{value:.3f}" for value in seeds)
+        counts, told = SINK * ours.values("base", "excess_1").mean(), []
+        for run in runs:
+            seeds = ours.values(run, "excess_1")
+            if len(seeds) < 2 or judge(Check(kind, (run,)), ours, {}).state != OPEN:
+                return ""
+            if not (seeds.max() < counts if kind == "absent" else seeds.min() > counts):
+                return ""
+            told.append(f"{names.of(run, ours.preset)} (excess {', '.join(f'{value:.3f}' for value in seeds)})")
         return (
-            f"No seed of {names.of(run, ours.preset)} has a sink: {told} of excess, where {counts:.3f} counts. But "
-            "they scatter so widely that the interval of their mean does not leave one out."
+            f"{how} seed of {' and '.join(told)} has a sink, where {counts:.3f} counts. But they scatter so widely "
+            f"that the interval of their mean does not {leaves}."
         )
 
     return say

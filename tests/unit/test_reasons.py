@@ -75,6 +75,25 @@ def test_the_least_loss_orders_the_shares_only_where_it_does_and_the_smallest_ar
     assert why("overfitting") == "", "not learned by heart"
 
 
+def test_that_scattered_seeds_agree_on_a_sink_or_on_none_is_said_while_their_mean_leaves_it_open(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("mlp", FLOOR, FLOOR + 0.06, FLOOR)
+    assert why("mlp_kernel").startswith(
+        "No seed of MLP kernel, no normalisation (excess 0.000, 0.065, 0.000) has a sink"
+    )
+    add("mlp", FLOOR, FLOOR + 0.1, FLOOR)
+    assert why("mlp_kernel") == "", "one has"
+    add("batch_quarter", 0.25, 0.65, 0.45)
+    assert why("batch_size") == "", "half the batch is not known"
+    add("batch_half", 0.25, 0.65, 0.45)
+    assert why("batch_size").startswith("Each seed of batch size × 0.25 (excess ")
+    assert "does not show one." in why("batch_size")
+    add("batch_half", 0.25, 0.26, 0.25)
+    assert why("batch_size") == "", "its mean tells"
+    add("batch_half", FLOOR, 0.65, 0.45)
+    assert why("batch_size") == "", "one has none"
+
+
 def test_that_a_small_batch_does_not_stand_the_rate_is_said_where_half_of_it_helps_it_and_harms_the_base(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("batch_quarter", 0.20, 0.24, 0.22)
