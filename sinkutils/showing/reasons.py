@@ -76,7 +76,12 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "mlp_kernel": models.scattered("absent", "mlp"),
     "inner_dependence": _all(models.in_the_first_blocks("sigmoid"), models.scattered("absent", "mlp")),
     "dyt": training.behind_from_the_start("dyt", "It learns worse than RMSNorm"),
-    "failures": training.train_all_the_same,
+    "failures": training.train_all_the_same("elu_normalised", "elu_kernel", "linear_normalised"),
+    "p_softmax_diverges": training.train_all_the_same("softmax_p2", "softmax_p3", "softmax_p4"),
+    "bias_dims": _all(
+        training.seeds_agree("k_bias_dims_64", "k_bias_dims_1", "excess_star"),
+        models.in_the_first_blocks("k_bias_dims_16", "k_bias_dims_1"),
+    ),
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), training.still_growing("sandwich_norm")),
     "softmax_plus_one": models.in_the_first_blocks("softmax_plus_one"),
     "depth": training.deeper_is_slower,

@@ -249,9 +249,9 @@ def in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]:
         alone = "alone" if others.max() <= even else "above all"
         left = " and ".join(names.of(run, ours.preset) for run in runs if ours.seeds(run))
         return (
-            f"What is left with {left} stands in {place} {alone}: heads there give x₁ {first.min():.2f} to "
-            f"{first.max():.2f} in the mean, those of the others {others.min():.2f} to {others.max():.2f} (even "
-            f"attention: {even:.3f})."
+            f"What is left of the sink on x₁ with {left} stands in {place} {alone}: heads there give x₁ "
+            f"{first.min():.2f} to {first.max():.2f} in the mean, those of the others {others.min():.2f} to "
+            f"{others.max():.2f} (even attention: {even:.3f})."
         )
 
     return say

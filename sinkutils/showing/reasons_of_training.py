@@ -84,7 +84,8 @@ def seeds_agree(more: str, less: str, key: str) -> Callable[[Results], str]:
         if QUANTITIES[key].log:
             how = f"{np.exp(gaps.min()):.2f} to {np.exp(gaps.max()):.2f} times"
         first, second = (names.of(name, ours.preset) for name in (more, less))
-        return f"All {len(gaps)} seeds agree in direction: {QUANTITIES[key].heading}, {first} above {second} {how}."
+        what = names.human(QUANTITIES[key].heading)
+        return f"All {len(gaps)} seeds agree in direction: {what}, {first} above {second} {how}."
 
     return say
 
@@ -247,26 +248,29 @@ def known_by_heart(ours: Results) -> str:
     )
 
 
-def train_all_the_same(ours: Results) -> str:
-    """Appendix C.4, Table 15: how smoothly what fails in the paper trains here, and how well; only while it does."""
-    broken = ("elu_normalised", "elu_kernel", "linear_normalised")
-    seeds = {name: ours.seeds(name).values() for name in ("base", *broken)}
-    if not all(runs and not any(run.failed for run in runs) for runs in seeds.values()):
-        return ""
-    rises = {
-        name: max(np.diff([point["valid_loss"] for point in run.curve]).max() for run in runs)
-        for name, runs in seeds.items()
-    }
-    worst = max(rises[name] for name in broken)
-    behind = [paired(ours, name, "base", "valid_loss") for name in broken]
-    if worst > 2 * rises["base"] or None in behind:
-        return ""
-    ends = ", ".join(f"{loss.mean:+.3f}" for loss in behind if loss is not None)
-    return (
-        f"Here they train as smoothly as the base: from one evaluation to the next the validation loss rises by "
-        f"{worst:.2f} nats at most (the base's by {rises['base']:.2f}). How well is another matter: they end {ends} "
-        "nats from the base. Whether it takes a larger model to break them, no run of ours has tried."
-    )
+def train_all_the_same(*broken: str) -> Callable[[Results], str]:
+    """Appendix C.4: how smoothly what fails in the paper trains here, and how well; only while each of them does."""
+
+    def say(ours: Results) -> str:
+        seeds = {name: ours.seeds(name).values() for name in ("base", *broken)}
+        if not all(runs and not any(run.failed for run in runs) for runs in seeds.values()):
+            return ""
+        rises = {
+            name: max(np.diff([point["valid_loss"] for point in run.curve]).max() for run in runs)
+            for name, runs in seeds.items()
+        }
+        worst = max(rises[name] for name in broken)
+        behind = [paired(ours, name, "base", "valid_loss") for name in broken]
+        if worst > 2 * rises["base"] or None in behind:
+            return ""
+        ends = ", ".join(f"{loss.mean:+.3f}" for loss in behind if loss is not None)
+        return (
+            f"Here they train as smoothly as the base: from one evaluation to the next the validation loss rises by "
+            f"{worst:.2f} nats at most (the base's by {rises['base']:.2f}). How well is another matter: they end "
+            f"{ends} nats from the base. Whether it takes a larger model to break them, no run of ours has tried."
+        )
+
+    return say
 
 
 def behind_from_the_start(name: str, words: str) -> Callable[[Results], str]:

@@ -141,6 +141,37 @@ def test_that_seeds_agree_is_said_of_all_or_none(add):
     assert why("small_rate_delays") == "", "one seed does not"
 
 
+def test_bias_dimensions_whose_neighbours_cannot_be_told_apart_are_told_by_their_ends(add):
+    add("fixed_1", [[0.5], [0.5]], [[0.5], [0.6]], [[0.6], [0.5]])
+    for name in ("k_bias_dims_16", "k_bias_dims_1"):
+        add(name, [[0.30], [0.05]], [[0.20], [0.06]], [[0.25], [0.04]], star=0.3)
+    left = "K biases learnable in 1 / 96 of their dimensions stands in block 1 alone: heads there give x₁ 0.20 to 0.30"
+    add("k_bias_dims_64", 0.01, 0.01, 0.01, star=0.2)
+    assert "agree" not in why("bias_dims") and left in why("bias_dims"), "the other way round"
+    add("k_bias_dims_64", 0.01, 0.01, 0.01, star=0.5)
+    assert why("bias_dims").startswith("All 3 seeds agree in direction: excess of α*, K biases learnable in 64 / 96 of")
+    assert "by 0.200 to 0.200" in why("bias_dims") and left in why("bias_dims")
+    add("k_bias_dims_1", [[0.30], [0.25]], [[0.20], [0.06]], [[0.25], [0.04]], star=0.3)
+    assert left not in why("bias_dims"), "another block too"
+
+
+def test_that_what_fails_in_the_paper_trains_smoothly_is_said_while_all_of_it_does(runs):
+    def record(name, *losses):
+        for seed in range(3):
+            curve = [{"step": i, "sink_1": 0.0, "valid_loss": loss + 0.01 * seed} for i, loss in enumerate(losses)]
+            made_up(runs, name, seed, "laptop", curve=curve, final=curve[-1])
+
+    record("fixed_1", 7.0, 3.0, 3.05, 2.7)
+    record("softmax_p2", 7.0, 3.0, 3.08, 2.8)
+    record("softmax_p3", 7.0, 3.0, 2.9, 2.8)
+    assert why("p_softmax_diverges") == "", "without the fourth power"
+    record("softmax_p4", 7.0, 3.0, 3.0, 2.9)
+    said = why("p_softmax_diverges")
+    assert "by 0.08 nats at most (the base's by 0.05)" in said and "they end +0.100, +0.100, +0.200 nats" in said
+    record("softmax_p4", 7.0, 3.0, 3.2, 2.9)
+    assert why("p_softmax_diverges") == "", "one jumps"
+
+
 def test_what_x_1_gets_by_block_is_said_where_block_1_gives_it_less_than_the_base_s_in_every_seed(add):
     add("fixed_1", [[0.5], [0.3]], [[0.6], [0.3]])
     add("nope", [[0.2], [0.1]], [[0.4], [0.1]])
