@@ -75,6 +75,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "no_normalisation": models.in_the_first_blocks("sigmoid", "elu"),
     "mlp_kernel": models.scattered("absent", "mlp"),
     "inner_dependence": _all(models.in_the_first_blocks("sigmoid"), models.scattered("absent", "mlp")),
+    "inner_dependence_beyond": models.wanes_with_the_power,
     "dyt": training.behind_from_the_start("dyt", "It learns worse than RMSNorm"),
     "failures": training.train_all_the_same("elu_normalised", "elu_kernel", "linear_normalised"),
     "p_softmax_diverges": training.train_all_the_same("softmax_p2", "softmax_p3", "softmax_p4"),

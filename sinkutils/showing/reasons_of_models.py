@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import numpy as np
 from scipy.stats import gmean
@@ -92,6 +93,21 @@ def scattered(kind: str, *runs: str) -> Callable[[Results], str]:
         )
 
     return say
+
+
+def wanes_with_the_power(ours: Results) -> str:
+    """Appendix C.4: whether a larger p leaves p-normalised softmax less of a sink from one step of p to the next."""
+    runs = ("base", "softmax_p2", "softmax_p3")
+    steps = [paired(ours, *pair, "excess_1") for pair in pairwise(runs)]
+    if any(step is None or step.seeds < ours.least or step.low <= 0 for step in steps):
+        return ""
+    ends = ", ".join(f"{ours.values(run, 'excess_1').mean():.3f}" for run in runs)
+    close = judge(Check("absent", ("softmax_p2",)), ours, {}).state == OPEN
+    first, second = (f"{step.mean:.3f} ({step.low:.3f} to {step.high:.3f})" for step in steps if step)
+    return (
+        f"In p-normalised softmax the sink wanes with p: the excess of α₁ is {ends} with p = 1, 2, 3, less by {first} "
+        f"and once more by {second}.{' What is left with p = 2 is too close to what counts as a sink to tell.' * close}"
+    )
 
 
 def without_a_sink(*runs: str) -> Callable[[Results], str]:

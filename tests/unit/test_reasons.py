@@ -172,6 +172,19 @@ def test_that_what_fails_in_the_paper_trains_smoothly_is_said_while_all_of_it_do
     assert why("p_softmax_diverges") == "", "one jumps"
 
 
+def test_that_the_sink_wanes_with_p_is_said_where_each_step_of_p_takes_some(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("softmax_p2", 0.10, 0.20, 0.15)
+    assert why("inner_dependence_beyond") == "", "one step"
+    add("softmax_p3", FLOOR, FLOOR + 0.01, FLOOR)
+    said = why("inner_dependence_beyond")
+    assert "with p = 1, 2, 3, less by 0.400 (" in said and said.endswith("too close to what counts as a sink to tell.")
+    add("softmax_p2", 0.30, 0.31, 0.30)
+    assert why("inner_dependence_beyond").endswith(")."), "a sink"
+    add("softmax_p3", 0.30, 0.32, 0.30)
+    assert why("inner_dependence_beyond") == "", "nothing lost by the second"
+
+
 def test_what_x_1_gets_by_block_is_said_where_block_1_gives_it_less_than_the_base_s_in_every_seed(add):
     add("fixed_1", [[0.5], [0.3]], [[0.6], [0.3]])
     add("nope", [[0.2], [0.1]], [[0.4], [0.1]])
