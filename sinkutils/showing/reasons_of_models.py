@@ -97,16 +97,18 @@ def scattered(kind: str, *runs: str) -> Callable[[Results], str]:
 
 def wanes_with_the_power(ours: Results) -> str:
     """Appendix C.4: whether a larger p leaves p-normalised softmax less of a sink from one step of p to the next."""
-    runs = ("base", "softmax_p2", "softmax_p3")
-    steps = [paired(ours, *pair, "excess_1") for pair in pairwise(runs)]
+    runs = ("base", "softmax_p2", "softmax_p3", "softmax_p4")
+    steps = [paired(ours, *pair, "excess_1") for pair in pairwise(runs[:3])]
     if any(step is None or step.seeds < ours.least or step.low <= 0 for step in steps):
         return ""
     ends = ", ".join(f"{ours.values(run, 'excess_1').mean():.3f}" for run in runs)
     close = judge(Check("absent", ("softmax_p2",)), ours, {}).state == OPEN
     first, second = (f"{step.mean:.3f} ({step.low:.3f} to {step.high:.3f})" for step in steps if step)
     return (
-        f"In p-normalised softmax the sink wanes with p: the excess of α₁ is {ends} with p = 1, 2, 3, less by {first} "
-        f"and once more by {second}.{' What is left with p = 2 is too close to what counts as a sink to tell.' * close}"
+        f"In p-normalised softmax the sink wanes with p: the excess of α₁ is {ends} with p = 1, 2, 3, 4; less by "
+        f"{first} from 1 to 2 and by {second} from 2 to 3."
+        + " What is left with p = 2 is too close to what counts as a sink to tell."
+        * close
     )
 
 

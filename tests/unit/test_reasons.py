@@ -177,10 +177,13 @@ def test_that_the_sink_wanes_with_p_is_said_where_each_step_of_p_takes_some(add)
     add("softmax_p2", 0.10, 0.20, 0.15)
     assert why("inner_dependence_beyond") == "", "one step"
     add("softmax_p3", FLOOR, FLOOR + 0.01, FLOOR)
+    add("softmax_p4", FLOOR, FLOOR, FLOOR)
     said = why("inner_dependence_beyond")
-    assert "with p = 1, 2, 3, less by 0.400 (" in said and said.endswith("too close to what counts as a sink to tell.")
+    assert ", 0.000 with p = 1, 2, 3, 4; less by 0.400 (" in said and said.endswith(
+        "too close to what counts as a sink to tell."
+    )
     add("softmax_p2", 0.30, 0.31, 0.30)
-    assert why("inner_dependence_beyond").endswith(")."), "a sink"
+    assert why("inner_dependence_beyond").endswith("from 2 to 3."), "a sink"
     add("softmax_p3", 0.30, 0.32, 0.30)
     assert why("inner_dependence_beyond") == "", "nothing lost by the second"
 
