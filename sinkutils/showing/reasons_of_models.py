@@ -99,7 +99,8 @@ def wanes_with_the_power(ours: Results) -> str:
     """Appendix C.4: whether a larger p leaves p-normalised softmax less of a sink from one step of p to the next."""
     runs = ("base", "softmax_p2", "softmax_p3", "softmax_p4")
     steps = [paired(ours, *pair, "excess_1") for pair in pairwise(runs[:3])]
-    if any(step is None or step.seeds < ours.least or step.low <= 0 for step in steps):
+    few = any(len(ours.values(run, "excess_1")) < ours.least for run in runs)
+    if few or any(step is None or step.low <= 0 for step in steps):
         return ""
     ends = ", ".join(f"{ours.values(run, 'excess_1').mean():.3f}" for run in runs)
     close = judge(Check("absent", ("softmax_p2",)), ours, {}).state == OPEN

@@ -98,7 +98,9 @@ def test_seeds_without_a_sink_that_scatter_too_widely_to_leave_one_out_are_named
     for seed, excess in alpha.items():
         report = {"T": 64, "layers": [0], "excess": {"1": excess}, "alpha": [[[0.07]]]}
         made_up(runs, "mlp", seed, "laptop", final={"step": 9, "report": report})
-    assert "0.000, 0.070, -0.070 of excess, where 0.099 counts" in reasons.why("mlp_kernel", results("laptop"))
+    assert "(excess 0.000, 0.070, -0.070) has a sink, where 0.099 counts" in reasons.why(
+        "mlp_kernel", results("laptop")
+    )
 
 
 def test_elements_are_told_where_norms_say_nothing_and_only_there(runs, monkeypatch):
