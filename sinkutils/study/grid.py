@@ -44,7 +44,7 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     All at each of `seeds`; None: at SEEDS together, since no verdict rests on fewer: base, headline, the others, then
-    the headline at more seeds, then what came after the paper. A fine-tuning is as headline as what it starts from.
+    the headline at more seeds; what came after the paper, likewise, last. A fine-tuning is as headline as what it starts from.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
     runs = {run.experiment: run for run in (config(name, preset) for name in names)}
@@ -54,9 +54,10 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     first = sorted(runs, key=lambda name: (name in after, name != base, name not in headline))
     if seeds is not None:
         return [config(name, preset, seed) for seed in seeds for name in first]
-    pairs = [(name, seed) for name in first if name not in after for seed in SEEDS]
-    pairs += [(name, seed) for name in first if name in headline for seed in HEADLINE_SEEDS if seed not in SEEDS]
-    pairs += [(name, seed) for name in first if name in after for seed in SEEDS]
+    pairs = []
+    for part in ([name for name in first if name not in after], [name for name in first if name in after]):
+        pairs += [(name, seed) for name in part for seed in SEEDS]
+        pairs += [(name, seed) for name in part if name in headline for seed in HEADLINE_SEEDS if seed not in SEEDS]
     return [config(name, preset, seed) for name, seed in pairs]
 
 

@@ -26,6 +26,7 @@ HEADLINE = {
     *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
     *("sink_token_default", "sft_softmax", "sft_sigmoid"),  # the latter by what they start from
 }
+LATER_HEADLINE = ("softpick", "sigmoid_log_bias")  # of later papers
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
@@ -234,7 +235,7 @@ def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_n
     assert len(set(pairs)) == len(pairs)
     names = {e.name for e in of("laptop") if not e.download} - set(SAME["laptop"]) - set(AFTER)
     parts = []  # in the order of the plan
-    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), 3 * len(AFTER)):
+    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), len(pairs)):
         parts.append(pairs[:size])
         pairs = pairs[size:]
     assert not pairs
@@ -243,7 +244,9 @@ def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_n
         assert set(part) == {(name, seed) for name in of_part for seed in (0, 1, 2)}
         assert [seed for _, seed in part] == [0, 1, 2] * len(of_part), "all three of an experiment together"
     assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
-    assert parts[4] == [(name, seed) for name in AFTER for seed in (0, 1, 2)]
+    after = sorted(AFTER, key=lambda name: name not in LATER_HEADLINE)
+    more = [(name, seed) for name in LATER_HEADLINE for seed in (3, 4, 5)]
+    assert parts[4] == [(name, seed) for name in after for seed in (0, 1, 2)] + more
     assert set(missing("laptop", tmp_path, (5,))) == {(name, 5) for name in names | set(AFTER)}
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
     large = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")  # of which none is of the headline
