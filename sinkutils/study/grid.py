@@ -44,7 +44,8 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     All at each of `seeds`; None: at SEEDS together, since no verdict rests on fewer: base, headline, the others, then
-    the headline at more seeds; what came after the paper, likewise, last. A fine-tuning is as headline as what it starts from.
+    the headline at more seeds; what came after the paper, likewise, last. A fine-tuning is as headline as what it
+    starts from.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
     runs = {run.experiment: run for run in (config(name, preset) for name in names)}
