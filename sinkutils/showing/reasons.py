@@ -79,6 +79,9 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "dyt": training.behind_from_the_start("dyt", "It learns worse than RMSNorm"),
     "failures": training.train_all_the_same("elu_normalised", "elu_kernel", "linear_normalised"),
     "p_softmax_diverges": training.train_all_the_same("softmax_p2", "softmax_p3", "softmax_p4"),
+    "scale": _all(
+        models.by_blocks("scale_0.2", "scale_0.1", "scale_0.05"), models.first_block_looks("self", "scale_2")
+    ),
     "bias_dims": _all(
         training.seeds_agree("k_bias_dims_64", "k_bias_dims_1", "excess_star"),
         models.in_the_first_blocks("k_bias_dims_16", "k_bias_dims_1"),

@@ -277,8 +277,8 @@ def in_the_first_blocks(*runs: str, count: int = 1) -> Callable[[Results], str]:
 
 
 def first_block_looks(at: str, *runs: str) -> Callable[[Results], str]:
-    """Section 7.1, Table 3; Table 12 left: whether block 1 of these runs gives the token before ("previous") or each
-    token itself ("self") what the base's gives x_1.
+    """Section 7.1, Table 3; Table 12 left; Table 14 left: whether block 1 of these runs gives the token before
+    ("previous") or each token itself ("self") what the base's gives x_1.
     """
     where = {"previous": "the token before", "self": "the token itself"}[at]
 
@@ -311,7 +311,7 @@ def first_block_looks(at: str, *runs: str) -> Callable[[Results], str]:
 
 
 def by_blocks(*runs: str) -> Callable[[Results], str]:
-    """Section 7.1, Table 3: how much of its sink a run has in each block, where block 1 has less than the base's."""
+    """Table 3; Table 14 left: how much of its sink a run has in each block, where block 1 has less than the base's."""
 
     def say(ours: Results) -> str:
         found = {}

@@ -218,6 +218,11 @@ def test_where_block_1_looks_in_the_place_of_x_1_is_said_where_it_does_so_in_eve
     assert why("heads") == by_itself, "one seed looks there no more than the base's"
     add("heads_add", [[0.1], [0.1]], [[0.55], [0.3]], self=(0.5, 0.6), previous=(0.1, 0.3))
     assert why("heads") == "", "one seed has the base's"
+    add("scale_2", [[0.1], [0.1]], [[0.2], [0.3]], self=(0.5, 0.6), previous=(0.1, 0.3))
+    assert why("scale").startswith("Block 1 looks elsewhere") and "0.60 with softmax scaled by α = 2" in why("scale")
+    for name in ("scale_0.2", "scale_0.1", "scale_0.05"):
+        add(name, [[0.3], [0.5]], [[0.4], [0.5]])
+    assert why("scale").startswith("From block to block x₁ gets in the mean: the base 0.55, 0.35; softmax scaled by")
 
 
 def test_a_sink_in_few_heads_is_said_while_the_mean_over_all_is_open(add):
