@@ -399,7 +399,10 @@ def test_twice_the_rate_is_said_to_learn_worse_only_while_it_surely_does(add):
     assert reasons.why("small_rate", results("laptop")) == "", "it learns better"
     add("lr_x2", 0.5, 0.5, 0.5, losses=(2.80, 2.81, 2.83))
     said = reasons.why("small_rate", results("laptop"))
-    assert "our model also learns worse, by 0.103 nats (0.0" in said and "(3.70 against 3.73)" in said
+    assert (
+        "our model also learns worse in every seed, by 0.100 to 0.110 nats, where" in said
+        and "(3.70 against 3.73)" in said
+    )
 
 
 def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
@@ -410,9 +413,8 @@ def test_longer_runs_are_said_to_learn_better_only_where_both_do(add):
     assert reasons.why("compensated_rate", results("laptop")) == "", "one of them learns worse"
     add("lr_quarter_steps_x4", 0.6, 0.6, losses=(2.599, 2.611), onset=4)
     said = reasons.why("compensated_rate", results("laptop"))
-    for mean, low, high in re.findall(r"([\d.]+) \((\S+) to (\S+)\)", said):
-        assert float(low) < float(mean) < float(high)
-    assert "learn better, by 0.050 (" in said and " and 0.100 (" in said and "(3.68 and 3.67 against 3.73)" in said
+    assert "learn better, by 0.050 (0.050 to 0.050 by seed) and 0.100 (0.099 to 0.101 by seed) nats" in said
+    assert "(3.68 and 3.67 against 3.73)" in said
 
 
 def test_a_window_is_called_too_narrow_only_where_twice_the_width_has_the_sink(add, runs):
