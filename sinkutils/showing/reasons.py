@@ -70,6 +70,8 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "window_small": training.token_before,
     "batch_size": _all(models.scattered("present", "batch_quarter", "batch_half"), training.too_fast_for_few),
     "compensated_rate": training.longer_learns_more,
+    "value_norm": training.nothing_left_to_give,
+    "value_norm_activations": models.single_elements("k_bias", "k_bias_first_20", "k_bias_uniform_20"),
     **dict.fromkeys(("shared_biases", "shared_key_biases"), models.as_good_shared),
     "gates_remove": models.in_the_first_blocks("gate_element", count=2),
     "no_normalisation": models.in_the_first_blocks("sigmoid", "elu"),

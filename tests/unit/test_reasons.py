@@ -172,6 +172,22 @@ def test_that_what_fails_in_the_paper_trains_smoothly_is_said_while_all_of_it_do
     assert why("p_softmax_diverges") == "", "one jumps"
 
 
+def test_that_k_star_has_nothing_left_to_give_is_said_where_five_times_the_norm_leave_it_none(add):
+    add("fixed_1", 0.50, 0.54, 0.52)
+    add("k_bias", FLOOR, FLOOR, FLOOR, star=0.5)
+    for kind in ("first", "uniform"):
+        assert why("value_norm") == "", "not without both"
+        for norm, alpha, star in ((1, 0.1, 0.4), (5, 0.5, 0.0), (20, 0.5, 0.0)):
+            add(f"k_bias_{kind}_{norm}", alpha, alpha + 0.01, alpha, star=star)
+    said = why("value_norm")
+    assert said.startswith("The excess of α₁ is 0.000, 0.0") and "with v* = 0, v', 5v', 20v' and 0.000, 0.0" in said
+    assert said.endswith("the paper's Sink₁ still goes from 3.71 to 25.88 % from 5v' to 20v'.")
+    add("k_bias_uniform_5", 0.5, 0.51, 0.5, star=0.2)
+    assert why("value_norm") == "", "k* keeps some"
+    add("k_bias_uniform_5", 0.2, 0.21, 0.2, star=0.0)
+    assert why("value_norm") == "", "x_1 has not got it"
+
+
 def test_that_the_sink_wanes_with_p_is_said_where_each_step_of_p_takes_some(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("softmax_p2", 0.10, 0.20, 0.15)
