@@ -1,4 +1,4 @@
-"""Reasons of claims on training (Sections 4 to 6), on how runs went over their steps, and on how much of a thing it takes."""
+"""Reasons of claims on training (Sections 4 to 6), on how runs went over their steps, and on how much is enough."""
 
 from __future__ import annotations
 
