@@ -43,11 +43,12 @@ def single_elements(*runs: str) -> Callable[[Results], str]:
             mean, low, high = (f"{x:.1f}" for x in (outcome.effect.mean, outcome.effect.low, outcome.effect.high))
             cells.append(f"{names.of(run, ours.preset)} {mean} ({low} to {high})")
         trained = [max(norm_ratio(ours.seeds("base")[seed].report["hidden_norms"][:-1])) for seed in gained.index]
-        still = " and ".join(names.of(run, ours.preset) for run in runs if found[run].state == HOLDS)
+        still = [names.of(run, ours.preset) for run in runs if found[run].state == HOLDS]
+        listed = " and ".join(filter(None, (", ".join(still[:-1]), *still[-1:])))
         return (
             f"The norm of h₁ hardly tells: it is {np.mean(trained / gained):.1f} times the others' before the first "
             "step already, as x₁ sees only itself. Its largest element does, times the untrained model's: "
-            f"{'; '.join(cells)}." + f" By that, x₁ stands out with {still} as well." * bool(still)
+            f"{'; '.join(cells)}." + f" By that, x₁ stands out with {listed} as well." * bool(still)
         )
 
     return say

@@ -347,12 +347,12 @@ def nothing_left_to_give(ours: Results) -> str:
         if {gone.state, back.state} != {HOLDS} or min(map(len, seeds)) < ours.least:
             return ""
         means = ", ".join(f"{values.mean():.3f}" for values in seeds)
-        courses.append(f"{means} with v* = 0, {symbol}, 5{symbol}, 20{symbol}")
+        courses.append(f"{means} with v* = 0, {symbol}, 5 {symbol}, 20 {symbol}")
     fifth, twentieth = (experiment(f"k_bias_first_{norm}").paper["sink_1"] for norm in (5, 20))
     return (
         f"The excess of α₁ is {' and '.join(courses)}, in the base {ours.values('base', 'excess_1').mean():.3f}. At "
         "five times the norm k* has none left to give and x₁ as much as in the base, within the ledger's margin; the "
-        f"paper's Sink₁ still goes from {fifth:.2f} to {twentieth:.2f} % from 5v' to 20v'."
+        f"paper's Sink₁ still goes from {fifth:.2f} to {twentieth:.2f} % from 5 v' to 20 v'."
     )
 
 

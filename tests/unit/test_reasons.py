@@ -180,8 +180,8 @@ def test_that_k_star_has_nothing_left_to_give_is_said_where_five_times_the_norm_
         for norm, alpha, star in ((1, 0.1, 0.4), (5, 0.5, 0.0), (20, 0.5, 0.0)):
             add(f"k_bias_{kind}_{norm}", alpha, alpha + 0.01, alpha, star=star)
     said = why("value_norm")
-    assert said.startswith("The excess of α₁ is 0.000, 0.0") and "with v* = 0, v', 5v', 20v' and 0.000, 0.0" in said
-    assert said.endswith("the paper's Sink₁ still goes from 3.71 to 25.88 % from 5v' to 20v'.")
+    assert said.startswith("The excess of α₁ is 0.000, 0.0") and "with v* = 0, v', 5 v', 20 v' and 0.000, 0.0" in said
+    assert said.endswith("the paper's Sink₁ still goes from 3.71 to 25.88 % from 5 v' to 20 v'.")
     add("k_bias_uniform_5", 0.5, 0.51, 0.5, star=0.2)
     assert why("value_norm") == "", "k* keeps some"
     add("k_bias_uniform_5", 0.2, 0.21, 0.2, star=0.0)
