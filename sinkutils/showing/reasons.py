@@ -71,7 +71,10 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "batch_size": _all(models.scattered("present", "batch_quarter", "batch_half"), training.too_fast_for_few),
     "compensated_rate": training.longer_learns_more,
     "value_norm": training.nothing_left_to_give,
-    "value_norm_activations": models.single_elements("k_bias", "k_bias_first_20", "k_bias_uniform_20"),
+    "value_norm_activations": _all(
+        training.large_before_training("k_bias", "k_bias_first_20", "k_bias_uniform_20"),
+        models.single_elements("k_bias", "k_bias_first_20", "k_bias_uniform_20"),
+    ),
     **dict.fromkeys(("shared_biases", "shared_key_biases"), models.as_good_shared),
     "gates_remove": models.in_the_first_blocks("gate_element", count=2),
     "no_normalisation": models.in_the_first_blocks("sigmoid", "elu"),
@@ -84,6 +87,7 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "scale": _all(
         models.by_blocks("scale_0.2", "scale_0.1", "scale_0.05"), models.first_block_looks("self", "scale_2")
     ),
+    "p_sigmoid": models.single_elements("sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
     "bias_dims": _all(
         training.seeds_agree("k_bias_dims_64", "k_bias_dims_1", "excess_star"),
         models.in_the_first_blocks("k_bias_dims_16", "k_bias_dims_1"),

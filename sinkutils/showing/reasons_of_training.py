@@ -6,11 +6,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+from scipy.stats import gmean
 
 from sinkutils.ledger.effects import each_seed, paired
 from sinkutils.ledger.results import QUANTITIES, Results
 from sinkutils.ledger.rules import FAILS, HOLDS, OPEN, Check, judge
-from sinkutils.measuring.report import uniform_alpha
+from sinkutils.measuring.report import norm_ratio, uniform_alpha
 from sinkutils.showing import names
 from sinkutils.study.config import TrainConfig, learning_rate
 from sinkutils.study.grid import config, experiment
@@ -354,6 +355,28 @@ def nothing_left_to_give(ours: Results) -> str:
         "five times the norm k* has none left to give and x₁ as much as in the base, within the ledger's margin; the "
         f"paper's Sink₁ still goes from {fifth:.2f} to {twentieth:.2f} % from 5 v' to 20 v'."
     )
+
+
+def large_before_training(plain: str, *runs: str) -> Callable[[Results], str]:
+    """Section 7.3, Figure 7 right: whether runs whose h_1 ends longer than the plain one's have it before training."""
+
+    def say(ours: Results) -> str:
+        ends, starts = {}, {}
+        for name in (plain, *runs):
+            gained = ours.values(name, "hidden")
+            if len(gained) < ours.least:
+                return ""
+            norms = [max(norm_ratio(ours.seeds(name)[seed].report["hidden_norms"][:-1])) for seed in gained.index]
+            ends[name], starts[name] = float(gmean(norms)), float(gmean(norms / gained))
+        if min(ends[name] / ends[plain] for name in runs) < 2 or min(starts[name] for name in runs) < 2 * starts[plain]:
+            return ""
+        told = (f"{names.of(name, ours.preset)} {ends[name]:.1f} and {starts[name]:.1f}" for name in (plain, *runs))
+        return (
+            "As it is, the norm of h₁ over the others' grows with the norm of v*, as in the paper; but so it does "
+            f"before the first step, by which the ledger divides. At the end and before it: {'; '.join(told)}."
+        )
+
+    return say
 
 
 def _sum_of_rates(train: TrainConfig) -> float:

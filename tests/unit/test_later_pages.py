@@ -1,6 +1,7 @@
 """Notebook 09's picture, sentences and sources, on made-up records."""
 
 import csv
+import json
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -124,6 +125,28 @@ def test_elements_are_told_where_norms_say_nothing_and_only_there(runs, monkeypa
     assert reasons.why("bias_activations", results("laptop")) == "", "another token's element in one seed"
     record("kv_bias", 1.1), record("fixed_1", 4.0, norm=9.0)
     assert reasons.why("bias_activations", results("laptop")) == "", "the norm tells"
+
+
+def test_that_long_states_were_long_before_training_is_said_where_a_large_value_made_them_so(runs, monkeypatch):
+    def record(name, norm, before):
+        for seed in (0, 1, 2):
+            made_up(
+                runs, name, seed, "laptop", final={"step": 9, "report": {"T": 64, "hidden_norms": [[norm, 1.0]] * 2}}
+            )
+        starts[config(name, "laptop").model.attention.fixed_value] = before
+
+    def untrained(model, *arguments):
+        return starts[json.loads(model)["attention"]["fixed_value"]]
+
+    starts = {}
+    monkeypatch.setattr(trials, "untrained_ratio", untrained)
+    record("k_bias", 2.5, 2.0), record("k_bias_first_20", 8.0, 6.0)
+    assert reasons.why("value_norm_activations", results("laptop")) == "", "one of two values"
+    record("k_bias_uniform_20", 9.0, 6.0)
+    said = reasons.why("value_norm_activations", results("laptop"))
+    assert "At the end and before it: K biases 2.5 and 2.0; K biases with v* = 20 v' 8.0 and 6.0; K biases with" in said
+    record("k_bias_uniform_20", 9.0, 2.0)
+    assert reasons.why("value_norm_activations", results("laptop")) == "", "it came with training"
 
 
 def test_what_comes_apart_is_listed_by_which_of_both_is_there(add, runs, monkeypatch):
