@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 from scipy.stats import gmean
@@ -96,22 +96,30 @@ def scattered(kind: str, *runs: str) -> Callable[[Results], str]:
     return say
 
 
-def wanes_with_the_power(ours: Results) -> str:
-    """Appendix C.4: whether a larger p leaves p-normalised softmax less of a sink from one step of p to the next."""
-    runs = ("base", "softmax_p2", "softmax_p3", "softmax_p4")
-    steps = [paired(ours, *pair, "excess_1") for pair in pairwise(runs[:3])]
-    few = any(len(ours.values(run, "excess_1")) < ours.least for run in runs)
-    if few or any(step is None or step.low <= 0 for step in steps):
-        return ""
-    ends = ", ".join(f"{ours.values(run, 'excess_1').mean():.3f}" for run in runs)
-    close = judge(Check("absent", ("softmax_p2",)), ours, {}).state == OPEN
-    first, second = (f"{step.mean:.3f} ({step.low:.3f} to {step.high:.3f})" for step in steps if step)
-    return (
-        f"In p-normalised softmax the sink wanes with p: the excess of α₁ is {ends} with p = 1, 2, 3, 4; less by "
-        f"{first} from 1 to 2 and by {second} from 2 to 3."
-        + " What is left with p = 2 is too close to what counts as a sink to tell."
-        * close
-    )
+def wanes_with_the_power(first: str, *powers: str) -> Callable[[Results], str]:
+    """Appendix C.4: what a run, p-normalised with p = 1, and those with p = 2, 3, 4 have of the sink, and which steps
+    of p from the first on take some.
+    """
+
+    def say(ours: Results) -> str:
+        runs = (first, *powers)
+        if any(len(ours.values(run, "excess_1")) < ours.least for run in runs):
+            return ""
+        steps = [step for step in (paired(ours, *pair, "excess_1") for pair in pairwise(runs)) if step is not None]
+        lost = list(takewhile(lambda step: step.low > 0, steps))
+        if not lost:
+            return ""
+        ends = ", ".join(f"{ours.values(run, 'excess_1').mean():.3f}" for run in runs)
+        told = (f"{x.mean:.3f} ({x.low:.3f} to {x.high:.3f}) from {p} to {p + 1}" for p, x in enumerate(lost, 1))
+        close = judge(Check("absent", powers[:1]), ours, {}).state == OPEN
+        return (
+            f"In p-normalised {'sigmoid' if 'sigmoid' in first else 'softmax'} the sink wanes with p: the excess of α₁ "
+            f"is {ends} with p = 1, 2, 3, 4; less by {' and by '.join(told)}."
+            + " What is left with p = 2 is too close to what counts as a sink to tell."
+            * close
+        )
+
+    return say
 
 
 def without_a_sink(*runs: str) -> Callable[[Results], str]:

@@ -188,7 +188,7 @@ def test_that_k_star_has_nothing_left_to_give_is_said_where_five_times_the_norm_
     assert why("value_norm") == "", "x_1 has not got it"
 
 
-def test_that_the_sink_wanes_with_p_is_said_where_each_step_of_p_takes_some(add):
+def test_that_the_sink_wanes_with_p_is_said_where_the_first_steps_of_p_take_some(add):
     add("fixed_1", 0.50, 0.54, 0.52)
     add("softmax_p2", 0.10, 0.20, 0.15)
     assert why("inner_dependence_beyond") == "", "one step"
@@ -201,7 +201,12 @@ def test_that_the_sink_wanes_with_p_is_said_where_each_step_of_p_takes_some(add)
     add("softmax_p2", 0.30, 0.31, 0.30)
     assert why("inner_dependence_beyond").endswith("from 2 to 3."), "a sink"
     add("softmax_p3", 0.30, 0.32, 0.30)
-    assert why("inner_dependence_beyond") == "", "nothing lost by the second"
+    assert why("inner_dependence_beyond").endswith("from 1 to 2."), "nothing lost by the second"
+    add("softmax_p2", 0.52, 0.54, 0.52)
+    assert why("inner_dependence_beyond") == "", "nor by the first"
+    for p, alpha in (("normalised", 0.5), ("p2", 0.2), ("p3", 0.1), ("p4", 0.1)):
+        add(f"sigmoid_{p}", alpha, alpha + 0.01, alpha)
+    assert why("normalisers").startswith("In p-normalised sigmoid the sink wanes with p: the excess of α₁ is 0.4")
 
 
 def test_what_x_1_gets_by_block_is_said_where_block_1_gives_it_less_than_the_base_s_in_every_seed(add):
