@@ -52,7 +52,8 @@ def theme() -> None:
 def save(figure: Figure | None, name: str) -> Path | None:
     """Save a figure as PNG and SVG, the same bytes for the same picture; nothing where there is none. Returns the PNG.
 
-    They go to figures/ where `run --in-place` makes what is committed, else to rendered/figures, which git ignores.
+    They go to figures/ where `run --in-place` makes what is committed (the PNG: git ignores the SVG, which is as large
+    again), else to rendered/figures, which git ignores.
     """
     if figure is None:
         return None

@@ -69,6 +69,7 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
         "data/runs/laptop@path-mine-0123abcd/base/0/config.json",
         "rendered/x",
         "rendered/figures/x.svg",
+        "figures/x.svg",
         "data/measurements/gpt2.json",
         "data/logs/x",
         "data/runs/laptop/base/0.partial/x",
