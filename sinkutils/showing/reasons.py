@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sinkutils.ledger.results import Results
 from sinkutils.showing import reasons_of_models as models
+from sinkutils.showing import reasons_of_parts as parts
 from sinkutils.showing import reasons_of_training as training
 
 
@@ -51,24 +52,24 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "proposition_2": models.bucket_numbers,
     "fixed_token": training.further_from_the_end,
     "positions": _all(
-        models.there_before_training("relative"),
-        models.first_block_looks("previous", "learnable", "absolute"),
-        models.by_blocks("nope", "alibi"),
+        parts.there_before_training("relative"),
+        parts.first_block_looks("previous", "learnable", "absolute"),
+        parts.by_blocks("nope", "alibi"),
     ),
     "relative_loss": training.behind_from_the_start(
         "nope", "Without a position embedding it learns worse than the base"
     ),
     "heads": _all(
-        models.first_block_looks("self", "heads_add"),
+        parts.first_block_looks("self", "heads_add"),
         training.behind_from_the_start("heads_add", "Added, heads learn worse than concatenated ones"),
-        models.first_block_looks("previous", "heads_1"),
+        parts.first_block_looks("previous", "heads_1"),
     ),
     "overfitting": training.known_by_heart,
     "weight_decay": training.other_doses,
     "much_weight_decay": training.gone_before,
     "window_absolute": training.twice_as_wide,
     "window_small": training.token_before,
-    "batch_size": _all(models.scattered("present", "batch_quarter", "batch_half"), training.too_fast_for_few),
+    "batch_size": _all(parts.scattered("present", "batch_quarter", "batch_half"), training.too_fast_for_few),
     "compensated_rate": training.longer_learns_more,
     "value_norm": training.nothing_left_to_give,
     "value_norm_activations": _all(
@@ -76,25 +77,27 @@ REASONS: dict[str, Callable[[Results], str]] = {
         models.single_elements("k_bias", "k_bias_first_20", "k_bias_uniform_20"),
     ),
     **dict.fromkeys(("shared_biases", "shared_key_biases"), models.as_good_shared),
-    "gates_remove": models.in_the_first_blocks("gate_element", count=2),
-    "no_normalisation": models.in_the_first_blocks("sigmoid", "elu"),
-    "mlp_kernel": models.scattered("absent", "mlp"),
-    "inner_dependence": _all(models.in_the_first_blocks("sigmoid"), models.scattered("absent", "mlp")),
-    "inner_dependence_beyond": models.wanes_with_the_power("base", "softmax_p2", "softmax_p3", "softmax_p4"),
-    "normalisers": models.wanes_with_the_power("sigmoid_normalised", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
+    "gates_remove": parts.in_the_first_blocks("gate_element", count=2),
+    "no_normalisation": parts.in_the_first_blocks("sigmoid", "elu"),
+    "mlp_kernel": parts.scattered("absent", "mlp"),
+    "inner_dependence": _all(parts.in_the_first_blocks("sigmoid"), parts.scattered("absent", "mlp")),
+    "inner_dependence_beyond": parts.wanes_with_the_power("base", "softmax_p2", "softmax_p3", "softmax_p4"),
+    "p_softmax": models.single_elements("softmax_p1_2", "softmax_p1_3", "softmax_p1_4"),
+    "normalisers": _all(
+        parts.wanes_with_the_power("base", "softmax_p1_2", "softmax_p1_3", "softmax_p1_4"),
+        parts.wanes_with_the_power("sigmoid_normalised", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
+    ),
     "dyt": training.behind_from_the_start("dyt", "It learns worse than RMSNorm"),
     "failures": training.train_all_the_same("elu_normalised", "elu_kernel", "linear_normalised"),
     "p_softmax_diverges": training.train_all_the_same("softmax_p2", "softmax_p3", "softmax_p4"),
-    "scale": _all(
-        models.by_blocks("scale_0.2", "scale_0.1", "scale_0.05"), models.first_block_looks("self", "scale_2")
-    ),
+    "scale": _all(parts.by_blocks("scale_0.2", "scale_0.1", "scale_0.05"), parts.first_block_looks("self", "scale_2")),
     "p_sigmoid": models.single_elements("sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
     "bias_dims": _all(
         training.seeds_agree("k_bias_dims_64", "k_bias_dims_1", "excess_star"),
-        models.in_the_first_blocks("k_bias_dims_16", "k_bias_dims_1"),
+        parts.in_the_first_blocks("k_bias_dims_16", "k_bias_dims_1"),
     ),
     **dict.fromkeys(("pre_norm_couples", "norms_keep_sinks"), training.still_growing("sandwich_norm")),
-    "softmax_plus_one": models.in_the_first_blocks("softmax_plus_one"),
+    "softmax_plus_one": parts.in_the_first_blocks("softmax_plus_one"),
     "depth": training.deeper_is_slower,
     "context": training.most_at_its_own,
     **dict.fromkeys(("sgd", "adam_activations"), training.without_decay),

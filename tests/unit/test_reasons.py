@@ -206,7 +206,12 @@ def test_that_the_sink_wanes_with_p_is_said_where_the_first_steps_of_p_take_some
     assert why("inner_dependence_beyond") == "", "nor by the first"
     for p, alpha in (("normalised", 0.5), ("p2", 0.2), ("p3", 0.1), ("p4", 0.1)):
         add(f"sigmoid_{p}", alpha, alpha + 0.01, alpha)
-    assert why("normalisers").startswith("In p-normalised sigmoid the sink wanes with p: the excess of α₁ is 0.4")
+    assert why("normalisers").startswith("In p-normalised sigmoid the sink wanes as p grows: the excess of α₁ is 0.4")
+    for root, alpha in ((2, 0.3), (3, 0.1), (4, 0.1)):
+        add(f"softmax_p1_{root}", alpha, alpha + 0.01, alpha)
+    said = why("normalisers").partition(". In p-normalised sigmoid")[0]
+    assert said.startswith("In p-normalised softmax the sink wanes as p falls") and "p = 1, 1/2, 1/3, 1/4; less" in said
+    assert said.endswith(" from 1/2 to 1/3"), "no more beyond"
 
 
 def test_what_x_1_gets_by_block_is_said_where_block_1_gives_it_less_than_the_base_s_in_every_seed(add):
