@@ -10,7 +10,7 @@ from scipy.stats import gmean
 from sinkutils.ledger.effects import paired
 from sinkutils.ledger.later import APART
 from sinkutils.ledger.results import EPSILON, Results, Run
-from sinkutils.ledger.rules import HOLDS, OPEN, Check, judge
+from sinkutils.ledger.rules import HOLDS, OPEN, SINK, Check, judge
 from sinkutils.ledger.trials import untrained_peak
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS
@@ -191,6 +191,7 @@ def as_good_shared(ours: Results) -> str:
     else:
         moved = f"{control.mean:+.3f} ({control.low:+.3f} to {control.high:+.3f})"
         why = f"with {there} here too, sharing moves the excess of α₁ by {moved}"
+        why += ", so their number is not why" * (control.high < SINK * ours.values("base", "excess_1").mean())
     return (
         f"Sharing KV biases costs little here: within the ledger's margin k* takes as much (Sink* {shared:.0f} %, with "
         f"one for each head {own:.0f} %), and the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to "

@@ -48,6 +48,9 @@ def test_whether_eight_heads_are_why_shared_biases_lose_is_said_from_the_control
     add("kv_bias_shared_heads_8", 0.21, 0.212, 0.211)
     moved = 0.2 / (1 - FLOOR)
     assert f"8 in the paper; with 8 here too, sharing moves the excess of α₁ by {moved:+.3f} (" in why("shared_biases")
+    assert why("shared_biases").endswith(").")
+    add("kv_bias_shared_heads_8", 0.01, 0.012, 0.011)
+    assert why("shared_biases").endswith("), so their number is not why.")
 
 
 def test_the_least_loss_orders_the_shares_only_where_it_does_and_the_smallest_are_learned_by_heart(runs):
