@@ -191,7 +191,8 @@ def as_good_shared(ours: Results) -> str:
     else:
         moved = f"{control.mean:+.3f} ({control.low:+.3f} to {control.high:+.3f})"
         why = f"with {there} here too, sharing moves the excess of α₁ by {moved}"
-        why += ", so their number is not why" * (control.high < SINK * ours.values("base", "excess_1").mean())
+        if control.high < SINK * ours.values("base", "excess_1").mean():
+            why += ", so their number is not why"
     return (
         f"Sharing KV biases costs little here: within the ledger's margin k* takes as much (Sink* {shared:.0f} %, with "
         f"one for each head {own:.0f} %), and the loss moves by {loss.mean:+.3f} nats ({loss.low:+.3f} to "
