@@ -82,9 +82,14 @@ REASONS: dict[str, Callable[[Results], str]] = {
     "mlp_kernel": parts.scattered("absent", "mlp"),
     "inner_dependence": _all(parts.in_the_first_blocks("sigmoid"), parts.scattered("absent", "mlp")),
     "inner_dependence_beyond": parts.wanes_with_the_power("base", "softmax_p2", "softmax_p3", "softmax_p4"),
+    "sigmoid_settings": _all(
+        parts.in_the_first_blocks("sigmoid", "sigmoid_weight_decay_0"),
+        parts.scattered("absent", "sigmoid_weight_decay_0", "sigmoid_lr_quarter"),
+    ),
     "p_softmax": models.single_elements("softmax_p1_2", "softmax_p1_3", "softmax_p1_4"),
     "normalisers": _all(
         parts.wanes_with_the_power("base", "softmax_p1_2", "softmax_p1_3", "softmax_p1_4"),
+        training.behind_from_the_start("softmax_p1_4", "With p = 1/4, softmax learns worse than the base"),
         parts.wanes_with_the_power("sigmoid_normalised", "sigmoid_p2", "sigmoid_p3", "sigmoid_p4"),
     ),
     "dyt": training.behind_from_the_start("dyt", "It learns worse than RMSNorm"),
