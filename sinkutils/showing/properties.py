@@ -22,7 +22,7 @@ from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 
 Sections = Mapping[str, Any]  # of `measuring.open_lms`, of one model
-EXPERIMENTS = ("base", "learnable", "k_bias", "sigmoid")  # their records keep weights, at seed 0
+EXPERIMENTS = ("base", "k_bias", "sigmoid")  # their records keep weights, at seed 0
 FALLBACK = "laptop"  # whose records stand in at presets that keep no weights
 INPUTS = ("natural", "random", "repeat")
 SCORES = ("acc", "acc_norm", "acc_norm_stderr", "questions")

@@ -166,8 +166,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": of_context(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable",
-                 weights=int(name == "learnable")) for name, title in (
+    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable")
+      for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
         ("relative", "relative positions, T5's bucket number as the bias"),
         ("relative_learned", "relative positions, a learned bias a bucket (T5)"),
