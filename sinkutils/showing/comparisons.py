@@ -53,7 +53,8 @@ def comparison(rows: Sequence[Row], what: Sequence[str] = ("1",), axis_label: st
     heads.axvline(EPSILON, color="black", linestyle="--", linewidth=1)
     heads.text(EPSILON, -0.55, r"$\epsilon$", ha="center", va="bottom", fontsize="small")
     symbols = [SINKS[key][0] for key in what]
-    heads.set(xlim=(-0.02, 1.02), xlabel=f"{' and '.join(symbols)} of each head", ylabel=axis_label)
+    heads.set(xlim=(-0.02, 1.02), xlabel=f"{' and '.join(symbols)} of each head")
+    heads.set_ylabel(axis_label if len(rows) > 1 else "")  # beside a lone row there is no room, and nothing varies
     shares.set(xlim=(-4, 104), xlabel=r"heads above $\epsilon = 0.3$ (%)")
     _by_row([row.label for row in rows], heads, shares)
     legend: dict[str, dict[str, Any]] = {}
