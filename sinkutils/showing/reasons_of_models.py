@@ -9,7 +9,7 @@ from scipy.stats import gmean
 
 from sinkutils.ledger.effects import paired
 from sinkutils.ledger.later import APART
-from sinkutils.ledger.results import EPSILON, Results, Run
+from sinkutils.ledger.results import EPSILON, QUANTITIES, Results, Run
 from sinkutils.ledger.rules import HOLDS, OPEN, SINK, Check, judge
 from sinkutils.ledger.trials import untrained_peak
 from sinkutils.measuring.open_lms import recorded
@@ -78,15 +78,15 @@ def without_a_sink(*runs: str) -> Callable[[Results], str]:
     def say(ours: Results) -> str:
         cells = []
         for run in ("k_bias", "sink_logit", *runs):
-            gone, there = judge(Check("absent", (run,)), ours, {}), judge(Check("present", (run,), "peak"), ours, {})
-            if gone.state != HOLDS or there.state != HOLDS or there.effect is None or not _at_first(ours.seeds(run)):
+            element = _large_element(ours, run)
+            if element is None or judge(Check("absent", (run,)), ours, {}).state != HOLDS:
                 return ""
-            cells.append(f"{names.of(run, ours.preset)} {there.effect.mean:.1f}")
-        fixed = config("base", ours.preset).data.fixed_position == 1
+            cells.append(f"{names.of(run, ours.preset)} {element}")
+        fixed, listed = config("base", ours.preset).data.fixed_position == 1, ", ".join(cells)
         return (
-            f"What is large is one element of h₁, and x₁{', the same token in every text here,' * fixed} gets one "
-            f"whether heads look at it or not. The largest element over the median: {', '.join(cells)} times the "
-            "untrained model's, none of them with a sink on x₁."
+            f"What is large is one element of h₁, and x₁{', the same token in every text here,' * fixed} gets one"
+            f"{', in most seeds,' * ('seeds)' in listed)} whether heads look at it or not. The largest element over "
+            f"the median, times the untrained model's: {listed}; none of them with a sink on x₁."
         )
 
     return say
@@ -134,18 +134,30 @@ def come_apart(ours: Results) -> str:
 
 def element_without_gradient(ours: Results) -> str:
     """2603.17771: whether x_1 has a large element where no gradient gathers on it, as with K biases."""
-    there = judge(Check("present", ("k_bias",), "peak"), ours, {})
+    element = _large_element(ours, "k_bias")
     gathered = [ours.values(run, "gathered") for run in ("base", "k_bias")]
-    if there.state != HOLDS or there.effect is None or gathered[0].empty or not _at_first(ours.seeds("k_bias")):
+    if element is None or gathered[0].empty:
         return ""
     base, biases = map(gmean, gathered)
     if biases > base / 2:
         return ""
     return (
         f"Here x₁ does not need that gradient for its element: with K biases it gets {biases:.1f} times the other "
-        f"tokens' gradient (in the base {base:.1f}), and its largest element is {there.effect.mean:.1f} times the "
-        "untrained model's all the same."
+        f"tokens' gradient (in the base {base:.1f}), and its largest element, times the untrained model's, is "
+        f"{element} all the same."
     )
+
+
+def _large_element(ours: Results, run: str) -> str | None:
+    """A run's largest element over the median, times the untrained model's, and in how many seeds it counts as massive
+    where not in all; None unless it does in most seeds, and is one of x_1.
+    """
+    times = ours.values(run, "peak")
+    massive = int((times >= QUANTITIES["peak"].level).sum())
+    if 2 * massive <= len(times) or not _at_first(ours.seeds(run)):
+        return None
+    some = f" (2 or more in {massive} of {len(times)} seeds)" * (massive < len(times))
+    return f"{gmean(times):.1f}{some}"
 
 
 def _at_first(seeds: Mapping[int, Run]) -> bool:
