@@ -229,8 +229,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
     # After the paper: data/paper/after_paper.csv says where each comes from; six seeds of the two whose verdict one of
     # the base's three seeds would change
-    *(Experiment(name, AFTER_PAPER, title, overrides, weights=int(name == "gate_head"),
-                 headline=name in ("softpick", "sigmoid_log_bias"),
+    *(Experiment(name, AFTER_PAPER, title, overrides, headline=name in ("softpick", "sigmoid_log_bias"),
                  presets=("smoke", "laptop", "desk", "gpu"))
       for name, title, overrides in (
         ("gate_head", "an output gate per head", {"model.gate": "head"}),
