@@ -91,7 +91,8 @@ def test_a_large_element_without_a_sink_is_named_while_three_runs_have_it(add):
         "K biases 5.2, a learned sink logit per head 4.2, softpick 6.3; none of them with a sink on x₁."
     )
     add("k_bias", 0.0, 1.95)
-    assert "K biases 2.0 (2 or more in 2 of 3 seeds), a" in reasons.why("softpick_activations", results("laptop"))
+    said = reasons.why("softpick_activations", results("laptop"))
+    assert "gets one, in most seeds, whether" in said and "K biases 2.0 (2 or more in 2 of 3 seeds), a" in said
     add("k_bias", 0.0, 1.85)
     assert reasons.why("softpick_activations", results("laptop")) == "", "no more than one of three"
     add("k_bias", 0.3, 5.0)
