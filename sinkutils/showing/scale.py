@@ -35,9 +35,14 @@ def millions(run: Run) -> np.ndarray:
     return np.array([point["step"] for point in run.curve]) * task["batch_size"] * length / 1e6
 
 
+def watched(run: Run) -> int | str:
+    """Which alpha a run's picture is of: that of k*, x* or a sink logit ("star") where it has one, else alpha_1."""
+    return "star" if "sink_star" in run.curve[-1] else 1
+
+
 def heads(run: Run) -> np.ndarray:
-    """Mean alpha_1 of each head at each point of the curve, (points, layers, heads)."""
-    return run.record.arrays["curve"][:, 0].float().numpy()
+    """Mean alpha_1, or alpha_* where there is one, of each head at each point of the curve, (points, layers, heads)."""
+    return run.record.arrays["curve"][:, -1 if watched(run) == "star" else 0].float().numpy()
 
 
 def trained(name: str, preset: str) -> dict[int, Run]:
@@ -46,8 +51,9 @@ def trained(name: str, preset: str) -> dict[int, Run]:
 
 
 def by_block(name: str, preset: str = "desk") -> Figure | None:
-    """Along training, a row a seed, a colour a block: alpha_1 of each head, h_1's largest element over the sequence's
-    median one, v_1's norm over the others' (Fig. 4 middle; Section 3.1). None where nothing is recorded.
+    """Along training, a row a seed, a colour a block: alpha_1 (alpha_* where there is one) of each head, h_1's largest
+    element over the sequence's median one, v_1's norm over the others' (Fig. 4 middle; Section 3.1). None where nothing
+    is recorded.
     """
     runs = trained(name, preset)
     if not runs:
@@ -61,9 +67,10 @@ def by_block(name: str, preset: str = "desk") -> Figure | None:
             for axis, key in ((row[1], "peak_1"), (row[2], "value_ratio_1")):
                 values = [point[key][block] for point in run.curve]
                 axis.plot(tokens, values, color=color, label=f"block {block + 1}")
-        for level, line in ((EPSILON, "--"), (uniform_alpha(run.report["T"]), ":")):
+        for level, line in ((EPSILON, "--"), (uniform_alpha(run.report["T"], watched(run)), ":")):
             row[0].axhline(level, color=figures.PAPER_COLOR, linestyle=line, linewidth=1)
-        row[0].set(ylabel=r"$\alpha_1^{l,h}$, " + f"seed {seed}", ylim=(0, None))
+        mark = r"\ast" if watched(run) == "star" else "1"
+        row[0].set(ylabel=rf"$\alpha_{{{mark}}}^{{l,h}}$, seed {seed}", ylim=(0, None))
         row[1].set(ylabel=r"$\max |h_1|$ / median", yscale="log")
         row[1].yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
         row[1].yaxis.set_major_formatter("{x:g}")
@@ -94,19 +101,21 @@ def sentences(name: str, preset: str = "desk") -> list[str]:
         peaks = peaks / peaks[0]
         massive, small = peaks[-1].argmax(), values[-1].argmin()
         courses = (course, np.log(peaks[:, massive]), values[:, small])
+        starred = watched(run) == "star"
+        of_star, mark = (f"Sink∗ = {run.curve[-1]['sink_star']:.1f} %, ", "∗") if starred else ("", "₁")
         when = ""
-        if len(after):  # where none has come there is no way to speak of
+        if len(after) and not starred:  # where none has come on x₁ there is no way to speak of
             attention, element, value = (halfway(tokens, one) for one in courses)
             when = (
                 f" Half of the way to where it ends was gone after {attention:.0f}M tokens by that head, after "
                 f"{element:.0f}M by the element (on a log scale), after {value:.0f}M by the value ratio."
             )
         lines.append(
-            f"Seed {seed}: after {tokens[-1]:.0f}M tokens Sink₁ = {run.curve[-1]['sink_1']:.1f} %. The largest mean α₁ "
-            f"is {course[-1]:.2f}, of head {head + 1} in block {block + 1}, {passed} (even attention: "
-            f"{uniform_alpha(run.report['T']):.3f}). The largest element of h₁ over the median is at the end "
-            f"{peaks[-1, massive]:.1f} times the untrained model's in block {massive + 1}, the least value ratio "
-            f"{values[-1, small]:.2f} in block {small + 1}.{when}"
+            f"Seed {seed}: after {tokens[-1]:.0f}M tokens {of_star}Sink₁ = {run.curve[-1]['sink_1']:.1f} %. The "
+            f"largest mean α{mark} is {course[-1]:.2f}, of head {head + 1} in block {block + 1}, {passed} (even "
+            f"attention: {uniform_alpha(run.report['T'], watched(run)):.3f}). The largest element of h₁ over the "
+            f"median is at the end {peaks[-1, massive]:.1f} times the untrained model's in block {massive + 1}, "
+            f"the least value ratio {values[-1, small]:.2f} in block {small + 1}.{when}"
         )
     return lines
 
@@ -119,10 +128,11 @@ def show_by_block(experiments: Sequence[str], preset: str = "desk") -> None:
         if not lines:
             missing.append(title)
             continue
+        starred = any(watched(run) == "star" for run in trained(name, preset).values())
         caption = (
             f"**{capital(title)}, block by block along training.** A row a seed, a colour a block. Left, "
-            "a line a head (dashed: ε; dotted: even attention); middle, the massive activation of the first token; "
-            "right, its value's norm beside the others'."
+            f"{'attention to k∗, ' if starred else ''}a line a head (dashed: ε; dotted: even attention); middle, the "
+            "massive activation of the first token; right, its value's norm beside the others'."
         )
         figures.show(by_block(name, preset), caption, f"{title}: {' '.join(lines)}", f"by_block_{name}_{preset}")
         show_text(lines)
@@ -146,25 +156,25 @@ def show_ladder() -> None:
 def ladder() -> pd.DataFrame:
     """Sink_1 on natural text by size of model and by what stands first: ours, the paper's, the real models'.
 
-    Columns model, parameters, first (ANY or ONE), sink_1 (percent, a mean over seeds), of ("paper" or "measured").
+    Columns model, parameters, first (ANY or ONE), sink_1 (percent, a mean over seeds), of ("paper" or "measured"),
+    seeds (of ours; else 0).
     """
-    rows: list[tuple[str, int, str, float, str]] = []
+    rows: list[tuple[str, int, str, float, str, int]] = []
     for preset in (*OURS, "paper"):
         for name, first in (("default", ANY), ("fixed_1", ONE)):
             size = cost(config(name, preset)).parameters
             shares = [share for run in trained(name, preset).values() if (share := sink(run)) is not None]
             if preset == "paper":
-                rows.append(("the paper's 60M", size, first, experiment(name).paper["sink_1"], "paper"))
+                rows.append(("the paper's 60M", size, first, experiment(name).paper["sink_1"], "paper", 0))
             elif shares:
-                rows.append(("ours", size, first, float(np.mean(shares)), "measured"))
+                rows.append(("ours", size, first, float(np.mean(shares)), "measured", len(shares)))
     for kept in map(recorded, ("gemma-3-270m", "smollm2")):
         title, size, natural = kept["about"]["title"], kept["about"]["parameters"], kept["probes"]["natural"]
         for kind, first in ((TEXT, ANY), (BOS, ONE)):
             if kind in natural:
-                rows.append((title, size, first, measured_sink(natural[kind]), "measured"))
-    return pd.DataFrame(rows, columns=["model", "parameters", "first", "sink_1", "of"]).sort_values(
-        "parameters", kind="stable"
-    )
+                rows.append((title, size, first, measured_sink(natural[kind]), "measured", 0))
+    columns = ["model", "parameters", "first", "sink_1", "of", "seeds"]
+    return pd.DataFrame(rows, columns=columns).sort_values("parameters", kind="stable")
 
 
 def scope() -> list[str]:
@@ -173,7 +183,8 @@ def scope() -> list[str]:
     for first, words in ((ANY, "any first token"), (ONE, "one fixed first token, or a BOS")):
         cells = []
         for row in table[table["first"] == first].itertuples():
-            model = f"ours of {_size(row.parameters)}" if row.model == "ours" else row.model
+            number = f"{row.seeds} seed{'s' * (row.seeds != 1)}"
+            model = f"ours of {_size(row.parameters)} ({number})" if row.model == "ours" else row.model
             cells.append(f"{row.sink_1:.1f} % in {model}")
         lines.append(f"**A sink on {words}**: {', '.join(cells)}.")
     if runs := trained("default", "desk"):

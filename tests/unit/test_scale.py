@@ -56,6 +56,29 @@ def test_the_sentences_say_which_head_when_and_what_its_values_do(desk):
     assert "never above 0.3" in second and "Half of the way" not in second
 
 
+def test_of_a_model_with_a_key_bias_the_heads_are_those_that_look_at_it(runs, desk, shown, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RENDERED", tmp_path)
+    alpha = torch.full((2, 5, MODEL.num_layers, MODEL.num_heads), 0.07)
+    alpha[-1, 0, 0, 0], alpha[-1, -1, 4, 2] = 0.2, 0.6  # the largest on x_1, and on k*
+    points = [
+        {"step": step, "valid_loss": 3.0, "sink_1": 1.0, "sink_star": 30.0}
+        | {"peak_1": [4.0] * 6, "value_ratio_1": [0.9] * 6}
+        for step in (0, 100_000)
+    ]
+    kept = {"arrays": {"curve": alpha.half()}}
+    made_up(runs, "k_bias", 0, "desk", curve=points, final=points[-1] | {"report": {"T": 64}}, kept=kept)
+    (line,) = scale.sentences("k_bias")
+    assert "Sink∗ = 30.0 %, Sink₁ = 1.0 %. The largest mean α∗ is 0.60, of head 3 in block 5, first above 0.3" in line
+    assert "(even attention: 0.059)" in line, "k* is one key more: the mean over i = 1..64 of 1 / (i + 1)"
+    assert "Half of the way" not in line, "what x_1 does is not the doing of heads that look at k*"
+    figure = scale.by_block("k_bias")
+    assert figure.axes[0].get_ylabel() == r"$\alpha_{\ast}^{l,h}$, seed 0"
+    assert max(line.get_ydata()[-1] for line in figure.axes[0].lines[:48]) == pytest.approx(0.6, abs=1e-3)
+    plt.close(figure)
+    scale.show_by_block(("k_bias",))
+    assert "Left, attention to k∗, a line a head" in " ".join(shown[0]["text/plain"].split())
+
+
 def test_half_the_way_is_where_a_course_first_has_gone_it_up_or_down():
     tokens = np.arange(5.0)
     assert scale.halfway(tokens, np.array([1.0, 1.9, 2.0, 1.4, 3.0])) == 2
@@ -77,7 +100,7 @@ def test_the_ladder_has_each_model_by_size_with_what_stands_first(desk):
 
 def test_the_scope_says_what_each_scale_shows_and_where_it_begins(desk):
     anything, fixed = scale.scope()
-    assert "2.5 % in ours of 4.5M" in anything and "18.2 % in the paper's 60M" in anything
+    assert "2.5 % in ours of 4.5M (2 seeds)" in anything and "18.2 % in the paper's 60M" in anything
     assert "the largest head is 0.40 and 0.07 in its 2 seeds (even attention: 0.074)" in anything
     assert "74.1 % in the paper's 60M" in fixed and "ours" not in fixed
 
