@@ -22,16 +22,18 @@ class DataConfig:
     random_positions: tuple[int, ...] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     bos: bool = False  # BOS before every document
+    unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
     validation: str | None = None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
 
     def __post_init__(self) -> None:
         instance("corpus", self.corpus, str)
         real("share", self.share, "in (0, 1]", high=1.0, ends="high")
-        positions = self.random_positions
-        require(
-            isinstance(positions, tuple) and all(map(is_count, positions)),
-            f"random_positions count from 1: a tuple of integers, got {positions!r}",
-        )
+        for name in ("random_positions", "unscored"):
+            positions = getattr(self, name)
+            require(
+                isinstance(positions, tuple) and all(map(is_count, positions)),
+                f"{name} count from 1: a tuple of integers, got {positions!r}",
+            )
         require(
             self.fixed_position is None or is_count(self.fixed_position),
             f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}",
@@ -85,7 +87,7 @@ class Chunks(Batches):
             few = f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share})"
             least = f"less than one chunk of context_length + 1 = {context_length + 1}"
             raise ValueError(f"{few}, {least}: give more text or a smaller context_length")
-        last = max((*data.random_positions, data.fixed_position or 1))
+        last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(last <= context_length, f"position {last} is beyond context_length={context_length}")
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
         size = (self.length, len(data.random_positions))

@@ -72,12 +72,16 @@ class Experiment:
     title: str
     overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
-    headline: bool = False  # trained first, and at HEADLINE_SEEDS instead of SEEDS
     weights: int = 0  # of how many seeds the weights are kept at small presets: for a notebook 1, for a claim 3
     note: str = ""
-    presets: tuple[str, ...] = ("smoke", "laptop", "desk", "gpu", "paper")
+    presets: tuple[str, ...] = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
     start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
     download: bool = False  # needs the network: trained where it is named, not with the rest
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds a sweep trains, from 0; no verdict rests on fewer than three."""
+        return SEEDS.get(self.start or self.name, 3)
 
     @property
     def rows(self) -> list[PaperRow]:
@@ -121,7 +125,7 @@ _KERNELS = (
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
-    Experiment("default", "4", "any first token (the paper's default)", {}, base=False, headline=True),
+    Experiment("default", "4", "any first token (the paper's default)", {}, base=False),
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
                base=False, note="the authors' published config; the paper's text says cosine"),
     Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
@@ -143,7 +147,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                                   ("steps_x4", "steps x 4", {_STEPS: times(4)}))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
     *(Experiment(f"fixed_{k}", "5", f"a fixed token at position {k}", {"data.fixed_position": k},
-                 base=False, headline=k == 1, weights=3 * (k == 1)) for k in (1, 2, 3)),
+                 base=False, weights=3 * (k == 1)) for k in (1, 2, 3)),
     *(Experiment(f"random_{name}", "5", title, {"data.random_positions": positions}, base=False)
       for name, title, positions in (
           ("1", "a random token at position 1", (1,)),
@@ -154,19 +158,19 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     *(Experiment(f"data_share_{share:g}", "5", f"text x {share:g}", {"data.share": of_four_epochs(share)})
       for share in (1.0, 0.5, 0.1, 0.04, 0.02, 0.01)),
     # Section 6: loss function (Table 2, Figures 5 and 6)
-    *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay}, headline=decay in (0, 5))
-      for decay in (0.0, 0.001, 0.01, 0.5, 1.0, 2.0, 5.0, 10.0)),
-    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p), headline=p == 5,
+    *(Experiment(f"weight_decay_{decay:g}", "6", f"weight decay {decay:g}", {_DECAY: decay})
+      for decay in (0.0, 0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)),
+    *(Experiment(f"prefix_{p}", "6", f"prefix of {p} tokens", _attention(prefix=p),
                  weights=int(p == 5))
       for p in (2, 3, 4, 5, 10)),
     Experiment("prefix_5_default", "6", "prefix of 5 tokens, none of them fixed", _attention(prefix=5), base=False),
-    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share), headline=share in (2, 64),
+    *(Experiment(f"window_1_{share}", "6", f"window of C / {share}", _window(share),
                  weights=3 * (share == 4))
       for share in (64, 32, 16, 8, 4, 2)),
     Experiment("window_none", "6", "no window, measured at the windows' T",
                {"train.eval_length": of_context(1 / 4, at_most_base=True)}),
     # Section 7.1 and 7.2: positions and norms (Table 3)
-    *(Experiment(name, "7", title, {"model.position": name}, headline=name == "learnable")
+    *(Experiment(name, "7", title, {"model.position": name})
       for name, title in (
         ("nope", "no position embedding"), ("absolute", "sinusoidal positions"), ("learnable", "learnable positions"),
         ("relative", "relative positions, T5's bucket number as the bias"),
@@ -174,20 +178,20 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ("alibi", "ALiBi"))),
     Experiment("learnable_default", "7", "learnable positions, no fixed token", {"model.position": "learnable"},
                base=False),
-    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}, headline=True),
+    Experiment("post_norm", "7", "post-norm blocks (Eq. 3)", {"model.norm": "post"}),
     # Section 7.3: biases (Tables 4 and 5)
-    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}, headline=True),
+    Experiment("sink_token", "7", "a learnable sink token x*", {"model.sink_token": True}),
     Experiment("sink_token_default", "7", "a learnable sink token x*, no fixed token", {"model.sink_token": True},
-               base=False, headline=True, weights=3),
-    Experiment("kv_bias", "7", "KV biases", _attention(bias="kv"), headline=True),
-    Experiment("k_bias", "7", "K biases", _attention(bias="k"), headline=True, weights=3),
-    Experiment("v_bias", "7", "V biases", _attention(bias="v"), headline=True),
+               base=False, weights=3),
+    Experiment("kv_bias", "7", "KV biases", _attention(bias="kv")),
+    Experiment("k_bias", "7", "K biases", _attention(bias="k"), weights=3),
+    Experiment("v_bias", "7", "V biases", _attention(bias="v")),
     *(Experiment(f"k_bias_{name}_{norm}", "7", f"K biases with v* = {norm} {symbol}",
                  _attention(bias="k", fixed_value=name, fixed_value_norm=float(norm)))
       for name, symbol in (("first", "v'"), ("uniform", "v''")) for norm in (1, 5, 20)),
     # Section 7.4: attention operations (Tables 6 and 15, Figure 8)
-    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, headline=True, weights=1),
-    Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid"), headline=True),
+    Experiment("sigmoid", "7", "sigmoid, no normalisation", _SIGMOID, weights=1),
+    Experiment("sigmoid_normalised", "7", "sigmoid, normalised", _attention(similarity="sigmoid")),
     Experiment("elu", "7", "elu + 1, no normalisation", _attention(similarity="elu", normalizer="none")),
     Experiment("elu_normalised", "7", "elu + 1, normalised", _attention(similarity="elu")),
     Experiment("exp_unnormalised", "7", "exp, no normalisation", _attention(normalizer="none")),
@@ -222,15 +226,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, p in (("1_2", 1 / 2), ("1_3", 1 / 3), ("1_4", 1 / 4), ("2", 2.0), ("3", 3.0), ("4", 4.0))),
     *(Experiment(f"sigmoid_p{p}", "C", f"p-normalised sigmoid, p = {p}",
                  _attention(similarity="sigmoid", normalizer="p_norm", p=float(p))) for p in (2, 3, 4)),
-    # Appendix D: supervised fine-tuning (Figure 30), as headline as what it starts from
+    # Appendix D: supervised fine-tuning (Figure 30), at as many seeds as what it starts from
     *(Experiment(f"sft_{name}{suffix}", "D", f"{title}, fine-tuned{on}", changes, base=False,
                  presets=tuple(PRESETS), start=start, download=bool(suffix))
       for suffix, on, changes in (("", "", {}), ("_ultrachat", " on UltraChat", {"instructions": "ultrachat"}))
       for name, title, start in (("softmax", "the base", "base"), ("sigmoid", "sigmoid, no normalisation", "sigmoid"))),
-    # After the paper: data/paper/after_paper.csv says where each comes from; six seeds of the two whose verdict one of
-    # the base's three seeds would change
-    *(Experiment(name, AFTER_PAPER, title, overrides, headline=name in ("softpick", "sigmoid_log_bias"),
-                 presets=("smoke", "laptop", "desk", "gpu"))
+    # After the paper: data/paper/after_paper.csv says where each comes from
+    *(Experiment(name, AFTER_PAPER, title, overrides, presets=("smoke", "minute", "laptop", "desk", "gpu"))
       for name, title, overrides in (
         ("gate_head", "an output gate per head", {"model.gate": "head"}),
         ("gate_element", "an output gate per element", {"model.gate": "element"}),
@@ -257,7 +259,42 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         *((f"context_{length}", f"context {length}, as many tokens a step",
            {"model.context_length": length, "train.batch_size": same_tokens(length), "train.eval_length": 32})
           for length in (32, 64, 128, 256, 512)))),
+    # Two sinks: the same models when the first token need not predict the second
+    *(Experiment(f"{name}_unscored", AFTER_PAPER, f"{title}, the first prediction unscored",
+                 changes | {"data.unscored": (1,)}, base=name != "random_1", presets=("smoke", "minute", "laptop"))
+      for name, title, changes in (
+          ("base", "the base", {}),
+          ("k_bias", "K biases", _attention(bias="k")),
+          ("sink_logit", "a learned sink logit per head", _attention(sink_logit="learned")),
+          ("gate_head", "an output gate per head", {"model.gate": "head"}),
+          ("softpick", "softpick", _attention(similarity="softpick")),
+          ("random_1", "a random token at position 1", {"data.random_positions": (1,)}),
+          ("sigmoid", "sigmoid, no normalisation", _SIGMOID))),
+    # Controls of ours for open verdicts: longer runs of a fixed token further in, of other doses of weight decay, and
+    # of a random first token, the last also with more blocks
+    *(Experiment(f"fixed_{k}_steps_x2", AFTER_PAPER, f"a fixed token at position {k}, steps x 2",
+                 {"data.fixed_position": k, _STEPS: times(2)}, base=False, presets=("smoke", "laptop"))
+      for k in (2, 3)),
+    *(Experiment(f"weight_decay_{decay:g}_steps_x2", AFTER_PAPER, f"weight decay {decay:g}, steps x 2",
+                 {_DECAY: decay, _STEPS: times(2)}, presets=("smoke", "laptop")) for decay in (0.0, 0.03, 0.3)),
+    *(Experiment(f"random_1_{name}", AFTER_PAPER, f"a random token at position 1, {title}",
+                 {"data.random_positions": (1,)} | change, base=False, presets=("smoke", "laptop"))
+      for name, title, change in (("steps_x4", "steps x 4", {_STEPS: times(4)}),
+                                  ("depth_6", "6 blocks", {"model.num_layers": 6}))),
 )  # fmt: skip
+# Three more seeds for what the paper's headline rests on, and for what was seen by block in seeds 0 to 2 or left open.
+HEADLINE = (
+    *("default", "base", "fixed_1", "learnable", "post_norm", "sink_token", "sink_token_default", "kv_bias", "k_bias"),
+    *("v_bias", "sigmoid", "sigmoid_normalised", "weight_decay_0", "weight_decay_5", "prefix_5", "window_1_2"),
+    *("window_1_64", "softpick", "sigmoid_log_bias"),
+)
+CONFIRMED = (
+    *("weight_decay_0.001", "weight_decay_0.5", "weight_decay_1", "elu_normalised", "sandwich_norm"),
+    *("softmax_plus_one", "mlp", "sigmoid_lr_quarter", "sigmoid_weight_decay_0", "fixed_2", "batch_quarter"),
+    "softmax_p4",
+)
+SEEDS = dict.fromkeys(HEADLINE + CONFIRMED, 6) | {"random_1_steps_x4": 2, "random_1_depth_6": 2}  # 48k steps are long
+
 BY_NAME = {e.name: e for e in EXPERIMENTS}
 
 

@@ -17,7 +17,6 @@ from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
 SEEDS = (0, 1, 2)
-HEADLINE_SEEDS = (0, 1, 2, 3, 4, 5)
 TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
 TUNING_WARMUP = 0.1  # of the steps
 
@@ -43,22 +42,17 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
-    All at each of `seeds`; None: at SEEDS together, since no verdict rests on fewer: base, headline, the others, then
-    the headline at more seeds; what came after the paper, likewise, last. A fine-tuning is as headline as what it
-    starts from.
+    All at each of `seeds`; None: each at its own number of seeds, the first three together: base, the headline, the
+    others, then further seeds of the headline; what came after the paper, likewise, last.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
-    runs = {run.experiment: run for run in (config(name, preset) for name in names)}
+    rows = {run.experiment: experiment(run.experiment) for run in (config(name, preset) for name in names)}
     base = resolve("base", preset)
-    headline = {name for name, run in runs.items() if experiment(getattr(run, "start", name)).headline}
-    after = {name for name in runs if experiment(name).section == AFTER_PAPER}
-    first = sorted(runs, key=lambda name: (name in after, name != base, name not in headline))
+    first = sorted(rows, key=lambda name: (rows[name].section == AFTER_PAPER, name != base, rows[name].seeds < 6))
     if seeds is not None:
         return [config(name, preset, seed) for seed in seeds for name in first]
-    pairs = []
-    for part in ([name for name in first if name not in after], [name for name in first if name in after]):
-        pairs += [(name, seed) for name in part for seed in SEEDS]
-        pairs += [(name, seed) for name in part if name in headline for seed in HEADLINE_SEEDS if seed not in SEEDS]
+    pairs = [(name, seed) for name in first for seed in range(rows[name].seeds)]
+    pairs.sort(key=lambda pair: (rows[pair[0]].section == AFTER_PAPER, pair[1] not in SEEDS))
     return [config(name, preset, seed) for name, seed in pairs]
 
 

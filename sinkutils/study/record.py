@@ -165,6 +165,8 @@ def config_dict(config: RunConfig) -> dict[str, Any]:
     values = {**dataclasses.asdict(config), "recipe": RECIPE}
     names = {"corpus": config.data.corpus, "validation": config.data.validation}
     values["data"] |= {key: name and public_name(name) for key, name in names.items()}
+    if not config.data.unscored:  # came after the first records, whose hashes stay
+        del values["data"]["unscored"]
     if "instructions" in values:  # of a fine-tuning
         values["instructions"] = public_name(values["instructions"])
     return json.loads(as_json(values))

@@ -20,11 +20,11 @@ from sinkutils.study.record import Record
 from sinkutils.training.run import CrossEntropy, Run
 
 
-def answer_loss(model: Any, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
+def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:
     """Mean cross-entropy of the answers' tokens in nats; chunks: (B, 2, C + 1), tokens and targets.
 
-    prefix and given are what `Run` hands to a loss: no answer starts within them. Of several micro batches of a step
-    the means count alike.
+    unscored is what `Run` hands to a loss: no answer starts there. Of several micro batches of a step the means count
+    alike.
     """
     targets = chunks[:, 1, 1:]
     answers = targets != IGNORED

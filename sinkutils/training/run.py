@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,15 +55,16 @@ class CrossEntropy(torch.autograd.Function):
         return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
 
 
-def next_token_loss(model: torch.nn.Module, chunks: Tensor, prefix: int = 1, given: int | None = None) -> Tensor:
-    """Mean cross-entropy of chunks (B, C + 1) in nats; the first prefix - 1 predictions carry none (Section 6).
+def next_token_loss(model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:
+    """Mean cross-entropy of chunks (B, C + 1) in nats, without the predictions made at the 1-based positions unscored.
 
-    given: the 1-based position, beyond the prefix, of a fixed token (Section 5), whose prediction carries none either.
+    The model sees every position all the same.
     """
-    logits, targets = model(chunks[:, :-1])[:, prefix - 1 :], chunks[:, prefix:]
-    if given is not None and given > prefix:
-        before = given - prefix - 1
-        logits, targets = (torch.cat([x[:, :before], x[:, before + 1 :]], dim=1) for x in (logits, targets))
+    logits, targets = model(chunks[:, :-1]), chunks[:, 1:]
+    ends = (0, *unscored, targets.shape[1] + 1)
+    kept = [slice(before, after - 1) for before, after in pairwise(ends) if after - 1 > before]
+    if kept != [slice(0, targets.shape[1])]:
+        logits, targets = (torch.cat([x[:, part] for part in kept], dim=1) for x in (logits, targets))
     return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
 
@@ -147,7 +149,7 @@ class Run:
         for number, part in enumerate(parts, start=1):
             with self.group.backward_of(self.trained, last=number == len(parts)):
                 with self.autocast():
-                    loss = forward(self.trained, part, *self.unscored) / len(parts)
+                    loss = forward(self.trained, part, self.unscored) / len(parts)
                 loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -195,13 +197,18 @@ class Run:
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
-        losses = [float(self.loss(self.model, part, *self.unscored)) * len(part) for part in self.valid.split(32)]
+        losses = [float(self.loss(self.model, part, self.unscored)) * len(part) for part in self.valid.split(32)]
         return sum(losses) / len(self.valid)
 
     @property
-    def unscored(self) -> tuple[int, int | None]:
-        """The prefix and the position of a fixed token, whose predictions carry no loss (`next_token_loss`)."""
-        return self.config.model.attention.prefix, self.config.data.fixed_position
+    def unscored(self) -> tuple[int, ...]:
+        """The positions whose prediction carries no loss: inside a prefix (Section 6), before a fixed token (Section
+        5), and those that the config names.
+        """
+        data = self.config.data
+        inside_prefix = set(range(1, self.config.model.attention.prefix))
+        before_fixed = {(data.fixed_position or 1) - 1} - {0}
+        return tuple(sorted(inside_prefix | before_fixed | set(data.unscored)))
 
     @property
     def tokens_per_step(self) -> int:

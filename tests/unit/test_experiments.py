@@ -19,24 +19,29 @@ from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 from sinkutils.training.run import next_token_loss
 
-SMALL = ("smoke", "laptop", "desk", "gpu", "paper")
+SMALL = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
 AFTER = [e.name for e in experiments("8")]
-HEADLINE = {
-    *("default", "fixed_1", "learnable", "post_norm", "sink_token", "k_bias", "kv_bias", "v_bias"),
-    *("sigmoid", "sigmoid_normalised", "prefix_5", "window_1_64", "window_1_2", "weight_decay_0", "weight_decay_5"),
-    *("sink_token_default", "sft_softmax", "sft_sigmoid"),  # the latter by what they start from
-}
-LATER_HEADLINE = ("softpick", "sigmoid_log_bias")  # of later papers
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
 DIMS = {f"k_bias_dims_{d}": "k_bias_dims_1" for d in (2, 4, 8)}
-PLAIN = {**DEFAULT, "constant_lr": "default_constant_lr", "window_none": "default", "heads_8": "default"}
+PLAIN = {
+    **DEFAULT,
+    "weight_decay_0.1": "default",
+    "constant_lr": "default_constant_lr",
+    "window_none": "default",
+    "heads_8": "default",
+}
 PLAIN |= {f"{bias}_heads_8": bias for bias in ("kv_bias", "kv_bias_shared")}
 # The rows that coincide at a scale: name -> the run they share.
 SAME = {
-    "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", **DIMS},
-    "laptop": {"heads_4": "fixed_1", **DIMS},
+    "smoke": {"heads_2": "fixed_1", "depth_2": "fixed_1", "weight_decay_0.1": "fixed_1", **DIMS},
+    "minute": {
+        **{"weight_decay_0.5": "fixed_1", "heads_4": "fixed_1", "context_32": "fixed_1"},
+        **{"window_1_32": "window_1_64", "sigmoid_weight_decay_0.5": "sigmoid", "k_bias_dims_2": "k_bias_dims_1"},
+        **{"k_bias_dims_4": "k_bias_dims_1", "k_bias_dims_8": "k_bias_dims_1"},
+    },
+    "laptop": {"heads_4": "fixed_1", "weight_decay_0.1": "fixed_1", **DIMS},
     "desk": {
         **{name: run for name, run in PLAIN.items() if name != "window_none"},
         **{"k_bias_dims_2": "k_bias_dims_1", "k_bias_dims_4": "k_bias_dims_1"},
@@ -112,7 +117,7 @@ def test_every_experiment_has_a_model_whose_every_weight_gets_a_gradient():
     chunks = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
     for shape in dict.fromkeys(config(e.name, "smoke").model for e in of("smoke")):
         model = TransformerLM(shape, 1)
-        loss = next_token_loss(model, chunks, shape.attention.prefix)
+        loss = next_token_loss(model, chunks, tuple(range(1, shape.attention.prefix)))
         loss.backward()
         gradients = [p.grad for p in model.parameters()]
         assert torch.isfinite(loss) and all(g is not None and torch.isfinite(g).all() for g in gradients), shape
@@ -230,27 +235,21 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     assert not any(run.experiment == "heads_4" for run in plan("narrow"))
 
 
-def test_a_sweep_starts_with_the_headline_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):
+def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):
     pairs = missing("laptop", tmp_path)
     assert len(set(pairs)) == len(pairs)
-    names = {e.name for e in of("laptop") if not e.download} - set(SAME["laptop"]) - set(AFTER)
-    parts = []  # in the order of the plan
-    for size in (3, 3 * len(HEADLINE) - 3, 3 * len(names - HEADLINE), 3 * len(HEADLINE), len(pairs)):
-        parts.append(pairs[:size])
-        pairs = pairs[size:]
-    assert not pairs
-    assert parts[0] == [("fixed_1", seed) for seed in (0, 1, 2)]
-    for part, of_part in ((parts[1], HEADLINE - {"fixed_1"}), (parts[2], names - HEADLINE)):
-        assert set(part) == {(name, seed) for name in of_part for seed in (0, 1, 2)}
-        assert [seed for _, seed in part] == [0, 1, 2] * len(of_part), "all three of an experiment together"
-    assert set(parts[3]) == {(name, seed) for name in HEADLINE for seed in (3, 4, 5)}
-    after = sorted(AFTER, key=lambda name: name not in LATER_HEADLINE)
-    more = [(name, seed) for name in LATER_HEADLINE for seed in (3, 4, 5)]
-    assert parts[4] == [(name, seed) for name in after for seed in (0, 1, 2)] + more
-    assert set(missing("laptop", tmp_path, (5,))) == {(name, 5) for name in names | set(AFTER)}
+    assert pairs[:3] == [("fixed_1", seed) for seed in (0, 1, 2)]
+    rows = {name: experiment(name) for name, _ in pairs}
+    assert set(pairs) == {(name, seed) for name, row in rows.items() for seed in range(row.seeds)}
+    later = [rows[name].section == "8" for name, _ in pairs]
+    assert later == sorted(later)
+    ours = [pair for pair, after in zip(pairs, later, strict=True) if not after]
+    further = [seed > 2 for _, seed in ours]
+    assert further == sorted(further), "all have three seeds before one has more"
+    first = [rows[name].seeds == 6 for name, seed in ours[3:] if seed == 0]
+    assert first == sorted(first, reverse=True), "the headline comes first"
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
-    large = ("softmax_1b", "sigmoid_1b", "sft_softmax", "sft_sigmoid")  # of which none is of the headline
-    assert missing("paper-1b", tmp_path) == [(name, seed) for name in large for seed in (0, 1, 2)]
+    assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
 
 
 def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small():
@@ -261,7 +260,8 @@ def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small(
 def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked():
     with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["name"] for row in rows] == AFTER
+    ours = [name for name in AFTER if name.endswith(("_unscored", "_steps_x2", "_steps_x4", "random_1_depth_6"))]
+    assert [row["name"] for row in rows] == [name for name in AFTER if name not in ours]
     assert all(row["title"] and row["says"] and row["checked"] for row in rows)
     assert all(row["source"] == "" or row["source"][4] == "." for row in rows)
     for scale in ("laptop", "gpu"):

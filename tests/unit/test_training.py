@@ -103,6 +103,18 @@ def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, 
     assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
 
 
+@torch.no_grad()
+def test_a_prediction_that_carries_no_loss_is_left_out_of_the_mean_and_its_token_is_seen(tiny, corpus):
+    model, chunks = TransformerLM(tiny.model, 0), torch.randint(3, 64, (2, 13))
+    logits = model(chunks[:, :-1])
+    each = F.cross_entropy(logits.transpose(1, 2), chunks[:, 1:], reduction="none")
+    for unscored in ((), (1,), (12,), (1, 2), (1, 5, 6, 12)):
+        kept = [t for t in range(12) if t + 1 not in unscored]
+        assert float(next_token_loss(model, chunks, unscored)) == pytest.approx(each[:, kept].mean().item(), rel=1e-6)
+    with pytest.raises(ValueError, match="unscored count from 1"):
+        DataConfig(unscored=(0,))
+
+
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
     whole, parts = (Run(change(tiny, micro_batch=m), corpus, CPU) for m in (None, 2))
     assert float(whole.advance(next_token_loss)) == pytest.approx(float(parts.advance(next_token_loss)), rel=1e-5)
@@ -132,7 +144,7 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the
     }[optimizer]
     for step in range(5):  # three of the warm-up, two of the cosine
         model.zero_grad()
-        next_token_loss(model, chunks.batch(step, 4, 1), 1, 1).backward()
+        next_token_loss(model, chunks.batch(step, 4, 1)).backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.1
         for part in written_out:
             part.param_groups[0]["lr"] = learning_rate(run.train, step)
@@ -147,9 +159,11 @@ def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_
     run = Run(dataclasses.replace(change(tiny, valid_chunks=40), data=data), corpus, CPU)
     text = Chunks(corpus, "valid", 32, DataConfig(fixed_position=2)).take(np.arange(40))
     assert torch.equal(run.valid, text), "nothing of it is redrawn"
-    each = [float(next_token_loss(run.model, chunk[None], 1, 2)) for chunk in text]
+    each = [float(next_token_loss(run.model, chunk[None], (1,))) for chunk in text]
     assert run.valid_loss() == pytest.approx(np.mean(each), rel=1e-6)  # though 40 are a pass of 32 and one of 8
     assert run.probe[:, 1].eq(corpus.fix_id).all()
+    unscored = Run(dataclasses.replace(tiny, data=dataclasses.replace(data, unscored=(4, 1))), corpus, CPU)
+    assert unscored.unscored == (1, 4)
     with_bos = Run(dataclasses.replace(tiny, data=DataConfig(bos=True)), corpus, CPU)
     assert with_bos.probe[:, 0].eq(corpus.bos_id).all()
 
