@@ -151,14 +151,6 @@ def sweep_command(options: argparse.Namespace) -> int:
     return 1 if any(outcome.status == "crashed" for outcome in outcomes) else 0
 
 
-def cost_command(options: argparse.Namespace) -> None:
-    """Print what a run would take."""
-    from sinkutils.study.cost import cost
-    from sinkutils.study.grid import config
-
-    print(cost(config(options.experiment, options.preset)).table(options.mfu, options.gpus))
-
-
 def measure_command(options: argparse.Namespace) -> None:
     """Measure a model on one or more kinds of input."""
     from sinkutils.measuring.open_lms import record
@@ -301,7 +293,7 @@ def readme_command(options: argparse.Namespace) -> None:
 
 
 LONG = ("reason", "why", "holds", "effect", "low", "high")  # columns that only --long prints
-OF_RUNS = (list_command, train_command, sweep_command, cost_command)
+OF_RUNS = (list_command, train_command, sweep_command)
 OF_MODELS = (measure_command, models_command, scores_command)
 OF_PAGES = (claims_command, run_command, readme_command)
 COMMANDS = {command.__name__.removesuffix("_command"): command for command in (*OF_RUNS, *OF_MODELS, *OF_PAGES)}

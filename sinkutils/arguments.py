@@ -48,7 +48,6 @@ def bounded(kind: Callable[[str], Any], wanted: str, least: float, most: float) 
 
 COUNT = bounded(int, "an integer of at least 1", 1, math.inf)
 NUMBER = bounded(float, "a finite number of at least 0", 0, sys.float_info.max)
-SHARE = bounded(float, "a number above 0, at most 1", 5e-324, 1)
 THRESHOLD = bounded(float, "a number above 0 and below 1", 5e-324, math.nextafter(1, 0))
 
 
@@ -107,12 +106,6 @@ def parser() -> argparse.ArgumentParser:
     option("--dry-run", action="store_true", help="print what would run, with an estimate by the records' times")
     option("--preset", **preset)
     option("--runs", **runs)
-
-    option = add("cost", "estimate parameters, FLOPs, memory and hours of a run on named GPUs")
-    option("--preset", **preset | {"default": "paper"})
-    option("--experiment", default="base", help="which run (default: the base of the preset)")
-    option("--mfu", type=SHARE, default=0.4, help="share of the GPU's peak that training reaches")
-    option("--gpus", type=COUNT, default=8, help="GPUs that share the run")
 
     kept = (
         "keep it in data/measurements; notebook 01 and claims read those of Table 8's models (smollm2, gemma-3-270m: "

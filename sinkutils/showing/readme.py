@@ -30,7 +30,6 @@ from sinkutils.showing.explorer import kept_map, side_by_side
 from sinkutils.showing.pages import markdown, written
 from sinkutils.showing.scale import scope
 from sinkutils.showing.tables import records
-from sinkutils.study.cost import cost
 from sinkutils.study.grid import plan
 
 PRESET = "laptop"
@@ -248,7 +247,11 @@ def training_part() -> str:
         rows.append([shape, row["who"], f"{row['tokens_per_second']:,}", f"{row['times_llama']:.2f}", f"{peak:.0f} %"])
     table = markdown(["shape", "who", "tokens/s", "times llama", "of the matmul peak of its precision"], rows)
     runs = plan(PRESET)
-    hours = sum(cost(run).tokens for run in runs) / record_page.base_rate() / 3600
+    hours = (
+        sum(run.train.steps * run.train.batch_size * run.model.context_length for run in runs)
+        / record_page.base_rate()
+        / 3600
+    )
     whole = (
         f"The base's compiled step alone is {hours:.0f} core-hours over the {len(runs)} runs of the study at "
         f"`{PRESET}`; evaluations and dearer variants come on top: [the records](records.md#what-the-study-takes) say "

@@ -18,7 +18,7 @@ from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import norm_ratio
 from sinkutils.model.positions import distance_table
 from sinkutils.showing import names
-from sinkutils.study.cost import cost
+from sinkutils.showing.tables import parameters
 from sinkutils.study.grid import config
 
 
@@ -244,7 +244,7 @@ def sizes_asked(ours: Results) -> str:
     """Section 3.4: which sizes the claim on small models was asked of, and what smaller ones of ours have."""
     asked = " and ".join(f"{recorded(name)['about']['parameters'] / 1e6:.0f}M" for name in REAL_MODELS)
     own = [run.final["sink_1"] for run in ours.seeds("default").values() if not run.failed]
-    size = cost(config("default", ours.preset)).parameters / 1e6
+    size = parameters(config("default", ours.preset)) / 1e6
     beside = f" Ours of {size:.1f}M, on any first token, have {np.mean(own):.1f} %." if own else ""
     return f"Asked of models of {asked} parameters; the paper's smallest has 14M.{beside}"
 

@@ -15,8 +15,8 @@ from sinkutils.paths import BENCHMARKS
 from sinkutils.showing import names, tables
 from sinkutils.showing.comparisons import DESTINATIONS
 from sinkutils.showing.pages import markdown, written
+from sinkutils.showing.tables import parameters
 from sinkutils.study.config import RunConfig
-from sinkutils.study.cost import cost
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
@@ -73,7 +73,7 @@ def state_of_study() -> str:
 def at(preset: str) -> str:
     """Of a scale beside the study's: how large its base is, and what its runs took."""
     taken = [_seconds(record) / 3600 for kept in recorded(preset).values() for record in kept]
-    size = cost(config("base", preset)).parameters / 1e6
+    size = parameters(config("base", preset)) / 1e6
     least, most = f"{min(taken):.1f}", f"{max(taken):.1f}"
     return (
         f"Another scale than the study's: models of {size:.1f}M parameters. A run took "

@@ -20,7 +20,7 @@ from sinkutils.measuring.saved import measured_sink
 from sinkutils.showing import figures, names
 from sinkutils.showing.pages import WIDTH, show_text
 from sinkutils.showing.seen import capital
-from sinkutils.study.cost import cost
+from sinkutils.showing.tables import parameters
 from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import config
 
@@ -162,7 +162,7 @@ def ladder() -> pd.DataFrame:
     rows: list[tuple[str, int, str, float, str, int]] = []
     for preset in (*OURS, "paper"):
         for name, first in (("default", ANY), ("fixed_1", ONE)):
-            size = cost(config(name, preset)).parameters
+            size = parameters(config(name, preset))
             shares = [share for run in trained(name, preset).values() if (share := sink(run)) is not None]
             if preset == "paper":
                 rows.append(("the paper's 60M", size, first, experiment(name).paper["sink_1"], "paper", 0))
@@ -188,7 +188,7 @@ def scope() -> list[str]:
             cells.append(f"{row.sink_1:.1f} % in {model}")
         lines.append(f"**A sink on {words}**: {', '.join(cells)}.")
     if runs := trained("default", "desk"):
-        size, ends = cost(config("default", "desk")).parameters, [heads(run)[-1].max() for run in runs.values()]
+        size, ends = parameters(config("default", "desk")), [heads(run)[-1].max() for run in runs.values()]
         even = uniform_alpha(next(iter(runs.values())).report["T"])
         largest = " and ".join(f"{end:.2f}" for end in ends)
         lines[0] += (

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from sinkutils.ledger.results import EPSILON, Results, Run, sink
 from sinkutils.ledger.rules import BASE, SINK
 from sinkutils.measuring.report import Report
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.showing.names import Row, human, printed
+from sinkutils.study.config import RunConfig
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, largest_alpha
 from sinkutils.study.store import Entry, Runs
@@ -183,3 +186,9 @@ def sinks_by_text(report: Report, eps: float = EPSILON) -> pd.DataFrame:
     """Share of heads in percent with alpha_k > eps, a row a sequence and a column a position k (Fig. 5 middle)."""
     active = (report.alpha > eps).double().mean(dim=(2, 3))  # (samples, targets)
     return pd.DataFrame(100 * active.numpy(), columns=list(report.targets))
+
+
+def parameters(run: RunConfig) -> int:
+    """How many numbers the model of a run has."""
+    with torch.device("meta"):  # takes no memory
+        return sum(weight.numel() for weight in TransformerLM(run.model).parameters())

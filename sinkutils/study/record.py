@@ -158,12 +158,11 @@ def write_record(
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    short = json.dumps(rounded(metrics), separators=(",", ":"), sort_keys=True, allow_nan=False)
-    files = {
-        "config.json": as_json(values).encode(),
-        "metrics.json": short.encode(),
-        "provenance.json": as_json({**provenance, **versions()}).encode(),
-    }
+    parts = {"config": values, "metrics": rounded(metrics), "provenance": provenance | versions()}
+    files = {}
+    for name, part in parts.items():
+        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
+        files[f"{name}.json"] = text.encode()
     if arrays:
         files[ALPHA] = _packed(arrays)
     if weights is not None:

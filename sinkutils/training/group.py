@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sinkutils.checks import choice, require
@@ -95,11 +96,12 @@ class Group:
         if self.parallel == "fsdp":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+            mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
             half = torch.bfloat16 if precision == "bf16" else None
             # Inputs are not cast: the position tables among them need their precision.
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for part in (*model.blocks, model):
-                fully_shard(part, mp_policy=policy)
+                fully_shard(part, mesh=mesh, mp_policy=policy)
             register_fsdp_forward_method(model, "hidden")  # what `measure` calls
         return model
 

@@ -31,7 +31,9 @@ from sinkutils.training.optimizers import make_optimizers
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
-CURVE_TARGETS = (1, 2, 3, 4)  # of these along the curve
+CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
+ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
+NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "skipped_why", "name")  # of a report, in a record
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -201,7 +203,7 @@ class Run:
         if losses:
             point = point | {"train_loss": sum(losses) / len(losses)}
         self.curve.append(point)
-        alpha = report.alpha[:, : len(CURVE_TARGETS)].mean(dim=0)
+        alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
             alpha = torch.cat([alpha, report.star.mean(dim=0)[None]])
         self.alphas.append(alpha.half())
@@ -240,8 +242,8 @@ def sinks(report: Report) -> dict[str, Any]:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = [round(x, 4) for x in report.hidden_peaks[:, 0].tolist()]
-        numbers["value_ratio_1"] = [round(x, 4) for x in ratios.tolist()]
+        numbers["peak_1"] = [digits(x, 4) for x in report.hidden_peaks[:, 0].tolist()]
+        numbers["value_ratio_1"] = [digits(x, 4) for x in ratios.tolist()]
     return numbers
 
 
@@ -257,16 +259,24 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
                 gradients = gradient_norms(run.model, run.probe)
-            final["gradients"] = {name: gradients[name] for name in gradients if name == "input"}
+            final["gradients"] = {"input": [[digits(x, 3) for x in row] for row in gradients.get("input", [])]}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
 def of_report(report: Report) -> dict[str, Any]:
-    """A report without what nobody asks of a record, intervals and queries; norms to four significant digits."""
-    kept = {name: value for name, value in report.to_dict().items() if name not in ("interval", "query_norms")}
+    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
+    whole = report.to_dict()
+    kept = {name: value for name, value in whole.items() if name not in NOT_KEPT}
+    shown = [str(eps) for eps in EPSILONS]
+    kept["sink"] = {k: {eps: by_eps[eps] for eps in shown} for k, by_eps in whole["sink"].items()}
+    if "sink_star" in whole:
+        kept["sink_star"] = {eps: whole["sink_star"][eps] for eps in shown}
     for name in BY_POSITION:
         if name in kept:
-            kept[name] = [[float(f"{x:.4g}") for x in row] for row in np.atleast_2d(kept[name]).tolist()]
-    if "embedding_norms" in kept:
-        kept["embedding_norms"] = kept["embedding_norms"][0]
+            kept[name] = [[digits(x, 4) for x in row] for row in kept[name]]
     return kept
+
+
+def digits(x: float, count: int) -> float:
+    """x to so many significant digits."""
+    return float(f"{x:.{count}g}")

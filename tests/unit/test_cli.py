@@ -15,7 +15,6 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.showing import reasons
-from sinkutils.study.cost import cost
 from sinkutils.study.grid import config
 from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
@@ -54,9 +53,6 @@ REFUSED = {
     "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
     "sweep --preset smoke --only k_byas": "did you mean k_bias",
     "sweep --preset smoke --engine abacus": "invalid choice: 'abacus'",
-    "cost --gpus 0": "--gpus: must be an integer of at least 1",
-    "cost --mfu 0": "--mfu: must be a number above 0, at most 1",
-    "cost --mfu inf": "--mfu: must be a number above 0, at most 1",
     "measure laptop/no_such_run/0": "no_such_run",
     "measure ./nothing": "there is no folder './nothing'",
     "measure x -n 0": "-n: must be an integer of at least 1",
@@ -178,9 +174,7 @@ def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(capsys, corp
     assert [record.weights is not None for record in found] == [False, True] and texts == ["docstrings", "path:mine"]
 
 
-def test_cost_and_run_take_what_they_are_given(capsys, monkeypatch):
-    shown = said(capsys, "cost", "--preset", "laptop", "--gpus", 2, "--mfu", 0.5)
-    assert shown == cost(config("base", "laptop")).table(0.5, 2) + "\n"
+def test_run_takes_what_it_is_given(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("sinkutils.showing.notebook.run_notebooks", lambda *arguments: asked.append(arguments))
     said(capsys, "run", "--preset", "smoke", "-p", "seeds", "[1, 2]", "-p", "device", "cpu", "--only", "02", "03")

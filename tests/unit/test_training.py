@@ -179,16 +179,17 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     excess = {"excess_1": report.excess(1), "excess_star": report.excess("star")}
     assert {name: final[name] for name in sinks | excess} == rounded(sinks | excess)
     whole = report.to_dict()
-    assert set(whole) - set(final["report"]) == {"interval", "query_norms"}
+    assert set(whole) - set(final["report"]) == set(training_run.NOT_KEPT)
     for name, value in final["report"].items():
         if name.endswith(("_norms", "_peaks")):
             np.testing.assert_allclose(value, whole[name], rtol=1e-3)
-        else:
+        elif not name.startswith("sink"):
             assert value == rounded(json.loads(json.dumps(whole[name]))), name
-    assert curve.shape[:2] == (4, 5)  # four evaluations; x_1 to x_4, and k*
-    assert torch.equal(curve[-1], torch.cat([report.alpha[:, :4].mean(0), star.mean(0)[None]]).half())
+    assert final["report"]["sink"]["2"] == {str(eps): rounded(report.sink(2, eps)) for eps in (0.1, 0.2, 0.3, 0.4, 0.5)}
+    assert curve.shape[:2] == (4, 4)  # four evaluations; x_1 to x_3, and k*
+    assert torch.equal(curve[-1], torch.cat([report.alpha[:, :3].mean(0), star.mean(0)[None]]).half())
     assert final["destinations"] == destinations(model, ids, line_breaks(tokenizer))
-    assert final["gradients"]["input"] == gradient_norms(model, ids)["input"]
+    np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids)["input"], rtol=1e-2)
 
 
 def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
