@@ -71,9 +71,8 @@ def train(
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
     text = corpus if isinstance(corpus, Corpus) else _load_text(config, corpus, group, progress)
-    require_fitting(text, config)
     folder = group.once(store.place, config, text.identity)
-    warn_of_another_text(text, config, folder, store, asked=corpus is not None)
+    _check_text(text, config, folder, store.place(config))
     if compile is None:
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and compiles()
@@ -104,23 +103,19 @@ def _load_text(config: RunConfig, name: str | None, group: Group, progress: bool
     return corpus
 
 
-def require_fitting(corpus: Corpus, config: RunConfig) -> None:
-    """Raise ValueError where the text has more kinds of tokens than the model."""
+def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
+    """Warn where a run is not on the text that its config means, and say where its record will be.
+
+    Raises ValueError where the text has more kinds of tokens than the model.
+    """
     size, most = corpus.vocab_size, config.model.vocab_size
     sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
     require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
-
-
-def warn_of_another_text(corpus: Corpus, config: RunConfig, folder: Path, store: Runs, asked: bool) -> None:
-    """Say so where a record will not stand under the plain name of its run, or is of another text than the config's."""
-    size, most = corpus.vocab_size, config.model.vocab_size
-    usual = store.place(config)
-    if asked and (corpus.name, size) != (public_name(config.data.corpus), most):
-        change = f"corpus {corpus.name!r} with {size} tokens in place of {config.data.corpus!r} with {most}"
-        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=3)
-    elif folder != usual:
-        kept = f"{short_name(usual)} is on another text by the name of {corpus.name!r} and stays"
-        warnings.warn(f"{kept}: the record is {short_name(folder)}", stacklevel=3)
+    if folder != usual or size != most:
+        change = (
+            f"corpus {corpus.name!r} with {size} tokens in place of {public_name(config.data.corpus)!r} with {most}"
+        )
+        warnings.warn(f"training on {change}, its own text: the record is {short_name(folder)}", stacklevel=3)
 
 
 def _start_of(config: FinetuneConfig, store: Runs, corpus: Corpus, options: dict[str, Any]) -> Record:

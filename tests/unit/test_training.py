@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tiny, corpus, tmp_path, monk
 def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder, tmp_path):
     study = train(tiny, tmp_path, corpus=corpus, progress=False)
     other = load_corpus(f"path:{text_folder}", 300, cache_dir=tmp_path / "cache", progress=False)
-    with pytest.warns(UserWarning, match="in place of 'docstrings' with 300: the record is test@path-texts"):
+    with pytest.warns(UserWarning, match="in place of 'docstrings' with 300, its own text: the record is test@path"):
         apart = train(tiny, tmp_path, corpus=other, progress=False)
     assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
     assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
@@ -460,7 +460,7 @@ def test_a_record_on_a_text_of_the_same_name_is_not_replaced_by_one_that_was_ask
     text = {"name": f"path:{text_folder.name}", "sha256": "f" * 64}  # as another version of Python would make it
     study = write_record(record_folder("test", "tiny", 0, tmp_path), run, DONE, {}, corpus=text)
     assert train(run, tmp_path) == study
-    with pytest.warns(UserWarning, match="test/tiny/0 is on another text by the name of 'path:texts.* stays: .* test@"):
+    with pytest.warns(UserWarning, match="in place of 'path:texts.* its own text: the record is test@"):
         apart = train(run, tmp_path, keep_weights=True, progress=False)
         assert train(run, tmp_path, keep_weights=True, progress=False) == apart  # and is trained once
     assert apart.folder.parts[-3].startswith("test@path-texts") and apart.weights
