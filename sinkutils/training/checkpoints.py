@@ -54,7 +54,8 @@ def load_checkpoint(run: Run, path: Path) -> None:
         return
     model, optimizer = (state.pop(name, {}) for name in ("model", "optimizer"))  # on rank 0, which hands them out
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    dcp.set_state_dict(run.model, run.optimizers, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    dcp.set_model_state_dict(run.model, model, options=options)
+    dcp.set_optimizer_state_dict(run.model, run.optimizers, optimizer, options=options)
     for name, value in progress.items():
         setattr(run, name, value)
 
