@@ -42,16 +42,20 @@ def runs(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFra
 def blocks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
     """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
 
-    excess_1, excess_star: means over heads. element: the largest element of h_1 over the median of all hidden states.
-    hidden_ratio, key_ratio, value_ratio: the norm of x_1's state, key or value over the mean of the other tokens'.
+    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own. element: the largest
+    element of h_1 over the median of all hidden states. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
+    key or value over the mean of the other tokens'.
     """
     rows = []
     for start, record in _done(preset, folder):
         report = record.metrics["final"]["report"]
-        excess = {name: _excess(alpha, report["T"]).mean(axis=1) for name, alpha in _alphas(report).items()}
+        seen = (report["T"], record.config["model"]["attention"]["window"])
+        excess = {f"excess_{k}": _excess(alpha, *seen, k) for k, alpha in enumerate(report["alpha"], start=1)}
+        if report.get("alpha_star"):
+            excess["excess_star"] = _excess(report["alpha_star"], *seen, "star")
         for block in range(len(report["alpha"][0])):
             row = start | {"block": block + 1}
-            row |= {f"excess_{name}": values[block] for name, values in excess.items()}
+            row |= {name: values[block].mean() for name, values in excess.items()}
             if "hidden_peaks" in report:
                 row["element"] = report["hidden_peaks"][block][0]
             for name in ("hidden", "key", "value"):
@@ -67,11 +71,12 @@ def heads(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFr
     rows = []
     for start, record in _done(preset, folder):
         report = record.metrics["final"]["report"]
-        alphas = _alphas(report)
-        for block, head in np.ndindex(alphas["1"].shape):
-            row = start | {"block": block + 1, "head": head + 1}
-            row |= {f"alpha_{name}": alpha[block, head] for name, alpha in alphas.items()}
-            row["excess_1"] = _excess(row["alpha_1"], report["T"])
+        alpha_1 = np.array(report["alpha"][0])
+        for block, head in np.ndindex(alpha_1.shape):
+            row = start | {"block": block + 1, "head": head + 1, "alpha_1": alpha_1[block, head]}
+            if report.get("alpha_star"):
+                row["alpha_star"] = report["alpha_star"][block][head]
+            row["excess_1"] = float(_excess(row["alpha_1"], report["T"], record.config["model"]["attention"]["window"]))
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -96,7 +101,7 @@ def _of_run(record: Record) -> dict[str, Any]:
     row = {name: final.get(name) for name in (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")}
     report = final.get("report")
     if report is not None:
-        excess = _excess(_alphas(report)["1"], report["T"]).mean(axis=1)
+        excess = _excess(report["alpha"][0], report["T"], config["model"]["attention"]["window"]).mean(axis=1)
         row["block_1"] = excess[0]
         row["later_blocks"] = excess[1:].mean() if len(excess) > 1 else None
         if "hidden_peaks" in report:
@@ -114,15 +119,13 @@ def _done(preset: str, folder: Path | str | None) -> Iterator[tuple[dict[str, An
             yield {"experiment": entry.experiment, "seed": entry.seed}, entry.record
 
 
-def _alphas(report: dict[str, Any]) -> dict[str, np.ndarray]:
-    """alpha_1, and alpha_star where there is a key of its own: (L, H), means over texts."""
-    alphas = {"1": np.array(report["alpha"][0])}
-    if report.get("alpha_star"):
-        alphas["star"] = np.array(report["alpha_star"])
-    return alphas
+def _excess(alpha: Any, length: int, window: int | None = None, k: int | str = 1) -> Any:
+    """(alpha_k - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k.
 
-
-def _excess(alpha: Any, length: int) -> Any:
-    """(alpha - u) / (1 - u): 0 where attention is uniform over the keys that a query sees, 1 where all is on x_1."""
-    uniform = np.mean(1 / np.arange(1, length + 1))
-    return (alpha - uniform) / (1 - uniform)
+    "star" is a key of its own, which every query sees beside the others.
+    """
+    queries = np.arange(1 if k == "star" else k, length + 1)
+    seen = np.minimum(queries, window or length)
+    even = 1 / (seen + 1) if k == "star" else np.where(queries - k < seen, 1 / seen, 0)
+    uniform = even.mean()
+    return (np.asarray(alpha) - uniform) / (1 - uniform) if uniform < 1 else np.zeros_like(alpha)

@@ -55,6 +55,14 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(folder):
     assert np.isfinite(seen_once.excess_1).all()
 
 
+def test_the_excess_by_block_has_the_mean_that_measuring_gave(folder):
+    """Also under a window, and where there is a key of its own."""
+    by_block = su.blocks("laptop", folder).groupby(["experiment", "seed"])
+    table = su.runs("laptop", folder).set_index(["experiment", "seed"])
+    for name in ("excess_1", "excess_star"):
+        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
+
+
 def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
     assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
     with pytest.raises(ValueError, match="preset must be one of"):
