@@ -32,6 +32,8 @@ _HOMES = {
     "explore": "plots.explorer",
     "film": "plots.interactive",
     "logits": "plots.interactive",
+    "report_page": "plots.report",
+    "report_model": "plots.report",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

@@ -19,53 +19,46 @@ SHADES = "magma_r"  # of all maps: little is light, much is dark; even steps, so
 
 
 def attention_map(
-    weights: Any, tokens: Sequence[str] | None = None, sink: int | None = 1, star: bool = False, ax: Axes | None = None
+    weights: Any, tokens: Sequence[str] | None = None, sink: int | None = 1, ax: Axes | None = None
 ) -> Axes:
     """Draw A_ij, queries down and keys across, on a square-root scale from 0 to 1, so that small weights show.
 
-    weights: (T, T), or (T, T + 1) with star=True: k* is the first column then. Keys that a query cannot see (after
-    itself) stay white. tokens: the T names for the edges. sink: the key, counted from 1, whose column is framed; with
-    star=True that of k* is framed instead.
+    weights: (T, T), or (T, T + 1) where the first key is k*. Keys that a query cannot see (after itself) stay white.
+    tokens: the T names for the edges. sink: the column to frame, counted from 1; None frames none.
     """
     squares = np.array(weights, dtype=float)
-    extra = 1 if star else 0
-    good = squares.ndim == 2 and squares.shape[1] == len(squares) + extra
-    require(good, f"weights must have the shape (T, T), or (T, T + 1) with star=True; got {squares.shape}")
     length, columns = squares.shape
-    require(tokens is None or len(tokens) == length, f"tokens must be {length} names, one per query")
-    squares[~np.tri(length, columns, extra, dtype=bool)] = np.nan
+    stars = ["k*"] * (columns - length)
+    require(columns in (length, length + 1), f"weights must have the shape (T, T) or (T, T + 1), got {squares.shape}")
+    squares[~np.tri(length, columns, len(stars), dtype=bool)] = np.nan
     ax = ax or plt.gca()
     ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
+    ax.tick_params(length=0, labelsize=min(8.0, 190 / columns))
     if tokens is None:
         ax.set(xlabel="key", ylabel="query")
     else:
-        size = min(8.0, 190 / columns)
-        ax.set_yticks(range(length), tokens, fontsize=size)
-        ax.set_xticks(range(columns), [*(["k*"] * extra), *tokens], fontsize=size, rotation=90)
+        ax.set_yticks(range(length), tokens, parse_math=False)  # a token may hold dollars
+        ax.set_xticks(range(columns), [*stars, *tokens], rotation=90, parse_math=False)
         ax.xaxis.tick_top()
-    if sink or star:
-        column = 0 if star else int(sink or 1) - 1
-        top = 0 if star else column  # the first query that sees the key
-        frame = Rectangle((column - 0.5, top - 0.5), 1, length - top, fill=False, linewidth=1.8)
-        frame.set_edgecolor(COLORS["star"] if star else COLORS["first"])
-        ax.add_patch(frame)
+    if sink is not None:
+        first_query = max(0, sink - 1 - len(stars))
+        color = COLORS["star"] if stars and sink == 1 else COLORS["first"]
+        edge = (sink - 1.5, first_query - 0.5)
+        ax.add_patch(Rectangle(edge, 1, length - first_query, fill=False, edgecolor=color, linewidth=1.8))
     return ax
 
 
 def attention_maps(maps: Mapping[str, Any], tokens: Sequence[str] | None = None, sink: int | None = 1) -> Figure:
     """Draw several maps of one text side by side under their titles, on one colour scale.
 
-    maps: by title, as of `attention_map`; one with a column more than rows has k* first.
+    maps: weights by title; tokens, sink: as of `attention_map`.
     """
     require(len(maps) > 0, "there is nothing to draw: no maps were given")
     figure, axes = plt.subplots(1, len(maps), figsize=(3.6 * len(maps) + 0.6, 3.9), squeeze=False)
     for ax, (title, weights) in zip(axes[0], maps.items(), strict=True):
-        shape = np.shape(weights)
-        attention_map(weights, tokens, sink, star=shape[-1] == shape[0] + 1, ax=ax)
-        ax.set_title(title)
+        attention_map(weights, tokens, sink, ax).set_title(title)
     figure.colorbar(axes[0, 0].images[0], ax=axes[0], shrink=0.75, label="attention")
     return figure
 

@@ -30,7 +30,7 @@ def forest(
     names = frame[label] if label else frame.index
     color = color or COLORS["other"]
     heights = np.arange(len(frame))
-    ax.axvline(0, color="0.25", linewidth=1, linestyle="--")
+    ax.axvline(0, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.hlines(heights, frame[low], frame[high], color=color, linewidth=1.6)
     clear = (frame[low] > 0) | (frame[high] < 0)
     faces = [color if leaves_out_zero else "white" for leaves_out_zero in clear]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkutils.checks import integer, require
 from sinkutils.measuring.measure import measure
 from sinkutils.plots.attention import SHADES, attention_map, token_label
-from sinkutils.plots.interactive import PALETTE, Interactive, still_figure
+from sinkutils.plots.interactive import Interactive, shade, still_figure
 from sinkutils.plots.theme import COLORS, STYLE, png
 
 MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
@@ -33,10 +33,10 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
     heads = [(layer, head) for layer in probe.layers for head in range(probe.alpha.shape[-1])]
-    shown = min(length, ids.shape[1])
-    while shown > FEWEST_TOKENS and len(heads) * _triangle(shown) > MOST_WEIGHTS:
-        shown -= 1
-    texts = max(1, MOST_WEIGHTS // (len(heads) * _triangle(shown)))
+    # A causal map of T tokens has about T^2 / 2 weights.
+    most = max(FEWEST_TOKENS, int((2 * MOST_WEIGHTS / len(heads)) ** 0.5))
+    shown = min(length, ids.shape[1], most)
+    texts = max(1, 2 * MOST_WEIGHTS // (len(heads) * shown**2))
     ids = ids[:texts, :shown]
     kept = measure(model, ids, heads=heads, keep=("map",), norms=False).kept
     weights = np.stack([np.asarray(kept[head].map) for head in heads], axis=1)
@@ -59,8 +59,7 @@ def explore_maps(
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     best = int(alpha[0].argmax())
     row, column = np.tril_indices(length)
-    levels = np.rint(np.sqrt(np.clip(weights, 0, 1)) * (len(PALETTE) - 1))[..., row, column]
-    packed = zlib.compress(levels.astype(np.uint8).tobytes(), 9)
+    packed = zlib.compress(shade(np.sqrt(weights))[..., row, column].tobytes(), 9)
     data = {
         "packed": base64.b64encode(packed).decode(),
         "tokens": [list(names) for names in tokens],
@@ -81,11 +80,6 @@ def explore_maps(
         "small ones show. Click a head; point at a row to read where that query looks."
     )
     return Interactive("explorer", data, png(still), alt, caption)
-
-
-def _triangle(length: int) -> int:
-    """How many weights a causal map has."""
-    return length * (length + 1) // 2
 
 
 def _still(weights: np.ndarray, alpha: np.ndarray, data: dict[str, Any], title: str) -> Figure:

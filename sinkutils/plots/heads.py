@@ -38,9 +38,9 @@ def heads_by_block(
     ax = ax or plt.gca()
     nth, count = rows.groupby("block").cumcount(), rows.groupby("block")["block"].transform("count")
     across = rows["block"] + 0.7 * ((nth + 0.5) / count - 0.5)
-    ax.scatter(across, rows[y], s=12, alpha=0.75, linewidths=0, color=color or COLORS["first"], label=label)
+    ax.scatter(across, rows[y], s=16, alpha=0.75, linewidths=0, color=color or COLORS["first"], label=label)
     if level is not None:
-        ax.axhline(level, color="0.25", linewidth=1, linestyle="--")
+        ax.axhline(level, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.set(xlabel="block", ylabel=r"$\alpha_1$" if y == "alpha_1" else y, ylim=(-0.02, 1.02))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return ax

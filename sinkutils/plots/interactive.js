@@ -112,7 +112,7 @@
     },
 
     film() {
-      const { steps, runs, picks, ticks, key } = data, end = steps.length - 1, most = steps[end];
+      const { steps, runs, picks, key } = data, end = steps.length - 1, most = steps[end];
       const left = 46, right = 500, row = 124, base = runs.length * row + 116;
       const x = (step) => left + (right - left) * step / most, y = (share) => base - 84 * share;
       const middle = { "text-anchor": "middle" }, quiet = { fill: GREY, "font-size": 11 };
@@ -120,7 +120,10 @@
         line(left, y(share), right, y(share), { "stroke-width": 0.4 });
         write(share, left - 8, y(share) + 4, { ...quiet, "text-anchor": "end" });
       });
-      ticks.forEach((step) => write(step.toLocaleString("en"), x(step), base + 16, { ...quiet, ...middle }));
+      const power = 10 ** Math.floor(Math.log10(most)), apart = [0.2, 0.5, 1, 2].find((n) => most / (n * power) <= 6) * power;
+      for (let step = 0; step <= most; step += apart) {
+        write(step.toLocaleString("en"), x(step), base + 16, { ...quiet, ...middle });
+      }
       write(`mean attention to ${key} over all heads, by training step`, left, base + 36);
       const shown = runs.map(({ name, heads, frames, means, color }, i) => {
         const height = frames[0].length / heads, top = i * row, width = (right - left + 30) / picks.length;

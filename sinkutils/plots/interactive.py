@@ -11,6 +11,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from scipy.special import expit, softmax
 
 from sinkutils.checks import require
 from sinkutils.plots.attention import SHADES
@@ -28,6 +29,7 @@ from sinkutils.study.record import Record
 SCRIPT = Path(__file__).with_name("interactive.js")
 PALETTE = [to_hex(color) for color in mpl.colormaps[SHADES](np.linspace(0, 1, 33))]  # of shares from 0 to 1
 THUMBNAILS = 7
+OTHER_LINES = (COLORS["other"], COLORS["baseline"], COLORS["paper"])
 KEYS = ("k*", "the", "cat", "sat", "on", "it")
 NOTHING_MATCHES = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0)  # logits of k* and five keys
 MATCHING = 5.0  # the logit of a key that does match
@@ -76,26 +78,25 @@ def film(runs: Mapping[str, Any], k: int | str = 1) -> Interactive:
     courses = {title: _course(title, run, k) for title, run in runs.items() if run is not None}
     require(len(courses) > 0, "there is nothing to play: none of these runs is recorded")
     steps = next(iter(courses.values()))[0]
-    same = all(len(other) == len(steps) and (other == steps).all() for other, _ in courses.values())
+    same = all(np.array_equal(steps, others) for others, _ in courses.values())
     require(same, "the runs of a film must have been measured at the same steps")
-    picks = np.unique(np.linspace(0, len(steps) - 1, THUMBNAILS).round().astype(int)).tolist()
-    ticks = [int(tick) for tick in MaxNLocator(5, integer=True).tick_values(0, steps[-1]) if 0 <= tick <= steps[-1]]
     key = "k*" if k == "*" else f"token {k}"
-    lines = [COLORS["star"] if k == "*" else COLORS["first"], COLORS["other"], COLORS["baseline"], COLORS["paper"]]
-    rows = []
-    for index, (title, (_, alphas)) in enumerate(courses.items()):
-        levels = np.rint(np.clip(alphas, 0, 1) * (len(PALETTE) - 1)).astype(int)
-        row: dict[str, Any] = {"name": title, "heads": alphas.shape[2], "color": lines[index % len(lines)]}
-        row["frames"] = [frame.ravel().tolist() for frame in levels]
-        row["means"] = alphas.mean(axis=(1, 2)).round(4).tolist()
-        rows.append(row)
-    data = {"steps": steps.tolist(), "runs": rows, "picks": picks, "ticks": ticks, "key": key}
+    data: dict[str, Any] = {
+        "key": key,
+        "steps": steps.tolist(),
+        "picks": np.unique(np.linspace(0, len(steps) - 1, THUMBNAILS).round().astype(int)).tolist(),
+        "runs": [],
+    }
+    colors = [COLORS["star" if k == "*" else "first"], *OTHER_LINES]
+    for (title, (_, alphas)), color in zip(courses.items(), cycle(colors), strict=False):
+        frames = shade(alphas).reshape(len(steps), -1).tolist()
+        run = {"name": title, "color": color, "heads": alphas.shape[2], "frames": frames}
+        data["runs"].append(run | {"means": alphas.mean(axis=(1, 2)).round(4).tolist()})
     still = _film_still(data, [alphas for _, alphas in courses.values()])
-    ends = ", ".join(f"{row['means'][-1]:.2f} ({row['name']})" for row in rows)
-    alt = f"Attention of every head to {key} at {len(picks)} steps of training; its mean ends at {ends}"
+    alt = f"Attention of every head to {key} at steps of training, and its mean along training: {', '.join(courses)}"
     caption = (
-        f"A square is a head (rows: blocks, columns: heads), darker the more attention it gives to {key}; below each "
-        "grid, its training step. The lines are means over all heads. Press play, or move the slider."
+        f"A square is a head (rows: blocks, columns: heads), darker the more attention it gives to {key}; with each "
+        "grid stands its training step. The lines are means over all heads. Press play, or move the slider."
     )
     return Interactive("film", data, png(still), alt, caption)
 
@@ -114,6 +115,11 @@ def logits(names: Sequence[str] = KEYS) -> Interactive:
         "move it with the arrow keys."
     )
     return Interactive("logits", data, png(_logits_still(names)), alt, caption)
+
+
+def shade(shares: np.ndarray) -> np.ndarray:
+    """Shares from 0 to 1 as indices of PALETTE."""
+    return np.rint(np.clip(shares, 0, 1) * (len(PALETTE) - 1)).astype(np.uint8)
 
 
 def still_figure(width: float, height: float) -> Figure:
@@ -147,33 +153,34 @@ def _film_still(data: Mapping[str, Any], courses: Sequence[np.ndarray]) -> Figur
             for column, pick in enumerate(data["picks"]):
                 cell = figure.add_subplot(places[row, column])
                 cell.imshow(alphas[pick], cmap=SHADES, vmin=0, vmax=1)
-                cell.set_axis_off()
+                cell.set(xticks=[], yticks=[])
+                cell.spines[:].set_visible(False)
                 cell.set_title(f"{data['steps'][pick]:,}", loc="center", fontsize=8, fontweight="normal")
+            figure.axes[-len(data["picks"])].set_ylabel(run["name"], color=run["color"], fontweight="bold")
             ax.plot(data["steps"], run["means"], color=run["color"], linewidth=2.2, label=run["name"])
         ax.set(ylim=(0, 1), xlabel="training step", ylabel=f"mean attention to {data['key']}")
         ax.grid(True, alpha=0.4)
-        ax.set_xticks(data["ticks"], [f"{tick:,}" for tick in data["ticks"]])
+        ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.legend()
     return figure
 
 
 def _logits_still(names: Sequence[str]) -> Figure:
     s = np.array(NOTHING_MATCHES)
-    powers = np.exp(s)
-    shares = {
-        "softmax": powers[1:] / powers[1:].sum(),
-        "sigmoid": 1 / (1 + np.exp(-s[1:])),
-        "softmax with k*": powers / powers.sum(),
+    panels = {
+        "logits s": s,
+        "softmax": softmax(s[1:]),
+        "sigmoid, not normalised": expit(s[1:]),
+        "softmax with k*": softmax(s),
     }
+    colors = [COLORS["star"], *[COLORS["other"]] * (len(s) - 1)]
     with mpl.rc_context(STYLE):
         figure = still_figure(7.0, 5.4)
-        axes = figure.subplots(4, 1, sharex=True)
-        axes[0].bar(names, s, color=[COLORS["star"], *[COLORS["other"]] * 5])
-        axes[0].set_title("logits s")
-        for ax, (title, weights) in zip(axes[1:], shares.items(), strict=True):
-            text = ax.bar(names[1:], weights[-5:], color=COLORS["other"])
-            ax.bar_label(text, fmt="%.2f")
-            if len(weights) > 5:
-                ax.bar_label(ax.bar(names[:1], weights[:1], color=COLORS["star"]), fmt="%.2f")
-            ax.set(title=f"{title}: {weights[-5:].sum():.2f} on the text", ylim=(0, 1.2))
+        for ax, (title, heights) in zip(figure.subplots(4, 1, sharex=True), panels.items(), strict=True):
+            own = slice(len(s) - len(heights), None)  # k* has no share in the two in the middle
+            bars = ax.bar(names[own], heights, color=colors[own])
+            ax.bar_label(bars, fmt="%.2f")
+            ax.set_title(title)
+            ax.margins(y=0.3)
+            ax.grid(False)
     return figure

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def save(figure: Figure | Axes, name: str, alt: str = "") -> Path:
 def png(figure: Figure) -> bytes:
     """A figure as PNG in 256 colours of its own, a third of the bytes: all that lines and maps need."""
     drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", metadata={"Software": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
+        figure.savefig(drawn, format="png", metadata={"Software": None})
     few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     few.save(small, format="png", optimize=True)
     return small.getvalue()
