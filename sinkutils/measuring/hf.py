@@ -37,7 +37,9 @@ try:
     from sinkutils.measuring import families, masks
     from sinkutils.measuring.families import Call, repeat_heads
 except ImportError as error:
-    raise ImportError("measuring models of others needs transformers 5.4 or later: pip install -U transformers") from error
+    raise ImportError(
+        "measuring models of others needs transformers 5.4 or later: pip install -U transformers"
+    ) from error
 
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
@@ -137,7 +139,9 @@ class Capture:
         require(why is None, f"{kind} cannot be measured: {why}")
         require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
         if model.config.model_type in families.PREFIX:
-            warnings.warn(f"{kind} is measured as a causal LM, although its own prompts see themselves whole", stacklevel=5)
+            warnings.warn(
+                f"{kind} is measured as a causal LM, although its own prompts see themselves whole", stacklevel=5
+            )
         self.model, self.config, self.base = model, model.config, model.base_model
         self.tally, self.exact = tally, exact
         # FSDP gathers weights only for passes through its root.
@@ -189,7 +193,9 @@ class Capture:
             function = families.attention_function(module, name)
             if name != "eager" and not families.is_of_transformers(function):
                 found[module] = (function, name)
-        require(len(found) in (0, len(self.layers)), f"{self.kind} has a registered attention function in some layers only")
+        require(
+            len(found) in (0, len(self.layers)), f"{self.kind} has a registered attention function in some layers only"
+        )
         return found
 
     @contextmanager

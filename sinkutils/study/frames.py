@@ -39,6 +39,9 @@ def runs(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFra
     return pd.DataFrame(rows, columns=None if rows else columns)
 
 
+records = runs
+
+
 def blocks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
     """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
 
