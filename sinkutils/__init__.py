@@ -19,11 +19,22 @@ _HOMES = {
     "config": "study.grid",
     "experiments": "study.experiments",
     "train": "training.trainer",
-    "records": "showing.tables",
-    "paper_beside_ours": "showing.tables",
-    "claims": "ledger.claims",
-    "effect": "ledger.effects",
-    "explore": "showing.explorer",
+    "runs": "study.frames",
+    "blocks": "study.frames",
+    "heads": "study.frames",
+    "curves": "study.frames",
+    "records": "study.frames",  # another name of runs
+    "claims": "ledger.table",
+    "checks": "ledger.table",
+    "verdict": "ledger.table",
+    "effect": "ledger.table",
+    "theme": "plots.theme",
+    "save": "plots.theme",
+    "explore": "plots.explorer",
+    "film": "plots.interactive",
+    "logits": "plots.interactive",
+    "report_page": "plots.report",
+    "report_model": "plots.report",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

@@ -176,7 +176,7 @@ def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(capsys, corp
 
 def test_run_takes_what_it_is_given(capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr("sinkutils.showing.notebook.run_notebooks", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr("sinkutils.pages.run_notebooks", lambda *arguments: asked.append(arguments))
     said(capsys, "run", "--preset", "smoke", "-p", "seeds", "[1, 2]", "-p", "device", "cpu", "--only", "02", "03")
     ((parameters, _, only),) = asked
     assert parameters | {"seeds": [1, 2], "device": "cpu", "preset": "smoke"} == parameters and only == ["02", "03"]
