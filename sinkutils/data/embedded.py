@@ -11,21 +11,16 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePath
 
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice
-
-DOMAINS = ("prose", "python", "c-headers", "licences", "data")
-
 # The start of a class or function, with its indentation.
 HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
-MAX_CHARACTERS = 20_000  # of a document of a domain, which is there to be probed
-# What pyproject.toml pins exactly and what has English docstrings: nothing else in an environment changes the text.
+# What constraints.txt pins exactly and what has English docstrings: nothing else in an environment changes the text.
 DISTRIBUTIONS = (
     *("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib", "seaborn", "hypothesis", "pytest", "mypy"),
     *("jupyterlab", "papermill", "nbval", "tokenizers", "safetensors", "tqdm", "ipywidgets"),
@@ -37,10 +32,7 @@ PRUNED = {"__pycache__", "test", "tests", "idle_test"}
 OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
-DATA = (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg")
 LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
-# Comments and preprocessor lines at the top of a C header: the same in most of them.
-PREAMBLE = re.compile(r"\A(?:\s*(?:/\*.*?\*/|//[^\n]*|\#[^\n]*))++\s*", re.DOTALL)
 # Comments and strings of a Python source, in order; possessive, so that an open quote cannot backtrack.
 COMMENT_OR_STRING = re.compile(
     r"""\#[^\n]*+
@@ -97,32 +89,12 @@ def docstrings(progress: bool = True) -> Iterator[str]:
 
 def sources(progress: bool = True) -> Iterator[str]:
     """The Python sources, a document a file, sorted by the hash of the text."""
-    return _read(_files(".py"), None, progress)
+    return _read(_files(".py"), progress)
 
 
 def everything(progress: bool = True) -> Iterator[str]:
     """Python sources, C and C++ headers, and .rst, .md and .txt files: no licences, no data."""
-    return _read(_files(".py", *HEADERS, *PROSE), None, progress)
-
-
-def domain(name: str, progress: bool = True) -> Iterator[str]:
-    """The documents of one kind of text (the counterpart of the Pile's domains in Fig. 9), shortened.
-
-    prose: docstrings; python: code without comments and docstrings; c-headers: from the first declaration on;
-    licences: LICENSE, COPYING and NOTICE files; data: JSON, CSV, TOML and the like.
-    In the order of split_fraction of the whole file, so those that a corpus keeps for probing come first.
-    """
-    choice("domain", name, DOMAINS)
-    if name == "prose":
-        texts: Iterable[str] = sorted(docstrings(progress), key=lambda text: split_fraction(text_digest(text)))
-    elif name == "licences":
-        licences = _walk(lambda file: bool(LICENCE.match(file)) and not file.endswith(".py"), dist_info=True)
-        texts = _read(licences, split_fraction, progress)
-    else:
-        suffixes = {"python": (".py",), "c-headers": HEADERS, "data": DATA}[name]
-        texts = _read(_files(*suffixes), split_fraction, progress)
-    shorten = {"python": code_only, "c-headers": lambda text: PREAMBLE.sub("", text)}.get(name, str)
-    return (text[:MAX_CHARACTERS] for text in map(shorten, texts) if len(text) >= MIN_CHARACTERS)
+    return _read(_files(".py", *HEADERS, *PROSE), progress)
 
 
 def docstrings_of(source: str) -> list[str]:
@@ -161,17 +133,6 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
             yield "function", name, text
 
 
-def code_only(source: str) -> str:
-    """Python source without comments and docstrings, so that it shares no text with the prose domain."""
-    comments = (match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
-    code, end = "", 0
-    for start, next_end in sorted(match.span() for match in (*comments, *_docstring_matches(source))):
-        code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
-        end = next_end
-    code += source[end:]
-    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
-
-
 def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
     first = True
     for match in COMMENT_OR_STRING.finditer(source):
@@ -190,23 +151,27 @@ def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
 
 
 def _files(*suffixes: str) -> list[Path]:
-    return _walk(lambda file: file.lower().endswith(suffixes) and not LICENCE.match(file))
+    """The files with these suffixes, without licences, of the standard library and of the installed distributions.
 
-
-def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
-    """The files whose name is wanted; those of *-info folders (installation records) on request.
-
-    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders.
+    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
+    scripts (outside its folders) nor *-info folders (records of the installation).
     """
-    files = [path for path in _standard_library() if wanted(path.name)]
+
+    def wanted(name: str) -> bool:
+        return name.lower().endswith(suffixes) and not LICENCE.match(name)
+
     distributions = installed()
     if missing := [name for name, package in distributions.items() if package is None]:
         lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
-        warnings.warn(f"{lacking}: install what pyproject.toml pins, or bring a file of pack_corpus", stacklevel=2)
+        advice = "install what constraints.txt pins (pip install -c constraints.txt '.[text]')"
+        warnings.warn(f"{lacking}: {advice}, or bring a file of pack_corpus", stacklevel=2)
+    files = [path for path in _standard_library() if wanted(path.name)]
     for package in filter(None, distributions.values()):
         for file in package.files or ():
-            outside = file.parts[0] == ".." or (not dist_info and file.parts[0].endswith("-info"))
-            if not outside and wanted(file.name) and file.as_posix() not in OF_THE_BUILD:
+            top = file.parts[0]
+            if top == ".." or top.endswith("-info") or file.as_posix() in OF_THE_BUILD:
+                continue
+            if wanted(file.name):
                 files.append(Path(str(package.locate_file(file))))
     return files
 
@@ -220,14 +185,14 @@ def _standard_library() -> Iterator[Path]:
         yield from (Path(folder, f) for f in files if not top or PurePath(f).stem in sys.stdlib_module_names)
 
 
-def _read(paths: list[Path], key: Callable[[bytes], float] | None, progress: bool) -> Iterator[str]:
-    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by (key of) the hash."""
+def _read(paths: list[Path], progress: bool) -> Iterator[str]:
+    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by the hash."""
     unique: dict[bytes, Path] = {}
     for path in tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False):
         text = _text(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
-    for digest in sorted(unique, key=key):  # read a second time rather than kept: the text is hundreds of megabytes
+    for digest in sorted(unique):  # read a second time rather than kept: the text is hundreds of megabytes
         yield _text(unique[digest])
 
 
