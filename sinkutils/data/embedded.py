@@ -48,7 +48,7 @@ def installed() -> dict[str, Distribution | None]:
     for name in DISTRIBUTIONS:
         with contextlib.suppress(PackageNotFoundError):
             package = distribution(name)
-            if package.read_text("RECORD") is not None:  # .files would parse every line, at each opening of the text
+            if package.readtext_of("RECORD") is not None:  # .files would parse every line, at each opening of the text
                 packages[name] = package
     return packages
 
@@ -75,8 +75,8 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
     documents, wherever, with whatever else and whenever they were installed.
     """
-    paths = tqdm(_files(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
-    files = (docstrings_of(_text(path)) for path in paths)
+    paths = tqdm(files_with(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
+    files = (docstrings_of(text_of(path)) for path in paths)
     documents = {text_digest("\0".join(parts)): parts for parts in files if parts}
     seen: set[str] = set()
     for digest in sorted(documents):
@@ -89,12 +89,12 @@ def docstrings(progress: bool = True) -> Iterator[str]:
 
 def sources(progress: bool = True) -> Iterator[str]:
     """The Python sources, a document a file, sorted by the hash of the text."""
-    return _read(_files(".py"), progress)
+    return _read(files_with(".py"), progress)
 
 
 def everything(progress: bool = True) -> Iterator[str]:
     """Python sources, C and C++ headers, and .rst, .md and .txt files: no licences, no data."""
-    return _read(_files(".py", *HEADERS, *PROSE), progress)
+    return _read(files_with(".py", *HEADERS, *PROSE), progress)
 
 
 def docstrings_of(source: str) -> list[str]:
@@ -103,7 +103,7 @@ def docstrings_of(source: str) -> list[str]:
     Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
     all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source))))
+    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source))))
 
 
 def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
@@ -114,7 +114,7 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
     """
     headers = list(HEADER.finditer(source))
     index, outer = -1, None
-    for match in _docstring_matches(source):
+    for match in docstring_matches(source):
         while index + 1 < len(headers) and headers[index + 1].start() < match.start():
             index += 1
             outer = outer if headers[index][1] else headers[index]
@@ -133,7 +133,8 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
             yield "function", name, text
 
 
-def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
+def docstring_matches(source: str) -> Iterator[re.Match[str]]:
+    """The docstrings of a Python source where they stand, quotes included."""
     first = True
     for match in COMMENT_OR_STRING.finditer(source):
         start = match.start()
@@ -144,13 +145,17 @@ def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
             continue
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
-        after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
-        if after_colon or (first and all(not line or line[0] == "#" for line in map(str.strip, before.splitlines()))):
+        if last.endswith(":") or last.partition("#")[0].rstrip().endswith(":") or (first and _is_comment(before)):
             yield match
         first = False
 
 
-def _files(*suffixes: str) -> list[Path]:
+def _is_comment(source: str) -> bool:
+    """Whether there is nothing but comments and empty lines."""
+    return all(line.strip()[:1] in ("", "#") for line in source.splitlines())
+
+
+def files_with(*suffixes: str) -> list[Path]:
     """The files with these suffixes, without licences, of the standard library and of the installed distributions.
 
     Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
@@ -189,14 +194,14 @@ def _read(paths: list[Path], progress: bool) -> Iterator[str]:
     """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by the hash."""
     unique: dict[bytes, Path] = {}
     for path in tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False):
-        text = _text(path)
+        text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
     for digest in sorted(unique):  # read a second time rather than kept: the text is hundreds of megabytes
-        yield _text(unique[digest])
+        yield text_of(unique[digest])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The text of a file; empty where it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig").strip()
