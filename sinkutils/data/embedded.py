@@ -48,7 +48,7 @@ def installed() -> dict[str, Distribution | None]:
     for name in DISTRIBUTIONS:
         with contextlib.suppress(PackageNotFoundError):
             package = distribution(name)
-            if package.readtext_of("RECORD") is not None:  # .files would parse every line, at each opening of the text
+            if package.read_text("RECORD") is not None:  # .files would parse every line, at each opening of the text
                 packages[name] = package
     return packages
 
