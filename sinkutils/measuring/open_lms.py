@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.embedded import DOMAINS, domain
-from sinkutils.data.probes import KINDS, bos_id, encode, head
+from sinkutils.data.probes import KINDS, bos_id, encode
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
@@ -218,18 +217,6 @@ def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     return result
 
 
-def domains(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
-    """Sink_1 by the kind of text (Fig. 9), over those that come with every Python installation."""
-    texts: dict[str, list[str]] = {"docstrings": list(islice(load_corpus("docstrings").texts("probe"), 2 * n))}
-    texts |= {kind: list(islice(domain(kind, progress=False), 2 * n)) for kind in DOMAINS if kind != "prose"}
-    length, first = _length(measured), usual_first(measured)
-    by = {}
-    for kind, available in texts.items():
-        long = [text for text in available if len(head(measured.tokenizer, text, length)) >= length][:n]
-        by[kind] = {first: summary(_measured(measured, "natural", len(long), length, first, texts=long))}
-    return {"T": length, "first": first, "epsilons": list(EPSILONS), "pieces": "first tokens of documents", "by": by}
-
-
 def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Surgery on natural text: losses in nats a token of tokens 2..T, shares in percent at eps = 0.3."""
     from sinkutils.measuring import surgery
@@ -278,8 +265,8 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     }
 
 
-SHOWN = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, domains)}
-SECTIONS = {name: make for name, make in SHOWN.items() if name != "domains"} | {"operations": operations}
+SHOWN = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token)}
+SECTIONS = SHOWN | {"operations": operations}
 
 
 def _length(measured: Subject) -> int:
