@@ -224,14 +224,16 @@ def _operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterato
         capture.check_positions(length + 1)
         capture.check(list(ids))
         if cache:
-            kept = getattr(_cached(capture, ids[:1, :1]), "layers", [])
-            plain = len(kept) == len(capture.layers) and all(type(layer) in PLAIN for layer in kept)
+            kept = _cached(capture, ids[:1, :1])
+            layers = kept.layers if type(kept) is DynamicCache else []
+            plain = len(layers) == len(capture.layers) and all(type(layer) in PLAIN for layer in layers)
             require(plain, f"{kind} keeps something else than keys and values of each layer between tokens")
         yield capture
 
 
 def _cached(capture: Capture, ids: Tensor) -> Any:
     """What the model keeps of ids (n, T)."""
+    capture.tally = Tally((1,), ids.shape[1], norms=False)  # not looked at
     capture.start(ids)
     return getattr(capture.forward(ids.to(capture.table.device), use_cache=True), "past_key_values", None)
 

@@ -46,6 +46,7 @@ class Tally:
     def __post_init__(self) -> None:
         self.values: dict[str, dict[int, list[Tensor]]] = {}  # name -> layer -> a (B, ..) for each batch
         self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,), over samples
+        self.firsts: dict[int, Tensor] = {}  # layer -> (d,), |h_1| over the median element, over samples
         self.kept: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
 
     def heads_of(self, layer: int) -> list[int]:
@@ -76,6 +77,8 @@ class Tally:
             sizes = hidden.abs().float()
             usual = lower_median(sizes.flatten(1)).clamp(min=1e-30)
             self._sum("hidden_peaks", layer, sizes.amax(dim=(1, 3)) / usual[:, None])
+            first = (sizes[:, :, 0].amax(dim=1) / usual[:, None]).sum(dim=0)  # (d,) of the first position
+            self.firsts[layer] = self.firsts.get(layer, 0) + first
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add a number a position, (B, T), to the sum over samples."""
@@ -145,9 +148,11 @@ class Tally:
         for name, by_layer in self.values.items():
             values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
             fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
-        counts = (lengths[:, None] > torch.arange(self.length)).sum(dim=0)  # sequences that have each position
+        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)  # sequences that have each position
         for name, sums in self.sums.items():
             fields[name] = torch.stack([total.cpu() / counts for _, total in sorted(sums.items())])
+        if self.firsts:
+            fields["first_elements"] = torch.stack([one.cpu() / len(order) for _, one in sorted(self.firsts.items())])
         if self.norms:
             fields["embedding_norms"] = fields["embedding_norms"][0]
         fields["kept"] = {
