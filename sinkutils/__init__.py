@@ -25,8 +25,10 @@ _HOMES = {
     "curves": "study.frames",
     "records": "showing.tables",
     "paper_beside_ours": "showing.tables",
-    "claims": "ledger.claims",
-    "effect": "ledger.effects",
+    "claims": "ledger.table",
+    "claim_checks": "ledger.table",
+    "verdict": "ledger.table",
+    "effect": "ledger.table",
     "explore": "showing.explorer",
 }
 __all__ = [*_HOMES]
