@@ -7,65 +7,64 @@
       - {kept: post_norm}                               no less than the base; `same`: neither less nor more
       - {loss: [sigmoid, elu]}                          no worse a validation loss than the base's; `worse`: a worse one
       - {alike: sft_sigmoid, than: sft_softmax, of: end}   within a factor of two
-      - {together: dyt}                                 sink and massive activation, or neither; `apart`: one of them
+      - {together: dyt}                                 sink and large element, or neither; `apart`: one of the two
       - {fails: linear}                                 training fails; `trains`: it does not
-      - {real: sink_on_natural_text}                    a judge of `real_models`
+      - {real: sink_natural, above: 2.9}                a number of each model in `real_models`; or `below` the bar
 `of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where nothing stands.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from sinkutils import paths
 from sinkutils.ledger.quantities import QUANTITIES
 
-ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
-TWO_RUNS = ("more", "same", "kept", "alike", "loss", "worse")
-PARTS = ("paper", "later", "ours")
-TRIVIAL = ("", "untrained", "mathematics", "construction")
-GATES = ("trained", "any token", "none")
-FIELDS = ("id", "part", "source", "claim", "paper", "gate", "trivial", "given", "checks", "fresh", "remark")
+KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
+KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
+PARTS = ("paper", "later", "ours")  # the paper's claims, those of later papers, those of this project
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question about one or two experiments, or a judge of real models (kind "real", its name as the quantity)."""
+    """One question about one or two experiments, or about real models (kinds "above" and "below", no runs)."""
 
     kind: str
     runs: tuple[str, ...]
     quantity: str
     fresh: bool = False  # only seeds that came after the claim count
+    bar: float = math.nan  # of a question about real models
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. trivial: why it could not have failed here, if so. given: what it takes for granted."""
+    """One claim. given: what it takes for granted, without which nothing is tested. remark: by hand.
+
+    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
+    an untrained model ("untrained"), by "mathematics", or by "construction".
+    """
 
     id: str
     source: str
     claim: str
-    paper: str
-    part: str
-    gate: str
-    trivial: str
-    remark: str
     checks: tuple[Check, ...]
     given: tuple[Check, ...]
-
-
-def claims_path() -> Path:
-    """data/claims.yaml."""
-    return paths.ROOT / "data" / "claims.yaml"
+    paper: str = ""  # its numbers as printed
+    part: str = "paper"
+    gate: str = "trained"
+    trivial: str = ""
+    fresh: bool = False
+    remark: str = ""
 
 
 def read_claims(path: Path | None = None) -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
-    path = path or claims_path()
+    path = path or paths.ROOT / "data" / "claims.yaml"
     return _read(path, path.stat().st_mtime_ns)
 
 
@@ -75,54 +74,45 @@ def _read(path: Path, written: int) -> tuple[Claim, ...]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
     claims = tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
-    ids = [claim.id for claim in claims]
-    twice = {id for id in ids if ids.count(id) > 1}
-    if twice:
-        raise ValueError(f"{path.name}: claims with the same id: {', '.join(sorted(twice))}")
+    if len({claim.id for claim in claims}) < len(claims):
+        raise ValueError(f"{path.name} has two claims with the same id")
     return claims
 
 
 def _claim(entry: dict[str, Any]) -> Claim:
-    name = entry.get("id", "a claim without id")
-    for field in ("id", "source", "claim"):
-        if not entry.get(field):
-            raise ValueError(f"claim {name}: {field} is missing")
-    for field in entry:
-        if field not in FIELDS:
-            raise ValueError(f"claim {name}: unknown field {field!r}; known are {', '.join(FIELDS)}")
-    chosen = {}
-    for field, choices in (("part", PARTS), ("gate", GATES), ("trivial", TRIVIAL)):
-        chosen[field] = entry.get(field, choices[0])
-        if chosen[field] not in choices:
-            raise ValueError(f"claim {name}: {field} must be one of {', '.join(choices)}; got {chosen[field]!r}")
-    checks = {}
-    for field in ("checks", "given"):
-        found: list[Check] = []
-        for line in entry.get(field, ()):
-            found += _checks(name, line, entry.get("fresh", False))
-        checks[field] = tuple(found)
-    words = {field: str(entry.get(field, "")) for field in ("source", "claim", "paper", "remark")}
-    return Claim(id=name, **words, **chosen, **checks)
+    """A claim from its entry in the file."""
+    try:
+        lines = {field: entry.get(field) or [] for field in ("checks", "given")}
+        checks = {field: tuple(_checks(lines[field], entry.get("fresh", False))) for field in lines}
+        return Claim(**{**entry, **checks})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
 
 
-def _checks(claim: str, line: dict[str, Any], fresh: bool) -> list[Check]:
-    """The checks of one line of YAML, one for each run or pair of runs."""
-    kinds = [key for key in line if key not in ("of", "than")]
-    if len(kinds) != 1 or kinds[0] not in (*ONE_RUN, *TWO_RUNS, "real"):
-        raise ValueError(f"claim {claim}: no such check: {line}")
-    kind = kinds[0]
+def _checks(lines: list[dict[str, Any]], fresh: bool) -> list[Check]:
+    """One check for each run, or pair of runs, of each line of YAML."""
+    checks = []
+    for line in lines:
+        if "real" in line:
+            kind = "above" if "above" in line else "below"
+            checks.append(Check(kind, (), line["real"], bar=float(line[kind])))
+            continue
+        kind, *more = [key for key in line if key not in ("of", "than")]
+        quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
+        if more or kind not in KINDS or quantity not in QUANTITIES:
+            raise ValueError(f"no such check: {line}")
+        checks += [Check(kind, runs, quantity, fresh) for runs in _groups(kind, line)]
+    return checks
+
+
+def _groups(kind: str, line: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The runs, or pairs of runs, that a line asks about."""
     names = _listed(line[kind])
-    if kind == "real":
-        return [Check(kind, (), name) for name in names]
-    quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
-    if quantity not in QUANTITIES:
-        raise ValueError(f"claim {claim}: no such quantity: {quantity}")
-    if kind in ONE_RUN:
-        return [Check(kind, (name,), quantity, fresh) for name in names]
+    if kind in KINDS_OF_ONE:
+        return [(name,) for name in names]
     if kind == "more" and "than" not in line:
-        return [Check(kind, pair, quantity, fresh) for pair in pairwise(names)]
-    others = _listed(line.get("than", "base"))
-    return [Check(kind, (name, other), quantity, fresh) for name in names for other in others]
+        return list(pairwise(names))
+    return list(product(names, _listed(line.get("than", "base"))))
 
 
 def _listed(value: str | list[str]) -> list[str]:

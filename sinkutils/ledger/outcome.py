@@ -12,21 +12,17 @@ HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state of a check and the numbers that decided it; of a ratio, their logarithms.
-
-    bar: what the estimate is held against: a threshold, or a margin. p: of a directional check, after Holm. passes: of
-    a "no effect" check the largest effect that, with these seeds, would still pass. words: what no estimate says.
-    """
+    """The state of a check and the numbers that decided it; of a ratio, their logarithms."""
 
     kind: str
     runs: tuple[str, ...]
     quantity: str
     state: str = MISSING
     estimate: Estimate | None = None
-    bar: float = math.nan
-    p: float = math.nan
-    passes: float = math.nan
-    words: str = ""
+    bar: float = math.nan  # what the estimate is held against: a threshold, or a margin
+    p: float = math.nan  # of a directional check, after Holm
+    passes: float = math.nan  # of a "no effect" check, the largest effect that would still pass with these seeds
+    words: str = ""  # what no estimate says
 
 
 def flipped(state: str) -> str:

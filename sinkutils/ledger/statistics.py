@@ -1,15 +1,25 @@
-"""The ledger's statistics: levels and paired differences over seeds, with their 95 % intervals."""
+"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth 2004).
+
+Three seeds say little about their own spread, and settings do not all scatter alike, so neither a setting's own
+variance nor one pooled over all will do. Each setting's variance is shrunk towards a common one, as much as the
+variances of all settings tell: with d0 degrees of freedom for the common s0^2 and d for its own s^2,
+
+    s~^2 = (d0 s0^2 + d s^2) / (d0 + d),    t with d0 + d degrees of freedom.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import digamma, polygamma, stdtr, stdtrit
 
-from sinkutils.ledger.readings import Readings, label
-from sinkutils.study.experiments import AFTER_PAPER, experiment
+from sinkutils.ledger.readings import Readings
+
+LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
+ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
 
 
 @dataclass(frozen=True)
@@ -21,18 +31,18 @@ class Estimate:
     freedom: float  # degrees of freedom of its t interval
     seeds: int
 
-    @property
-    def half(self) -> float:
-        """Half the width of the 95 % interval."""
-        return float(stdtrit(self.freedom, 0.975)) * self.error
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} (95 %: {self.low:+.3f} to {self.high:+.3f}, {self.seeds} seeds)"
 
     @property
     def low(self) -> float:
-        return self.mean - self.half
+        """Where the 95 % interval begins."""
+        return self.mean - float(stdtrit(self.freedom, 0.975)) * self.error
 
     @property
     def high(self) -> float:
-        return self.mean + self.half
+        """Where it ends."""
+        return 2 * self.mean - self.low
 
     def p_above(self, bar: float = 0.0) -> float:
         """The one-sided p-value of "not above the bar"."""
@@ -47,46 +57,66 @@ class Estimate:
         return float(stdtr(self.freedom, (self.mean - bar) / self.error))
 
 
-def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate:
-    """The mean of an experiment's seeds, of which there are at least two, with their own t interval."""
-    values = list(ours.values(name, quantity, fresh).values())
-    return Estimate(
-        float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5), len(values) - 1, len(values)
-    )
+def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate | None:
+    """The mean of a quantity over an experiment's seeds; None where fewer than two hold it."""
+    return moderated(list(ours.values(name, quantity, fresh).values()), prior(ours, quantity, paired=False))
 
 
 def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate | None:
-    """The mean paired difference, its variance pooled over all experiments that change the base."""
-    values = list(ours.differences(name, other, quantity, fresh).values())
+    """One experiment's quantity less another's, seed by seed; None where they share fewer than two seeds."""
+    return moderated(ours.differences(name, other, quantity, fresh), prior(ours, quantity, paired=True))
+
+
+def moderated(values: Sequence[float], common: tuple[float, float, float]) -> Estimate | None:
+    """The mean of values with its moderated variance; common: d0, s0^2 and the most freedom, as `fit_prior` gives."""
     if len(values) < 2:
         return None
-    later = any(experiment(label(one, ours.preset)).section == AFTER_PAPER for one in (name, other))
-    variance, freedom = _pooled(ours, quantity, later) or (float(np.var(values, ddof=1)), len(values) - 1)
-    return Estimate(float(np.mean(values)), (variance / len(values)) ** 0.5, freedom, len(values))
+    own = len(values) - 1
+    d0, s0_squared, most = common
+    variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
+    freedom = max(own, min(d0 + own, most))
+    return Estimate(float(np.mean(values)), math.sqrt(variance / len(values)), freedom, len(values))
 
 
-def _pooled(ours: Readings, quantity: str, later: bool) -> tuple[float, float] | None:
-    """Variance and degrees of freedom of one paired difference; the seeds' shared part has their freedom."""
-    rows = []
-    for group, name in enumerate(ours.changes_of_the_base()):
-        values = ours.differences(name, "base", quantity)
-        if (experiment(name).section == AFTER_PAPER) == later and len(values) > 1:
-            rows += [(group, seed, value) for seed, value in values.items()]
-    if not rows:
-        return None
-    names, seeds, values = (np.array(column) for column in zip(*rows, strict=True))
-    groups = (names[:, None] == np.unique(names)).astype(float)
-    by_seed = (seeds[:, None] == np.unique(seeds)).astype(float)
-    variance, freedom = _residual(groups, values)
-    within, rest = _residual(np.hstack([groups, by_seed[:, 1:]]), values)
-    if rest > 0 and within < variance:
-        counts = by_seed.sum(axis=0)
-        weigh = counts.sum() ** 2 / (counts**2).sum() - 1
-        freedom = variance**2 / ((variance - within) ** 2 / weigh + within**2 / rest)
-    return variance, freedom
+def prior(ours: Readings, quantity: str, paired: bool) -> tuple[float, float, float]:
+    """`fit_prior` on all settings of a preset: of levels, or of paired differences from the base."""
+    if (quantity, paired) not in ours.priors:
+        if paired:
+            samples = [ours.differences(name, "base", quantity) for name in ours.changes_of_the_base()]
+        else:
+            samples = [list(ours.values(name, quantity).values()) for name in ours.runs]
+        several = [sample for sample in samples if len(sample) > 1]
+        variances = np.array([np.var(sample, ddof=1) for sample in several])
+        d0, s0_squared, most = fit_prior(variances, np.array([len(sample) - 1.0 for sample in several]))
+        if paired:  # the base's seeds are a part of all differences, which the others cannot tell better than they do
+            d0 = min(d0, max(0.0, len(ours.values("base", quantity)) - 1))
+        ours.priors[quantity, paired] = d0, s0_squared, most
+    return ours.priors[quantity, paired]
 
 
-def _residual(design: np.ndarray, values: Sequence[float]) -> tuple[float, float]:
-    solution = np.linalg.lstsq(design, values, rcond=None)[0]
-    freedom = len(values) - np.linalg.matrix_rank(design)
-    return float(((values - design @ solution) ** 2).sum() / max(freedom, 1)), float(freedom)
+def fit_prior(variances: np.ndarray, freedoms: np.ndarray) -> tuple[float, float, float]:
+    """d0 and s0^2 of the settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
+
+    Also the most degrees of freedom that an estimate can have, those of all settings together. A log variance scatters
+    by trigamma(d / 2) through its few seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
+    """
+    together = float(freedoms.sum())
+    if len(variances) < LEAST_SETTINGS or not (variances > 0).any():
+        return 0.0, 0.0, together
+    # A variance of exactly nothing would have no logarithm.
+    logs = np.log(np.maximum(variances, 1e-5 * np.median(variances[variances > 0])))
+    centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
+    beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
+    if beyond <= 0:
+        return ALIKE, float(np.exp(centred.mean())), together
+    d0 = 2 * inverse_trigamma(beyond)
+    return d0, float(np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))), together
+
+
+def inverse_trigamma(x: float) -> float:
+    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, which is nearly a line."""
+    y = 0.5 + 1 / x
+    for _ in range(50):
+        value = float(polygamma(1, y))
+        y += value * (1 - value / x) / float(polygamma(2, y))
+    return y
