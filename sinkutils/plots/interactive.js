@@ -166,7 +166,7 @@
     },
 
     logits() {
-      const { names, low, high } = data, top = 44, bottom = 190, unit = 56, rows = [300, 392, 484];
+      const { names, low, high } = data, top = 44, bottom = 190, unit = 56, rows = [316, 402, 488];
       let logits = [...data.logits];
       const at = (i) => 176 + 74 * i, y = (s) => bottom - (bottom - top) * (s - low) / (high - low);
       const color = (i) => (i ? colors.other : colors.star), bold = { "font-weight": "bold" }, middle = { "text-anchor": "middle" };
@@ -222,7 +222,7 @@
       button("nothing matches", () => { logits = [...data.logits]; show(); });
       button("one key matches", () => { logits = [...data.logits]; logits[data.match] = data.matching; show(); });
       show();
-      finish(500);
+      finish(506);
     },
   };
   kinds[kind]();

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import matplotlib as mpl
@@ -35,6 +36,17 @@ NOTHING_MATCHES = (2.0, -3.0, -2.5, -3.5, -2.0, -3.0)  # logits of k* and five k
 MATCHING = 5.0  # the logit of a key that does match
 
 
+PAGE = Template("""
+<figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">
+<div style="overflow-x:auto">
+<img src="data:image/png;base64,$image" alt="$alt" style="max-width:100%;display:block"></div>
+<p class="still"><em>A still picture: run this cell to use the controls.</em></p>
+<figcaption>$caption</figcaption>
+<script>(
+$script)(document.currentScript.parentElement,"$kind",$data)</script></figure>
+""")
+
+
 @dataclass(frozen=True)
 class Interactive:
     """A still picture, a text for those who cannot see it, a caption, and what the script needs to bring it to life."""
@@ -47,21 +59,16 @@ class Interactive:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
         image = base64.b64encode(self.picture).decode()
-        data = self.data | {"palette": PALETTE, "colors": COLORS}
-        # "</script>" in a token would end the script.
-        written = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-        call = f"(document.currentScript.parentElement,{json.dumps(self.kind)},{written})"
-        alt = html.escape(self.alt)
-        page = (
-            '<figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">'
-            f'<div style="overflow-x:auto"><img src="data:image/png;base64,{image}" alt="{alt}" '
-            'style="max-width:100%;display:block"></div>'
-            '<p class="still"><em>A still picture: run this cell to use the controls.</em></p>'
-            f"<figcaption>{html.escape(self.caption, quote=False)}</figcaption>"
-            f"<script>(\n{SCRIPT.read_text(encoding='utf-8')}){call}</script></figure>"
+        data = json.dumps(self.data | {"palette": PALETTE, "colors": COLORS}, separators=(",", ":"), ensure_ascii=False)
+        page = PAGE.substitute(
+            image=image,
+            alt=html.escape(self.alt),
+            caption=html.escape(self.caption, quote=False),
+            script=SCRIPT.read_text(encoding="utf-8"),
+            kind=self.kind,
+            data=data.replace("</", "<\\/"),  # "</script>" in a token would end the script
         )
-        bundle = {"text/plain": repr(self), "image/png": image, "text/html": page}
-        return bundle, {"image/png": {"alt": self.alt}}
+        return {"text/plain": repr(self), "image/png": image, "text/html": page}, {"image/png": {"alt": self.alt}}
 
     def __repr__(self) -> str:
         return f"[picture: {self.alt}]"
@@ -101,20 +108,16 @@ def film(runs: Mapping[str, Any], k: int | str = 1) -> Interactive:
     return Interactive("film", data, png(still), alt, caption)
 
 
-def logits(names: Sequence[str] = KEYS) -> Interactive:
-    """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7).
-
-    names: of k* and of five keys.
-    """
-    require(len(names) == len(NOTHING_MATCHES), f"names must be {len(NOTHING_MATCHES)}: that of k*, and of five keys")
-    data = {"logits": NOTHING_MATCHES, "names": list(names), "low": -6, "high": 6, "match": 2, "matching": MATCHING}
+def logits() -> Interactive:
+    """One query's logits to drag, and what softmax, sigmoid, and softmax with k* make of them (Section 7)."""
+    data = {"logits": NOTHING_MATCHES, "names": KEYS, "low": -6, "high": 6, "match": 2, "matching": MATCHING}
     alt = "Logits of k* and five keys that are all low, and the weights that softmax, sigmoid and softmax with k* give"
     caption = (
         "One query, to which no key of the text is like. Softmax spends 1 on the text all the same; sigmoid need not; "
         "with k*, whose value is zero, softmax can leave most of it there. Drag a logit, or choose it with Tab and "
         "move it with the arrow keys."
     )
-    return Interactive("logits", data, png(_logits_still(names)), alt, caption)
+    return Interactive("logits", data, png(_logits_still()), alt, caption)
 
 
 def shade(shares: np.ndarray) -> np.ndarray:
@@ -144,43 +147,43 @@ def _course(title: str, run: Any, k: int | str) -> tuple[np.ndarray, np.ndarray]
 
 
 def _film_still(data: Mapping[str, Any], courses: Sequence[np.ndarray]) -> Figure:
+    """A strip of grids per run, and below them the means."""
     with mpl.rc_context(STYLE):
-        figure = still_figure(7.0, 1.4 * len(courses) + 2.2)
-        heights = [1.0] * len(courses) + [1.6]
-        places = figure.add_gridspec(len(courses) + 1, len(data["picks"]), height_ratios=heights)
-        ax = figure.add_subplot(places[-1, :])
-        for row, (run, alphas) in enumerate(zip(data["runs"], courses, strict=True)):
-            for column, pick in enumerate(data["picks"]):
-                cell = figure.add_subplot(places[row, column])
-                cell.imshow(alphas[pick], cmap=SHADES, vmin=0, vmax=1)
-                cell.set(xticks=[], yticks=[])
-                cell.spines[:].set_visible(False)
-                cell.set_title(f"{data['steps'][pick]:,}", loc="center", fontsize=8, fontweight="normal")
-            figure.axes[-len(data["picks"])].set_ylabel(run["name"], color=run["color"], fontweight="bold")
-            ax.plot(data["steps"], run["means"], color=run["color"], linewidth=2.2, label=run["name"])
+        figure = still_figure(7.0, 1.3 * len(courses) + 2.4)
+        *strips, ax = figure.subplots(len(courses) + 1, 1, height_ratios=[1.3] * len(courses) + [2.4])
+        for strip, run, alphas in zip(strips, data["runs"], courses, strict=True):
+            frames = np.pad(alphas[data["picks"]], ((0, 0), (0, 0), (0, 1)), constant_values=np.nan)
+            strip.imshow(np.concatenate(frames, axis=1), cmap=SHADES, vmin=0, vmax=1)
+            middles = np.arange(len(frames)) * frames.shape[2] + run["heads"] / 2 - 0.5
+            strip.set_xticks(middles, [f"{data['steps'][pick]:,}" for pick in data["picks"]])
+            strip.set_yticks([])
+            strip.spines[:].set_visible(False)
+            strip.grid(False)
+            strip.set_title(run["name"], color=run["color"])
+            ax.plot(data["steps"], run["means"], color=run["color"], linewidth=2.2)
         ax.set(ylim=(0, 1), xlabel="training step", ylabel=f"mean attention to {data['key']}")
         ax.grid(True, alpha=0.4)
         ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.legend()
     return figure
 
 
-def _logits_still(names: Sequence[str]) -> Figure:
+def _logits_still() -> Figure:
     s = np.array(NOTHING_MATCHES)
     panels = {
-        "logits s": s,
         "softmax": softmax(s[1:]),
         "sigmoid, not normalised": expit(s[1:]),
         "softmax with k*": softmax(s),
     }
-    colors = [COLORS["star"], *[COLORS["other"]] * (len(s) - 1)]
     with mpl.rc_context(STYLE):
         figure = still_figure(7.0, 5.4)
-        for ax, (title, heights) in zip(figure.subplots(4, 1, sharex=True), panels.items(), strict=True):
-            own = slice(len(s) - len(heights), None)  # k* has no share in the two in the middle
-            bars = ax.bar(names[own], heights, color=colors[own])
-            ax.bar_label(bars, fmt="%.2f")
-            ax.set_title(title)
-            ax.margins(y=0.3)
-            ax.grid(False)
+        top, *axes = figure.subplots(4, 1, sharex=True)
+        top.bar(KEYS[:1], s[:1], color=COLORS["star"])
+        top.bar(KEYS[1:], s[1:], color=COLORS["other"])
+        top.set_title("logits s")
+        for ax, (title, weights) in zip(axes, panels.items(), strict=True):
+            of_text = weights[-5:]
+            ax.bar_label(ax.bar(KEYS[1:], of_text, color=COLORS["other"]), fmt="%.2f")
+            ax.set(title=f"{title}: {of_text.sum():.2f} on the text", ylim=(0, 1.25))
+            if len(weights) > len(of_text):
+                ax.bar_label(ax.bar(KEYS[:1], weights[:1], color=COLORS["star"]), fmt="%.2f")
     return figure

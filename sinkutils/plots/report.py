@@ -33,7 +33,7 @@ from sinkutils.plots.theme import COLORS, STYLE
 
 INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-RATIOS = {"hidden_norms": "h", "key_norms": "k", "value_norms": "v"}
+RATIOS = {"hidden_norms": ("h", "first"), "key_norms": ("k", "other"), "value_norms": ("v", "baseline")}
 MAP_TOKENS = 24
 ABSENT = "–"
 
@@ -97,12 +97,12 @@ def report_page(
     main = next(iter(reports.values()))
     require(1 in main.targets, f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}")
     name = name or main.name or "a model"
-    rows = {name: _row(main.to_dict())}
-    rows |= {other: _row(report.to_dict()) for other, report in (beside or {}).items()}
-    rows |= _references()
+    others = dict(beside or {})
+    require(name not in others, f"two models are called {name!r}: give one another name")
+    rows = {other: _row(report.to_dict()) for other, report in ({name: main} | others).items()} | _references()
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         alpha = main.alpha[:, 0].mean(dim=0)
-        heads = _svg(heads_by_block(alpha, ax=_axes(7.0)), f"Attention of every head to the first token, {name}")
+        heads = _svg(heads_by_block(alpha, ax=_axes(5.6)), f"Attention of every head to the first token, {name}")
         drawn = [attention_map(np.squeeze(weights), tokens, ax=_axes(4.2, 4.2)) for weights in (maps or {}).values()]
         for ax, title in zip(drawn, maps or {}, strict=True):
             ax.set_title(title)
@@ -139,10 +139,10 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
 def _four_heads(report: Report) -> list[tuple[int, int]]:
     """Layer and head of those with the most attention to the first token, the least, and two between."""
     alpha = report.alpha[:, 0].mean(dim=0)
-    order = alpha.flatten().argsort(descending=True)
-    picks = np.unique(np.linspace(0, len(order) - 1, 4).round().astype(int))
-    found = [divmod(int(order[pick]), alpha.shape[1]) for pick in picks]
-    return [(report.layers[row], head) for row, head in found]
+    order = alpha.flatten().argsort(descending=True).tolist()
+    picks = [order[0], order[len(order) // 3], order[2 * len(order) // 3], order[-1]]
+    heads = alpha.shape[1]
+    return [(report.layers[pick // heads], pick % heads) for pick in dict.fromkeys(picks)]
 
 
 def _row(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +171,7 @@ def _references() -> dict[str, dict[str, str]]:
     for path in sorted(OPEN_LMS.glob("*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
         first = "BOS" if kept["about"]["trained_with_bos"] else "text"
-        rows[kept["about"]["title"]] = _row(kept["probes"]["natural"][first])
+        rows[f"{kept['about']['title']} (reference)"] = _row(kept["probes"]["natural"][first])
     return rows
 
 
@@ -190,24 +190,26 @@ def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
 
 
 def _norms(report: Report, name: str) -> str:
-    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1."""
+    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1; what was not measured is out."""
     norms, elements = _axes(), _axes()
-    for (key, symbol), color in zip(RATIOS.items(), COLORS.values(), strict=False):
+    for key, (symbol, color) in RATIOS.items():
         if getattr(report, key) is not None and report.length > 1:
             ratios = report.norm_ratio(key, last=True)
-            norms.plot(range(1, len(ratios) + 1), ratios, "o-", markersize=4, color=color, label=symbol)
+            norms.plot(range(1, len(ratios) + 1), ratios, "o-", markersize=4, color=COLORS[color], label=symbol)
     if report.hidden_peaks is not None:
         peaks = report.hidden_peaks[:, 0]
-        elements.plot(range(1, len(peaks) + 1), peaks, "o-", markersize=4, color=COLORS["first"])
-    norms.set_ylabel("norm of token 1 / others")
-    norms.legend()
-    elements.set_ylabel("largest element of $h_1$ / median")
-    for ax in (norms, elements):
-        ax.set(xlabel="block", yscale="log")
+        elements.plot(range(1, len(peaks) + 1), peaks, "o-", markersize=4, color=COLORS["first"], label="h")
+    drawn = ""
+    for ax, label in ((norms, "norm of token 1 / others"), (elements, "largest element of token 1 / median")):
+        if not ax.lines:
+            continue
+        ax.set(xlabel="block", ylabel=label, yscale="log")
+        ax.legend()
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        for formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            formatter(LogFormatter())
-    return "".join(_svg(ax, f"{ax.get_ylabel()} by block, {name}") for ax in (norms, elements) if ax.lines)
+        ax.yaxis.set_major_formatter(LogFormatter())
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        drawn += _svg(ax, f"{label}, by block, of {name}")
+    return drawn or ABSENT
 
 
 def _svg(ax: Axes, alt: str) -> str:

@@ -127,9 +127,9 @@ def test_an_effect_is_filled_where_its_interval_leaves_out_zero_and_the_first_is
 
 
 def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
-    plain, star = plots.attention_maps({"plain": np.full((4, 4), 0.25), "k*": np.full((4, 5), 0.2)}, list("abcd")).axes[
-        :2
-    ]
+    maps = {"plain": np.full((4, 4), 0.25), "with k*": np.full((4, 5), 0.2)}
+    plain, star = plots.attention_maps(maps, ["a", "b", "$$", "d"]).axes[:2]  # two dollars are no formula
+    theme.png(plain.figure)
     for ax, extra in ((plain, 0), (star, 1)):
         hidden = np.isnan(np.ma.filled(ax.images[0].get_array(), np.nan))
         assert hidden.tolist() == (~np.tri(4, 4 + extra, extra, dtype=bool)).tolist()
