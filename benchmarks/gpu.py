@@ -20,7 +20,6 @@ from sinkutils.model.fast import check_kernels
 from sinkutils.study.cost import GIB, cost
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
-from sinkutils.training.products import bf16_products
 from sinkutils.training.run import Run
 from sinkutils.training.trainer import deterministic_kernels, device_name, one_thread
 
@@ -70,7 +69,7 @@ def main() -> None:
     if options.micro_batch:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
-    with one_thread(device), deterministic_kernels(device), bf16_products(device):
+    with one_thread(device), deterministic_kernels(device):
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         precision, name = settings.train.precision, device_name(device)
         peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32, device)

@@ -27,7 +27,13 @@ _HOMES = {
     "paper_beside_ours": "showing.tables",
     "claims": "ledger.claims",
     "effect": "ledger.effects",
-    "explore": "showing.explorer",
+    "theme": "plots.theme",
+    "save": "plots.theme",
+    "explore": "plots.explorer",
+    "film": "plots.interactive",
+    "logits": "plots.interactive",
+    "report_page": "plots.report",
+    "report_model": "plots.report",
 }
 __all__ = [*_HOMES]
 __version__ = "0.1.0"

@@ -275,7 +275,7 @@ def print_claims(ledger: pd.DataFrame, title: str, long: bool) -> None:
 
 def run_command(options: argparse.Namespace) -> int:
     """Execute the notebooks."""
-    from sinkutils.showing.notebook import refresh_notebooks, run_notebooks
+    from sinkutils.pages import refresh_notebooks, run_notebooks
 
     if options.in_place:
         if which := beside(options, ["run", "--in-place"], "only"):

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     option("--preset", **preset)
     option("--runs", **runs)
 
-    spread = "cpu, cuda, .. (default: the GPUs of this machine in turn; on a cluster, what the preset is made for)"
+    spread = "cpu, cuda (the GPUs of this machine in turn), .. (default: what the preset is made for)"
     option = add("sweep", "train every missing record, most informative first; safe to kill and to start twice")
     option("--jobs", type=COUNT, default=1, help="workers, one thread each")
     option("--seeds", type=int, nargs="+", help="only these seeds (default: those of the study's plan)")

@@ -10,14 +10,22 @@ before, whose rules stood in the clone that trained them, though their code is t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from functools import lru_cache
 from pathlib import Path
 
-from sinkutils.study.record import ledger_sha256
+from sinkutils import paths
 
 PATH = Path(__file__).with_name("frozen.json")
+
+
+def ledger_sha256() -> str:
+    """The hash of the modules whose text decides the ledger's verdicts."""
+    names = ("claims", "conclusions", "effects", "later", "open_models", "proofs", "results", "rules", "trials")
+    text = b"".join((paths.PACKAGE / "ledger" / f"{name}.py").read_bytes() for name in names)
+    return hashlib.sha256(text).hexdigest()
 
 
 @lru_cache

@@ -328,7 +328,7 @@ def _read(preset: str, store: Runs, state: tuple[tuple[Path, int, int], ...]) ->
     for name, seed, record in current:
         corpus, text = _text(record)
         known = ledgers(later=experiment(name).section == AFTER_PAPER)
-        if record.provenance.get("ledger") in known and text == usual[corpus]:
+        if record.provenance.get("ledger", known[0]) in known and text == usual[corpus]:
             by_name.setdefault(name, {})[seed] = Run(record)
         else:
             unjudged.append(f"{name}/{seed}")

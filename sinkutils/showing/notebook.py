@@ -1,24 +1,19 @@
-"""What the notebooks share: executing them headlessly, the live run, records that are trained when missing."""
+"""What the notebooks share: the live run, records that are trained when missing."""
 
 from __future__ import annotations
 
-import os
+import atexit
+import shutil
 import tempfile
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from sinkutils.measuring.own import subject
-from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.showing import names
 from sinkutils.showing.explorer import explore
-from sinkutils.showing.figures import COMMITTED
 from sinkutils.showing.pages import WIDTH, put
 from sinkutils.showing.svg import Picture
 from sinkutils.showing.tables import plain
@@ -28,75 +23,6 @@ from sinkutils.study.paper import paper_rows
 from sinkutils.study.record import Record
 from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
-
-CELL_SECONDS = 1200  # of a cell that trains nothing; one that trains what is missing may take hours
-
-
-def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
-    """The numbered notebooks, or those whose names start with one of `only`.
-
-    Raises ValueError if none does, FileNotFoundError outside a checkout, as the package brings none.
-    """
-    if not NOTEBOOKS.is_dir():
-        raise FileNotFoundError("the notebooks are in a checkout of the repository: run this command in one")
-    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-    chosen = [path for path in paths if only is None or any(path.name.startswith(start) for start in only)]
-    if not chosen:
-        raise ValueError(f"no notebook starts with {' or '.join(only or ())}; there are {[p.stem for p in paths]}")
-    return chosen
-
-
-def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] | None = None) -> list[str]:
-    """Execute the notebooks into `output` with these parameters; returns the names of those that failed.
-
-    Raises ValueError, before any is run, for a parameter that one of them does not have.
-    """
-    import papermill
-
-    paths = find_notebooks(only)
-    for path in paths:
-        there = papermill.inspect_notebook(path)
-        if unknown := sorted(set(parameters) - set(there)):
-            raise ValueError(f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(there)}")
-    output.mkdir(parents=True, exist_ok=True)
-    limit = None if parameters.get("recompute") == "missing" else CELL_SECONDS
-    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": limit}
-    failed = []
-    for path in tqdm(paths, unit="notebook"):
-        outcome = f"-> {output / path.name}"
-        try:
-            papermill.execute_notebook(path, output / path.name, parameters, kernel_name="python3", **options)
-        except papermill.PapermillExecutionError as error:
-            failed.append(path.stem)
-            outcome = f"failed in cell {error.cell_index}: {error.ename}: {error.evalue}"
-        tqdm.write(f"{path.stem} {outcome}")
-    return failed
-
-
-def refresh_notebooks(only: Sequence[str] | None = None) -> None:
-    """Execute the notebooks where they are, with the parameters that stand in them, for committing their outputs and
-    figures.
-
-    What differs on every run is left out: progress bars, warnings, widgets, times. Of all notebooks, figures/ then
-    holds what they saved and nothing older. Raises nbclient's CellExecutionError for a cell that fails.
-    """
-    import nbformat
-    from nbclient import NotebookClient
-
-    started, widget = time.time(), "application/vnd.jupyter.widget-view+json"
-    options: dict[str, Any] = {"timeout": CELL_SECONDS, "record_timing": False, "coalesce_streams": True}
-    for path in tqdm(find_notebooks(only), unit="notebook"):
-        book = nbformat.read(path, as_version=4)
-        client = NotebookClient(book, resources={"metadata": {"path": NOTEBOOKS}}, **options)
-        client.execute(env=os.environ | {COMMITTED: "1"})
-        book.metadata.pop("widgets", None)
-        for cell in (cell for cell in book.cells if cell.cell_type == "code"):
-            kept = [output for output in cell.outputs if output.get("name") != "stderr"]
-            cell.outputs = [output for output in kept if widget not in output.get("data", {})]
-        nbformat.write(book, path)
-    for figure in FIGURES.glob("*.*") if only is None else ():
-        if figure.stat().st_mtime < started:
-            figure.unlink()
 
 
 def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps: int = 2500) -> Record:
@@ -109,7 +35,9 @@ def live_run(bias: str = "k", *, seed: int = 0, device: str | None = None, steps
     model = replace(base.model, attention=replace(base.model.attention, bias=bias))
     task = replace(base.train, steps=steps, batch_size=8, learning_rate=4e-3, eval_every=steps // 15)
     run = replace(base, experiment=f"quickstart_{bias}_bias", model=model, train=task)
-    return train(run, tempfile.mkdtemp(prefix="sinkutils-"), device=device, keep_weights=True, compile=False)
+    folder = tempfile.mkdtemp(prefix="sinkutils-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return train(run, folder, device=device, keep_weights=True, compile=False)
 
 
 def record_or_train(

@@ -17,8 +17,8 @@ from helpers import made_up
 
 import sinkutils
 from sinkutils.ledger.conclusions import CLAIMS
+from sinkutils.pages import NOTEBOOKS, find_notebooks, run_notebooks
 from sinkutils.showing import figures, notebook
-from sinkutils.showing.notebook import NOTEBOOKS, find_notebooks, run_notebooks
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config
 from sinkutils.training.trainer import train

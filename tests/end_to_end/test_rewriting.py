@@ -7,6 +7,7 @@ import pytest
 from helpers import made_up
 from nbclient.exceptions import CellExecutionError
 
+from sinkutils import pages
 from sinkutils.showing import notebook
 from sinkutils.training.trainer import train
 
@@ -25,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     """Two notebooks, each with a cell that draws a figure, and a figure that none of them draws any more."""
     for name in ("notebooks", "figures"):
         (tmp_path / name).mkdir()
-        monkeypatch.setattr(notebook, name.upper(), tmp_path / name, raising=False)
+        monkeypatch.setattr(pages, name.upper(), tmp_path / name)
     for number in ("01", "02"):
         code = CODE.format(widget=WIDGET, figure=tmp_path / "figures" / f"of_{number}.svg")
         cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell(code)]
@@ -41,7 +42,7 @@ def outputs(folder, number):
 
 
 def test_in_place_all_pages_are_rewritten_without_what_differs_and_figures_hold_what_they_drew(folder):
-    notebook.refresh_notebooks()
+    pages.refresh_notebooks()
     for number in ("01", "02"):
         assert [(output.output_type, output.get("text")) for output in outputs(folder, number)] == [
             ("stream", "what it says\n")
@@ -50,7 +51,7 @@ def test_in_place_all_pages_are_rewritten_without_what_differs_and_figures_hold_
 
 
 def test_of_one_page_the_others_and_their_figures_stay(folder):
-    notebook.refresh_notebooks(["02"])
+    pages.refresh_notebooks(["02"])
     assert outputs(folder, "01") == [] and outputs(folder, "02")
     assert sorted(path.name for path in (folder / "figures").iterdir()) == ["of_02.svg", "old.svg"]
 
@@ -62,18 +63,18 @@ def test_a_page_that_fails_stays_as_it_was_and_so_do_the_figures(folder):
     nbformat.write(book, path)
     before = path.read_bytes()
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        notebook.refresh_notebooks()
+        pages.refresh_notebooks()
     assert path.read_bytes() == before and outputs(folder, "02") == []
     assert (folder / "figures" / "old.svg").exists()
 
 
-@pytest.mark.parametrize(("recompute", "limit"), [("never", notebook.CELL_SECONDS), ("missing", None)])
+@pytest.mark.parametrize(("recompute", "limit"), [("never", pages.CELL_SECONDS), ("missing", None)])
 def test_a_cell_that_may_train_what_is_missing_has_no_limit(tmp_path, monkeypatch, recompute, limit):
     seen = []
     monkeypatch.setattr(
         "papermill.execute_notebook", lambda *_, execution_timeout, **__: seen.append(execution_timeout)
     )
-    assert notebook.run_notebooks({"recompute": recompute}, tmp_path, ["02"]) == [] and seen == [limit]
+    assert pages.run_notebooks({"recompute": recompute}, tmp_path, ["02"]) == [] and seen == [limit]
 
 
 def test_what_is_missing_is_trained_once_and_with_its_weights_where_these_are_wanted(runs, corpus, monkeypatch):

@@ -182,7 +182,7 @@ def test_cost_and_run_take_what_they_are_given(capsys, monkeypatch):
     shown = said(capsys, "cost", "--preset", "laptop", "--gpus", 2, "--mfu", 0.5)
     assert shown == cost(config("base", "laptop")).table(0.5, 2) + "\n"
     asked = []
-    monkeypatch.setattr("sinkutils.showing.notebook.run_notebooks", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr("sinkutils.pages.run_notebooks", lambda *arguments: asked.append(arguments))
     said(capsys, "run", "--preset", "smoke", "-p", "seeds", "[1, 2]", "-p", "device", "cpu", "--only", "02", "03")
     ((parameters, _, only),) = asked
     assert parameters | {"seeds": [1, 2], "device": "cpu", "preset": "smoke"} == parameters and only == ["02", "03"]

@@ -1,0 +1,34 @@
+"""What a check came to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sinkutils.ledger.statistics import Estimate
+
+HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The state of a check and the numbers that decided it; of a ratio, their logarithms.
+
+    bar: what the estimate is held against: a threshold, or a margin. p: of a directional check, after Holm. passes: of
+    a "no effect" check the largest effect that, with these seeds, would still pass. words: what no estimate says.
+    """
+
+    kind: str
+    runs: tuple[str, ...]
+    quantity: str
+    state: str = MISSING
+    estimate: Estimate | None = None
+    bar: float = math.nan
+    p: float = math.nan
+    passes: float = math.nan
+    words: str = ""
+
+
+def flipped(state: str) -> str:
+    """The state of the opposite check."""
+    return {HOLDS: FAILS, FAILS: HOLDS}.get(state, state)
