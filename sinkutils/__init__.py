@@ -13,6 +13,8 @@ _HOMES = {
     "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
+    "compare": "measuring.compare",
+    "SinkCallback": "measuring.callback",
     "probe": "data.probes",
     "load_lm": "measuring.load",
     "load_corpus": "data.corpus",
@@ -25,7 +27,7 @@ _HOMES = {
     "curves": "study.frames",
     "records": "study.frames",  # another name of runs
     "claims": "ledger.table",
-    "checks": "ledger.table",
+    "claim_checks": "ledger.table",
     "verdict": "ledger.table",
     "effect": "ledger.table",
     "theme": "plots.theme",

@@ -198,7 +198,9 @@ class WithoutTokenizer:
         return {f"<{i}>": i for i in range(self.size)}
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise ValueError("this folder has no tokenizer files, so only random and repeated ids can be made of it, no text")
+        raise ValueError(
+            "this folder has no tokenizer files, so only random and repeated ids can be made of it, no text"
+        )
 
     def decode(self, ids: Any) -> str:
         return " ".join(f"<{int(i)}>" for i in ids)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, is_count, real, require
 
-
 # f of Section 7.4, elementwise
 SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,

@@ -191,7 +191,7 @@ def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_scale_of_activations_per_text_is_no_reason_to_refuse(family):
     model, ids = build(family), tokens()
-    for layer in (getattr(m, "mlp") for m in model.modules() if hasattr(m, "mlp")):
+    for layer in (m.mlp for m in model.modules() if hasattr(m, "mlp")):
 
         def coarse(_, args):
             step = args[0].abs().amax(dim=(1, 2), keepdim=True) / 7
