@@ -112,10 +112,9 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
     sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
     require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
     if folder != usual or size != most:
-        change = (
-            f"corpus {corpus.name!r} with {size} tokens in place of {public_name(config.data.corpus)!r} with {most}"
-        )
-        warnings.warn(f"training on {change}, its own text: the record is {short_name(folder)}", stacklevel=3)
+        own = f"{public_name(config.data.corpus)!r} with {most}"
+        change = f"corpus {corpus.name!r} with {size} tokens in place of {own}, its own text"
+        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=3)
 
 
 def _start_of(config: FinetuneConfig, store: Runs, corpus: Corpus, options: dict[str, Any]) -> Record:
@@ -150,12 +149,8 @@ class Loop:
     """The way of a run from its last checkpoint, or from its start, to its last step."""
 
     def __init__(self, run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool) -> None:
-        self.run, self.checkpoint, self.checkpoint_seconds, self.progress = (
-            run,
-            checkpoint,
-            checkpoint_seconds,
-            progress,
-        )
+        self.run, self.progress = run, progress
+        self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
         model, train = run.config.model, run.config.train
         if compile:
             dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
