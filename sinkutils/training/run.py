@@ -95,8 +95,7 @@ class Run:
         self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        size = (train.eval_sequences, train.eval_length)
-        ids = probe("natural", self.tokenizer, *size, EVALUATION_SEED, bos=config.data.bos, corpus=corpus)
+        ids = probe("natural", self.tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0

@@ -164,8 +164,6 @@ def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_
     assert run.probe[:, 1].eq(corpus.fix_id).all()
     unscored = Run(dataclasses.replace(tiny, data=dataclasses.replace(data, unscored=(4, 1))), corpus, CPU)
     assert unscored.unscored == (1, 4)
-    with_bos = Run(dataclasses.replace(tiny, data=DataConfig(bos=True)), corpus, CPU)
-    assert with_bos.probe[:, 0].eq(corpus.bos_id).all()
 
 
 def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, tmp_path):
