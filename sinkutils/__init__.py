@@ -38,6 +38,8 @@ _HOMES = {
     "report_page": "plots.report",
     "report_model": "plots.report",
 }
+# Which extra of pyproject.toml brings a package; what is not here is a dependency of the core.
+_EXTRAS = {"IPython": "notebooks", "nbformat": "notebooks", "papermill": "notebooks", "statsmodels": "notebooks"}
 __all__ = [*_HOMES]
 __version__ = "0.1.0"
 
@@ -45,7 +47,15 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    try:
+        value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "sinkutils"):
+            raise
+        extra = _EXTRAS.get(package)
+        install = f"'sinkutils[{extra}]'" if extra else package
+        raise ImportError(f"{package} is needed for su.{name}: pip install {install}") from error
     globals()[name] = value
     return value
 

@@ -114,7 +114,6 @@ DATA = {
     "share": st.floats(0.01, 1),
     "random_positions": st.lists(st.integers(1, 12), max_size=3).map(tuple),
     "fixed_position": st.none() | st.integers(0, 12),
-    "bos": st.booleans(),
 }
 TRAIN = {
     **dict.fromkeys(("steps", "batch_size", "eval_every", "eval_sequences", "valid_chunks"), st.integers(0, 50)),
