@@ -175,6 +175,8 @@ def measure_command(options: argparse.Namespace) -> None:
         path = record(options.model.lower())
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
         return
+    if options.save and options.corpus != "docstrings":
+        raise ValueError(f"--save keeps measurements on docstrings, not on {options.corpus}: leave one out")
     given = chosen(options, "dtype", "revision", "runs", "trust_remote_code")
     measured = replace(subject(options.model, options.device, **given), corpus=options.corpus)
     if options.save and isinstance(measured.model, TransformerLM):
@@ -196,7 +198,7 @@ def measure_command(options: argparse.Namespace) -> None:
     else:
         print("\n\n".join(str(report) for report in results.values()))
     if options.save:
-        path = save_measurement(options.model, results, options.corpus)
+        path = save_measurement(options.model, results)
         print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
 
 

@@ -25,7 +25,7 @@ from sinkutils.ledger.rules import FAILS, HOLDS, MISSING, OPEN, Outcome, mirrore
 from sinkutils.measuring import saved
 from sinkutils.measuring.real import window_of
 from sinkutils.measuring.report import norm_ratio
-from sinkutils.measuring.saved import measured_domains, measured_sink, measurements, saved_scores
+from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
 
 INSIGNIFICANT = 97.49 - 88.34  # points: the largest change that the paper calls so (Table 1 right, Mistral-7B)
 MASSIVE = 2.0  # as in `results.QUANTITIES`
@@ -238,7 +238,7 @@ def domains() -> Iterable[Outcome]:
     """Fig. 9: no domain's Sink_1 differs from the mean over domains by more than what the paper calls insignificant."""
     for model in measured():
         known = model.more.get("domains", {}).get("by", {})
-        reports = {name: r[model.usual] for name, r in known.items() if model.usual in r} | measured_domains(model.name)
+        reports = {name: r[model.usual] for name, r in known.items() if model.usual in r}
         sinks = {name: measured_sink(report) for name, report in reports.items()}
         if len(sinks) > 1:
             mean = sum(sinks.values()) / len(sinks)

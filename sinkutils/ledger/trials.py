@@ -112,14 +112,16 @@ def _edited(own: Subject, swap: bool) -> float:
     """Table 7 on one token repeated, the weakest of its columns: with p_1 replaced by p_t, the largest share of the
     excess on x_1 that is left; with both swapped, the least excess of alpha_t over alpha_1.
     """
-    from sinkutils.measuring.load import replace_position, swap_positions
-
     ids = own.inputs("repeat", SEQUENCES, own.length)
     before = own.measure(ids, norms=False).excess(1)
     seen = []
     for t in EDITED:
-        with (swap_positions if swap else replace_position)(own.model, t):
-            report = own.measure(ids, targets=(1, t), norms=False)
+        model: Any = own.model
+        table = model.position_embedding.detach()
+        before = table[[0, t - 1]]  # a copy
+        table[[0, t - 1]] = before[[1, 0] if swap else [1, 1]]
+        report = own.measure(ids, targets=(1, t), norms=False)
+        table[[0, t - 1]] = before
         seen.append(report.excess(t) - report.excess(1) if swap else report.excess(1) / before)
     return min(seen) if swap else max(seen)
 

@@ -37,7 +37,9 @@ try:
     from sinkutils.measuring import families, masks
     from sinkutils.measuring.families import Call, repeat_heads
 except ImportError as error:
-    raise ImportError("measuring models of others needs transformers 5.4 or later: pip install -U transformers") from error
+    raise ImportError(
+        "measuring models of others needs transformers 5.4 or later: pip install -U transformers"
+    ) from error
 
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
@@ -113,7 +115,7 @@ def _mask(**asked: Any) -> Tensor | None:
 
 def _name_of(config: Any) -> str:
     """The attention function that a configuration names, also while its model is measured in another thread."""
-    name = _own.get(id(config)) or getattr(config, "_attn_implementation", NAME)
+    name: Any = _own.get(id(config)) or getattr(config, "_attn_implementation", NAME)
     if name == NAME:
         raise RuntimeError(f"attention {NAME!r} works within sinkutils.measure only: choose another implementation")
     return name
@@ -137,7 +139,9 @@ class Capture:
         require(why is None, f"{kind} cannot be measured: {why}")
         require(not model.config.is_encoder_decoder, f"{kind} is an encoder-decoder model, not a causal LM")
         if model.config.model_type in families.PREFIX:
-            warnings.warn(f"{kind} is measured as a causal LM, although its own prompts see themselves whole", stacklevel=5)
+            warnings.warn(
+                f"{kind} is measured as a causal LM, although its own prompts see themselves whole", stacklevel=5
+            )
         self.model, self.config, self.base = model, model.config, model.base_model
         self.tally, self.exact = tally, exact
         # FSDP gathers weights only for passes through its root.
@@ -189,7 +193,9 @@ class Capture:
             function = families.attention_function(module, name)
             if name != "eager" and not families.is_of_transformers(function):
                 found[module] = (function, name)
-        require(len(found) in (0, len(self.layers)), f"{self.kind} has a registered attention function in some layers only")
+        require(
+            len(found) in (0, len(self.layers)), f"{self.kind} has a registered attention function in some layers only"
+        )
         return found
 
     @contextmanager
@@ -350,8 +356,8 @@ class Capture:
         if self.hidden is not None:
             call = call.hiding(self.hidden)
         self.tally.add_qkv(layer, q, k, v)
-        out = self._fused(call, layer)
-        return self._exact(call, layer) if out is None else out
+        fused = self._fused(call, layer)
+        return self._exact(call, layer) if fused is None else fused
 
     def _look_for_later(self, weights: Tensor) -> None:
         """Raise ValueError where the weights (B, H, T, T) of a check are on later tokens."""

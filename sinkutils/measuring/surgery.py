@@ -238,9 +238,7 @@ def _cached(capture: Capture, ids: Tensor) -> Any:
     return getattr(capture.forward(ids.to(capture.table.device), use_cache=True), "past_key_values", None)
 
 
-def _run(
-    capture: Capture, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None
-) -> Outcome:
+def _run(capture: Capture, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
     """Losses, and shares of attention, of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
     integer("T", ids.shape[1], least=2)
     tally = capture.tally = Tally(TARGETS, ids.shape[1], norms=False)

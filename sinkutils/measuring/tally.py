@@ -158,7 +158,9 @@ class Tally:
         for name, by_layer in self.values.items():
             values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
             fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
-        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)  # sequences that have each position
+        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(
+            dim=0
+        )  # sequences that have each position
         for name, sums in self.sums.items():
             fields[name] = torch.stack([total.cpu() / counts for _, total in sorted(sums.items())])
         if self.firsts:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
+from torch import Tensor, nn
 
 from sinkutils.ledger.results import EPSILON, EPSILONS
-from sinkutils.measuring.load import MODELS, position_table, replace_position, swap_positions
+from sinkutils.measuring.load import MODELS
 from sinkutils.measuring.open_lms import recorded, sections
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable
 from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.showing import notebook
 from sinkutils.study.grid import resolve
@@ -180,3 +182,41 @@ def edited_positions(model: Subject | None = None, n: int = 100, length: int = 6
             measured = model.measure(ids, targets=sorted({1, t}), norms=False)
             table.loc[place, ["sink_1", "sink_t"]] = [measured.sink(k, EPSILON) for k in (1, t)]
     return table
+
+
+def replace_position(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
+    """While open, p_1 is p_t (Table 7 top); t counts from 1. The model's own table is put back."""
+    return _edited(model, t, [1, 1])
+
+
+def swap_positions(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
+    """While open, p_1 and p_t have changed places (Table 7 bottom); t counts from 1."""
+    return _edited(model, t, [1, 0])
+
+
+@contextmanager
+def _edited(model: nn.Module, t: int, which: list[int]) -> Iterator[nn.Module]:
+    """While open, positions 1 and t have the embeddings `which` of theirs: 0 is p_1, 1 is p_t."""
+    table, offset = position_table(model)
+    if not 1 < t <= len(table) - offset:
+        raise ValueError(f"t must be a position after the first, 2..{len(table) - offset}, got {t}")
+    rows = [offset, offset + t - 1]
+    before = table[rows]  # a copy
+    table[rows] = before[which]
+    try:
+        yield model
+    finally:
+        table[rows] = before
+
+
+def position_table(model: nn.Module) -> tuple[Tensor, int]:
+    """The learned position embeddings (positions, d) of a model, and the row of position 1."""
+    if isinstance(model, TransformerLM):
+        if model.config.position == "learnable":
+            return model.position_embedding.detach(), int(model.config.sink_token)
+    else:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions"):
+                return module.weight.detach(), getattr(module, "offset", 0)  # OPT keeps two rows for padding
+    own = "a TransformerLM with position='learnable'"
+    raise ValueError(f"{type(model).__name__} has no learned position embeddings: use GPT-2, OPT, or {own}")
