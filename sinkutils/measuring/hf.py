@@ -115,7 +115,7 @@ def _mask(**asked: Any) -> Tensor | None:
 
 def _name_of(config: Any) -> str:
     """The attention function that a configuration names, also while its model is measured in another thread."""
-    name = _own.get(id(config)) or getattr(config, "_attn_implementation", NAME)
+    name: Any = _own.get(id(config)) or getattr(config, "_attn_implementation", NAME)
     if name == NAME:
         raise RuntimeError(f"attention {NAME!r} works within sinkutils.measure only: choose another implementation")
     return name
@@ -356,8 +356,8 @@ class Capture:
         if self.hidden is not None:
             call = call.hiding(self.hidden)
         self.tally.add_qkv(layer, q, k, v)
-        out = self._fused(call, layer)
-        return self._exact(call, layer) if out is None else out
+        fused = self._fused(call, layer)
+        return self._exact(call, layer) if fused is None else fused
 
     def _look_for_later(self, weights: Tensor) -> None:
         """Raise ValueError where the weights (B, H, T, T) of a check are on later tokens."""

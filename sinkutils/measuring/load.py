@@ -166,9 +166,10 @@ def _load_transformers(
     kind = dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")
     placement = {} if target else {"device_map": "auto"}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             hub_id, dtype=kind, output_loading_info=True, **placement, **common
         )
+        model, found = loaded
         tokenizer: Any = WithoutTokenizer(model)
         if not local or any(file for pattern in TOKENIZER_FILES for file in Path(hub_id).glob(pattern)):
             tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
@@ -187,9 +188,9 @@ class WithoutTokenizer:
     """In place of the tokenizer of a folder that has none: enough for probes of random and of repeated ids."""
 
     bos_token_id, eos_token_id = None, None
-    added_tokens_decoder: dict[int, Any] = {}
 
     def __init__(self, model: Any) -> None:
+        self.added_tokens_decoder: dict[int, Any] = {}
         self.size = len(model.get_input_embeddings().weight)
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         self.all_special_ids = sorted(set().union(*(special_ids(model, name) for name in names)))

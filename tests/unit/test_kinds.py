@@ -1,4 +1,4 @@
-"""Kinds of models and files that people met elsewhere: the right numbers, or a refusal in one line that says what to do.
+"""Kinds of models and files that people met elsewhere: the right numbers, or one line that says what to do.
 
 The right value is by definition: from the weights that the model itself computes.
 """
@@ -488,7 +488,7 @@ def saved(folder, tokenizer: bool = True):
 
 RENAMED = {
     "_orig_mod.": (lambda name: f"_orig_mod.{name}", "without .* and [0-9]+ more, with unused _orig_mod"),
-    "a layer missing": (lambda name: None if "layers.1" in name else name, "without model.layers.1"),
+    "a layer missing": (lambda name: None if "layers.1" in name else name, r"without model\.layers\.1"),
     "one weight missing": (lambda name: None if "layers.0.mlp.up" in name else name, "without .*up_proj.weight;"),
     "one renamed": (lambda name: name.replace("0.mlp.up", "0.mlp.upper"), "with unused .*upper_proj"),
 }
@@ -511,7 +511,7 @@ def test_a_layer_too_many_in_the_file_is_refused_and_an_unused_head_warned_of(tm
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
-    with pytest.raises(ModelUnavailable, match="with unused model.layers.1"):
+    with pytest.raises(ModelUnavailable, match=r"with unused model\.layers\.1"):
         load_lm(tmp_path)
     saved(tmp_path)
     weights = load_file(tmp_path / "model.safetensors") | {"score.weight": torch.ones(2, 32)}
