@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.readings import Readings
-from sinkutils.ledger.statistics import difference, level, moderated
+from sinkutils.ledger.statistics import difference, level
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import resolve
 
@@ -27,7 +27,7 @@ def main() -> None:
     names = [e.name for e in EXPERIMENTS if e.base and "laptop" in e.presets]
     names = [name for name in names if resolve(name, "laptop") == name != base][:SETTINGS]
     spreads = np.sort(MEDIAN_SPREAD * np.exp(draw.normal(0, SPREAD_OF_SPREADS, len(names))))
-    covered = {kind: np.zeros(len(names)) for kind in ("level", "difference", "difference, own variance")}
+    covered = {kind: np.zeros(len(names)) for kind in ("level", "difference")}
     for _ in range(STUDIES):
         shared = draw.normal(size=6)
 
@@ -39,8 +39,7 @@ def main() -> None:
         runs = {name: seeds(spread, 3) for name, spread in zip(names, spreads, strict=True)}
         ours = Readings("laptop", {base: seeds(BASE_SPREAD, 6), **runs})
         for at, name in enumerate(names):
-            alone = moderated(ours.differences(name, "base", "excess"), (0.0, 0.0, 100.0))
-            found = (level(ours, name, "excess"), difference(ours, name, "base", "excess"), alone)
+            found = (level(ours, name, "excess"), difference(ours, name, "base", "excess"))
             for counts, estimate in zip(covered.values(), found, strict=True):
                 counts[at] += estimate.low <= 0 <= estimate.high
     tenths = np.arange(len(names)) * 10 // len(names)

@@ -12,7 +12,6 @@ import numpy as np
 
 from sinkutils import paths
 from sinkutils.ledger.quantities import Numbers, as_judged, failed, of_run
-from sinkutils.study.experiments import experiment
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS, Record
@@ -33,7 +32,7 @@ class Readings:
     preset: str
     runs: Mapping[str, Mapping[int, Numbers | None]]
     least: int = 3  # seeds
-    priors: dict[tuple[str, bool], tuple[float, float, float]] = field(default_factory=dict, init=False)
+    priors: dict[str, tuple[float, float, float]] = field(default_factory=dict, init=False)
 
     def seeds(self, name: str, fresh: bool = False) -> dict[int, Numbers | None]:
         """The runs of an experiment by seed; fresh: only of seeds that came after the claims of ours."""
@@ -50,11 +49,6 @@ class Readings:
         """One experiment's quantity less another's, for each seed that both have."""
         these, those = self.values(name, quantity, fresh), self.values(other, quantity, fresh)
         return [these[seed] - those[seed] for seed in these if seed in those]
-
-    def changes_of_the_base(self) -> list[str]:
-        """The experiments with records that change the base."""
-        base = label("base", self.preset)
-        return [name for name in self.runs if name != base and experiment(name).base]
 
 
 @lru_cache(maxsize=4096)

@@ -59,39 +59,46 @@ class Estimate:
 
 def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate | None:
     """The mean of a quantity over an experiment's seeds; None where fewer than two hold it."""
-    return moderated(list(ours.values(name, quantity, fresh).values()), prior(ours, quantity, paired=False))
-
-
-def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate | None:
-    """One experiment's quantity less another's, seed by seed; None where they share fewer than two seeds."""
-    return moderated(ours.differences(name, other, quantity, fresh), prior(ours, quantity, paired=True))
-
-
-def moderated(values: Sequence[float], common: tuple[float, float, float]) -> Estimate | None:
-    """The mean of values with its moderated variance; common: d0, s0^2 and the most freedom, as `fit_prior` gives."""
+    values = list(ours.values(name, quantity, fresh).values())
     if len(values) < 2:
         return None
-    own = len(values) - 1
-    d0, s0_squared, most = common
-    variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
-    freedom = max(own, min(d0 + own, most))
+    variance, freedom = moderated(values, prior(ours, quantity))
     return Estimate(float(np.mean(values)), math.sqrt(variance / len(values)), freedom, len(values))
 
 
-def prior(ours: Readings, quantity: str, paired: bool) -> tuple[float, float, float]:
-    """`fit_prior` on all settings of a preset: of levels, or of paired differences from the base."""
-    if (quantity, paired) not in ours.priors:
-        if paired:
-            samples = [ours.differences(name, "base", quantity) for name in ours.changes_of_the_base()]
-        else:
-            samples = [list(ours.values(name, quantity).values()) for name in ours.runs]
+def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate | None:
+    """One experiment's quantity less another's, seed by seed; None where they share fewer than two seeds.
+
+    Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a fifth
+    of the variance at most, is given away: the differences' own variances could not be moderated, since they all share
+    the base's seeds and so are not independent.
+    """
+    values = ours.differences(name, other, quantity, fresh)
+    if len(values) < 2:
+        return None
+    common = prior(ours, quantity)
+    settings = [ours.values(setting, quantity, fresh) for setting in (name, other)]
+    (a, freedom_a), (b, freedom_b) = (moderated(list(values.values()), common) for values in settings)
+    freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b) if a + b > 0 else freedom_a + freedom_b
+    return Estimate(float(np.mean(values)), math.sqrt((a + b) / len(values)), freedom, len(values))
+
+
+def moderated(values: Sequence[float], common: tuple[float, float, float]) -> tuple[float, float]:
+    """The moderated variance of at least two values, and its freedom; common: as `fit_prior` gives it."""
+    own = len(values) - 1
+    d0, s0_squared, most = common
+    variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
+    return variance, max(own, min(d0 + own, most))
+
+
+def prior(ours: Readings, quantity: str) -> tuple[float, float, float]:
+    """`fit_prior` on the variances of all settings of a preset."""
+    if quantity not in ours.priors:
+        samples = [list(ours.values(name, quantity).values()) for name in ours.runs]
         several = [sample for sample in samples if len(sample) > 1]
         variances = np.array([np.var(sample, ddof=1) for sample in several])
-        d0, s0_squared, most = fit_prior(variances, np.array([len(sample) - 1.0 for sample in several]))
-        if paired:  # the base's seeds are a part of all differences, which the others cannot tell better than they do
-            d0 = min(d0, max(0.0, len(ours.values("base", quantity)) - 1))
-        ours.priors[quantity, paired] = d0, s0_squared, most
-    return ours.priors[quantity, paired]
+        ours.priors[quantity] = fit_prior(variances, np.array([len(sample) - 1.0 for sample in several]))
+    return ours.priors[quantity]
 
 
 def fit_prior(variances: np.ndarray, freedoms: np.ndarray) -> tuple[float, float, float]:

@@ -17,10 +17,8 @@ from sinkutils.ledger.judge import judge, judge_claims, verdict
 from sinkutils.ledger.quantities import as_judged, excess, norm_ratio, of_run, uniform_alpha
 from sinkutils.ledger.readings import Readings, label
 from sinkutils.ledger.real_models import answers
-from sinkutils.ledger.statistics import difference, fit_prior, inverse_trigamma, level, moderated
+from sinkutils.ledger.statistics import Estimate, difference, fit_prior, inverse_trigamma, level, moderated
 from sinkutils.study.experiments import BY_NAME
-
-NO_PRIOR = (0.0, 0.0, 1e9)
 
 
 def made(excesses, quantity="excess", least=3, preset="laptop", **more):
@@ -41,19 +39,17 @@ def made(excesses, quantity="excess", least=3, preset="laptop", **more):
 
 def test_without_a_prior_a_level_is_that_of_a_t_test():
     values = [0.21, 0.25, 0.17, 0.2]
-    found, known = moderated(values, NO_PRIOR), stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    found, known = level(made({"elu": values}), "elu", "excess"), stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found.mean, found.low, found.high) == pytest.approx((np.mean(values), known.low, known.high))
     assert found.p_above(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="greater").pvalue)
     assert found.p_below(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="less").pvalue)
+    assert level(made({"elu": [0.2]}), "elu", "excess") is None
 
 
 def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
     # Own variance of 1, 2, 3: 1 with 2 degrees of freedom; common 0.25 with 6: (6 * 0.25 + 2 * 1) / 8 = 0.4375.
-    found = moderated([1.0, 2.0, 3.0], (6.0, 0.25, 100.0))
-    assert (found.error, found.freedom) == pytest.approx((math.sqrt(0.4375 / 3), 8))
-    assert found.high == pytest.approx(2 + 2.306004 * math.sqrt(0.4375 / 3))  # t of 8 degrees of freedom at 97.5 %
-    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0)).freedom == 5  # no more than all settings have together
-    assert moderated([1.0], NO_PRIOR) is None
+    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 100.0)) == pytest.approx((0.4375, 8))
+    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5  # no more than all settings have together
 
 
 def test_the_prior_is_smyths_moment_estimate():
@@ -78,18 +74,19 @@ def test_the_prior_is_found_again_in_variances_that_were_drawn_from_it():
 def test_few_settings_have_no_common_variance_and_none_is_no_error():
     assert fit_prior(np.array([1.0, 2.0]), np.array([2.0, 2.0]))[0] == 0
     assert fit_prior(np.zeros(9), np.full(9, 2.0))[0] == 0
-    same = moderated([0.25, 0.25, 0.25], NO_PRIOR)  # in all seeds: what is on the bar is not beyond it
+    same = Estimate(0.25, 0.0, 2.0, 3)  # in all seeds: what is on the bar is not beyond it
     assert (same.p_above(0.1), same.p_above(0.25), same.p_below(0.25), same.p_below(0.3)) == (0, 1, 1, 0)
     for x in (1e-3, 0.6, 50.0):
         assert special.polygamma(1, inverse_trigamma(x)) == pytest.approx(x)
 
 
-def test_differences_are_paired_and_know_the_bases_seeds_no_better_than_they_tell():
-    settings = {name: [0.1, 0.12, 0.11] for name in ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu", "linear")}
-    ours = made(settings)
-    found = difference(ours, "k_bias", "base", "excess")
-    assert found.mean == pytest.approx(0.11 - 0.3)
-    assert found.freedom == pytest.approx(2 + 2)  # own, and three seeds of the base, though six settings are alike
+def test_a_difference_is_paired_and_has_the_variance_of_both_settings():
+    ours = made({"k_bias": [0.1, 0.13, 0.1], "v_bias": [0.2, 0.2, 0.26, 9.0]})
+    found = difference(ours, "v_bias", "k_bias", "excess")
+    assert found.mean == pytest.approx((0.1 + 0.07 + 0.16) / 3) and found.seeds == 3
+    a, b = np.var([0.2, 0.2, 0.26, 9.0], ddof=1), np.var([0.1, 0.13, 0.1], ddof=1)
+    assert found.error == pytest.approx(math.sqrt((a + b) / 3))
+    assert found.freedom == pytest.approx((a + b) ** 2 / (a**2 / 3 + b**2 / 2))  # Welch
     assert difference(ours, "k_bias", "softpick", "excess") is None
 
 
@@ -131,7 +128,7 @@ def test_a_sink_is_there_where_its_interval_lies_above_its_share_of_the_bases(ki
 def test_a_comparison_is_held_against_its_margin(kind, quantity, value, state):
     ours = made({"sigmoid": around(value)}, quantity)
     for seed in range(3):
-        ours.runs["fixed_1"][seed]["valid_loss"] = 2.8 + 0.001 * (seed - 1)
+        ours.runs["fixed_1"][seed]["valid_loss"] = 2.8 + 0.001 * (1 - seed)
     assert judge(Check(kind, ("sigmoid", "base"), quantity), ours, {}).state == state
 
 
