@@ -141,7 +141,6 @@ def parser() -> argparse.ArgumentParser:
     option("--runs", **runs)
 
     option = add(run_command)
-    option("--preset", default="laptop", choices=list(PRESETS), help="records that the notebooks read")
     option("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter")
     option("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
     option("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
@@ -345,11 +344,11 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.pages import refresh_notebooks, run_notebooks
 
     if options.in_place:
-        if options.parameter or options.preset != "laptop":
-            raise ValueError("--in-place runs notebooks with what stands in them: leave out -p and --preset")
+        if options.parameter:
+            raise ValueError("--in-place runs notebooks with what stands in them: leave out -p, or --in-place")
         refresh_notebooks(options.only)
         return 0
-    parameters = {"preset": options.preset}
+    parameters = {}
     for name, text in options.parameter:
         try:
             parameters[name] = json.loads(text)

@@ -13,18 +13,18 @@ from tqdm.auto import tqdm
 from sinkutils.paths import FIGURES, NOTEBOOKS
 from sinkutils.plots.theme import COMMITTED
 
-CELL_SECONDS = 1200  # of a cell that trains nothing; one that trains what is missing may take hours
+CELL_SECONDS = 1200
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def find_notebooks(only: Sequence[str] | None = None) -> list[Path]:
-    """The numbered notebooks, or those whose names start with one of `only`.
+    """The numbered notebooks and the appendix, or those whose names start with one of `only`.
 
     Raises ValueError if none does, FileNotFoundError outside a checkout, as the package brings none.
     """
     if not NOTEBOOKS.is_dir():
         raise FileNotFoundError("the notebooks are in a checkout of the repository: run this command in one")
-    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")) + sorted(NOTEBOOKS.glob("appendix/*.ipynb"))
     chosen = [path for path in paths if only is None or path.name.startswith(tuple(only))]
     if not chosen:
         there = ", ".join(path.stem for path in paths)
@@ -46,8 +46,7 @@ def run_notebooks(parameters: dict[str, Any], output: Path, only: Sequence[str] 
         if unknown:
             raise ValueError(f"{path.stem} has no parameter {', '.join(unknown)}; it has {', '.join(known)}")
     output.mkdir(parents=True, exist_ok=True)
-    limit = None if parameters.get("recompute") == "missing" else CELL_SECONDS
-    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": limit}
+    options: dict[str, Any] = {"cwd": NOTEBOOKS, "progress_bar": False, "execution_timeout": CELL_SECONDS}
     failed = []
     for path in tqdm(paths, unit="notebook"):
         outcome = f"-> {output / path.name}"

@@ -1,15 +1,12 @@
-"""What notebooks do to folders: rewritten where they are, and training what is missing."""
+"""Notebooks rewritten where they are."""
 
 import os
 
 import nbformat
 import pytest
-from helpers import made_up
 from nbclient.exceptions import CellExecutionError
 
 from sinkutils import pages
-from sinkutils.showing import notebook
-from sinkutils.training.trainer import train
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CODE = """
@@ -66,29 +63,3 @@ def test_a_page_that_fails_stays_as_it_was_and_so_do_the_figures(folder):
         pages.refresh_notebooks()
     assert path.read_bytes() == before and outputs(folder, "02") == []
     assert (folder / "figures" / "old.svg").exists()
-
-
-@pytest.mark.parametrize(("recompute", "limit"), [("never", pages.CELL_SECONDS), ("missing", None)])
-def test_a_cell_that_may_train_what_is_missing_has_no_limit(tmp_path, monkeypatch, recompute, limit):
-    seen = []
-    monkeypatch.setattr(
-        "papermill.execute_notebook", lambda *_, execution_timeout, **__: seen.append(execution_timeout)
-    )
-    assert pages.run_notebooks({"recompute": recompute}, tmp_path, ["02"]) == [] and seen == [limit]
-
-
-def test_what_is_missing_is_trained_once_and_with_its_weights_where_these_are_wanted(runs, corpus, monkeypatch):
-    trained = []
-
-    def training(run, **options):
-        trained.append(run.experiment)
-        return train(run, corpus=corpus, progress=False, **options)
-
-    monkeypatch.setattr(notebook, "train", training)
-    record = notebook.recorded({"with k*": "k_bias"}, "smoke", 0, "missing")["with k*"]
-    assert record is not None and record.status == "done" and record.weights is None and trained == ["k_bias"]
-    again = notebook.recorded({"with k*": "k_bias"}, "smoke", 0, "missing")["with k*"]
-    assert again is not None and again.folder == record.folder and trained == ["k_bias"]
-    made_up(runs, "v_bias", kept={"corpus": corpus.identity})
-    kept = notebook.recorded({"V": "v_bias"}, "smoke", 0, "missing", weights=True)["V"]
-    assert kept is not None and kept.weights is not None and trained == ["k_bias", "v_bias"]
