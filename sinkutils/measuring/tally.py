@@ -1,5 +1,4 @@
-"""How a report comes about: what is asked for, the sums over batches, and what our own model shows while it runs.
-"""
+"""How a report comes about: what is asked for, the sums over batches, and what our own model shows while it runs."""
 
 from __future__ import annotations
 

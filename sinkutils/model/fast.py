@@ -144,9 +144,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
     return divide(similarity @ v, total)
 
 
-def _added_to_logits(
-    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _added_to_logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """g, and -inf (0 where f(0) = 0) at hidden keys, (1 or H, T, S); and which keys are hidden, (T, S)."""
     length, star = q.shape[2], k.shape[2] - q.shape[2]
     positions = torch.arange(length, device=q.device)
