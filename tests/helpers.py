@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import flash
-from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
