@@ -161,7 +161,6 @@ def cost_command(options: argparse.Namespace) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """Measure a model on one or more kinds of input."""
-    from sinkutils.measuring.open_lms import record
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
     from sinkutils.measuring.real import REAL_MODELS
     from sinkutils.measuring.saved import identity, save_measurement
@@ -170,11 +169,7 @@ def measure_command(options: argparse.Namespace) -> None:
     if options.save and options.revision:
         raise ValueError("--save keeps a model as it was published: leave out --revision, or --save")
     if options.save and options.model.lower() in REAL_MODELS:
-        if which := beside(options, ["measure", options.model, "--save"]):
-            raise ValueError(f"--save of {options.model} takes no other options: leave out {which}, or --save")
-        path = record(options.model.lower())
-        print(f"saved as {path.parent.name}/{path.name}", file=sys.stderr)
-        return
+        raise ValueError(f"what is kept of {options.model} is in data/open_lms: python benchmarks/open_lms.py")
     if options.save and options.corpus != "docstrings":
         raise ValueError(f"--save keeps measurements on docstrings, not on {options.corpus}: leave one out")
     given = chosen(options, "dtype", "revision", "runs", "trust_remote_code")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sinkutils.ledger.results import EPSILON, EPSILONS
 from sinkutils.measuring.load import MODELS
-from sinkutils.measuring.open_lms import recorded, sections
+from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT, X_FIX, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable
 from sinkutils.measuring.saved import measured_sink, measurements, saved_scores
@@ -62,7 +62,7 @@ def measured(model: Subject | None = None, n: int = 100) -> dict[str, Sections]:
     """
     models: dict[str, Sections] = {}
     for name in (model.name,) if model else REAL_MODELS:
-        kept = recorded(name) if name in REAL_MODELS else sections(cast(Subject, model), n)
+        kept = recorded(name)
         about, where = kept["about"], f"measured now, n = {n}"
         if name in REAL_MODELS:
             where = f"committed measurements of a {about['precision'].split(',')[0]}"

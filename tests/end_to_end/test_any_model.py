@@ -1,6 +1,5 @@
-"""Notebooks 01 and 08 on models that they do not know: random ones of three families, in a folder."""
+"""Notebook 08 on models that it does not know: random ones of three families, in a folder."""
 
-import itertools
 import re
 
 import matplotlib
@@ -11,7 +10,6 @@ import torch
 import transformers as tf
 
 from sinkutils.data import probes
-from sinkutils.measuring import open_lms, own
 from sinkutils.paths import NOTEBOOKS
 from sinkutils.showing import figures
 
@@ -60,11 +58,7 @@ def run(number, parameters):
 
 @pytest.fixture(autouse=True)
 def no_records_and_the_tests_text(corpus, runs, tmp_path, monkeypatch):
-    """No walk over all files either."""
     monkeypatch.setattr(probes, "load_corpus", lambda *_, **__: corpus)
-    monkeypatch.setattr(open_lms, "load_corpus", lambda *_, **__: corpus)
-    texts = list(itertools.islice(corpus.texts("train"), 8))
-    monkeypatch.setattr(open_lms, "domain", lambda kind, progress: iter(texts))
     monkeypatch.setattr(figures, "RENDERED", tmp_path)
 
 
@@ -74,22 +68,13 @@ def texts(shown, start):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_pages_on_real_models_run_on_any_model(family, corpus, tmp_path, shown, capsys, monkeypatch):
-    subject = own.subject  # a folder stands for the hub: it has one state, whatever the revision
-    monkeypatch.setattr(own, "subject", lambda model, device=None, revision=None: subject(model, device))
+def test_the_page_on_surgery_runs_on_any_model(family, corpus, tmp_path, shown):
     folder = saved(tmp_path / "a model", MODELS[family], corpus)
     parameters = {"model": str(folder), "preset": "smoke", "recompute": "never", "n": 4}
-    space = run("01", parameters | {"revisions": ("step16", "step0")})
-    assert list(space["models"]) == ["a model"] and "left out" not in capsys.readouterr().out
-    assert len(texts(shown, "[figure")) == 15 and space["emergence"]["step"].tolist() == [0, 16]
-    assert (space["edited"] is None) == (family != "learned positions")
-    assert any("no head with a sink" in line or "heads with a mean α₁" in line for line in texts(shown, "What you see"))
-    assert str(tmp_path) not in "".join(texts(shown, ""))
-
-    shown.clear()
     assert run("08", parameters)["lm"] is not None
     assert len(texts(shown, "[figure")) == 6  # not the toy's
     assert len(texts(shown, "What you see")) >= 6
+    assert str(tmp_path) not in "".join(texts(shown, ""))
     assert all(len(line) <= 100 for text in texts(shown, "") for line in text.split("\n"))
 
 
