@@ -167,11 +167,12 @@ def list_command(options: argparse.Namespace) -> None:
     from sinkutils.study.frames import runs
     from sinkutils.study.grid import resolve, unavailable
 
+    rows = experiments(options.section)
     table, refused = runs(options.preset, options.runs), unavailable(options.preset)
     counts = table[table.status.isin(["done", "failed"])].groupby("experiment").seed.count()
     width = shutil.get_terminal_size((100, 24)).columns
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
-    for row in experiments(options.section):
+    for row in rows:
         seeds = "-"
         if row.name not in refused:
             seeds = str(counts.get(resolve(row.name, options.preset), 0))

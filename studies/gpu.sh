@@ -7,4 +7,3 @@ make .venv/.installed
 PATH="$PWD/.venv/bin:$PATH"
 python -m sinkutils sweep --preset gpu --jobs "${JOBS:-1}" --engine "${ENGINE:-local}"
 python -m sinkutils claims --preset gpu
-python -m sinkutils run --preset gpu --output rendered/gpu

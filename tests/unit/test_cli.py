@@ -82,7 +82,7 @@ def test_a_mistake_gives_one_line_that_helps_and_status_2(capsys, arguments):
 
 def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
     out = said(capsys, "sweep", "--preset", "smoke", "--dry-run", "--runs", tmp_path, "--only", "k_bias", "--seeds", 0)
-    assert "k_bias" in out and "about 10 s" in out and "1 run, about" in out and " 0.0 " not in out
+    assert "k_bias" in out and "about 10 s" in out and "1 runs, about" in out and " 0.0 " not in out
     assert not list(tmp_path.iterdir())
 
 
