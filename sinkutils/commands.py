@@ -276,14 +276,14 @@ def measure_command(options: argparse.Namespace) -> None:
         first = X_FIX if X_FIX in measured.firsts and not options.any_first else TEXT
         if options.bos:
             first = BOS
-        for kind in options.probe:
-            n = options.n or (None if texts else 100)
-            ids = measured.inputs(kind, n, options.length, options.seed, first=first, texts=texts)
+        for kind in options.probe if texts is None else (None,):
+            ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
             report = measured.measure(
                 ids, targets=options.targets, epsilons=options.eps, bos=options.bos, batch_size=options.batch_size
             )
-            report.name = f"{name}, {kind} input" + (f", {first} first" if first != TEXT else "")
-            results[f"{name} {kind}" if len(options.model) > 1 else kind] = report
+            what = f"{kind} input" if kind else options.text.name
+            report.name = f"{name}, {what}" + (f", {first} first" if first != TEXT else "")
+            results[f"{name} {what}" if len(options.model) > 1 else (kind or what)] = report
     if options.json:
         print(json.dumps({name: report.to_dict() for name, report in results.items()}))
         return

@@ -137,34 +137,29 @@ def judge(check: Check, ours: Readings, corrected: Mapping[Check, float]) -> Out
         return _together(check, ours, outcome)
     if len(check.runs) == 1:
         return _present(check, ours, outcome)
-    estimate = difference(ours, check.runs[0], check.runs[1], check.quantity, check.fresh)
-    if estimate is None or estimate.seeds < ours.least:
+    name, other = check.runs
+    if len(ours.differences(name, other, check.quantity, check.fresh)) < ours.least:
         return replace(outcome, state=OPEN if check.quantity == "onset" else MISSING)
+    estimate = difference(ours, name, other, check.quantity, check.fresh)
     if check.kind == "more":
-        return _more(check, ours, replace(outcome, estimate=estimate), corrected)
-    return _within(check, ours, replace(outcome, estimate=estimate))
+        return _more(check, ours, outcome, estimate, corrected)
+    return _within(check, ours, outcome, estimate)
 
 
 def _base(ours: Readings) -> Estimate:
     """The level of the base's excess, the measure of all others."""
-    return _known(level(ours, "base", "excess"))
-
-
-def _known(estimate: Estimate | None) -> Estimate:
-    """An estimate whose seeds `_lacking` has counted."""
-    assert estimate is not None
-    return estimate
+    return level(ours, "base", "excess")
 
 
 def _training(check: Check, ours: Readings) -> str:
+    """Whether training failed in every seed ("fails"), or in none ("trains")."""
     runs = ours.seeds(check.runs[0], check.fresh)
-    lost = sum(run is None for run in runs.values())
-    wanted = lost if check.kind == "fails" else len(runs) - lost
-    if len(runs) < ours.least:
+    lost = [run is None for run in runs.values()]
+    if len(lost) < ours.least:
         return MISSING
-    if wanted == len(runs):
-        return HOLDS
-    return OPEN if wanted else FAILS
+    if any(lost) != all(lost):
+        return OPEN
+    return HOLDS if all(lost) == (check.kind == "fails") else FAILS
 
 
 def _lacking(name: str, quantity: str, check: Check, ours: Readings) -> str:
@@ -179,19 +174,16 @@ def _lacking(name: str, quantity: str, check: Check, ours: Readings) -> str:
 
 
 def _censored(check: Check, ours: Readings) -> str:
-    """Which seeds are left out because the onset never came."""
+    """How many seeds are left out because the onset never came."""
     if check.quantity != "onset":
         return ""
-    without = []
-    for name in check.runs:
-        never = set(ours.seeds(name)) - set(ours.values(name, "onset"))
-        without += [f"{label(name, ours.preset)}/{seed}" for seed in sorted(never)]
-    return f"no onset in {', '.join(without)}" if without else ""
+    without = [f"{len(ours.seeds(name)) - len(ours.values(name, 'onset'))} of {name}" for name in check.runs]
+    return f"seeds without an onset: {', '.join(without)}"
 
 
 def _present(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
     """The 95 % interval of the level lies above the bar; at or below it, it fails. "absent" is the mirror image."""
-    estimate = _known(level(ours, check.runs[0], check.quantity, check.fresh))
+    estimate = level(ours, check.runs[0], check.quantity, check.fresh)
     if check.quantity not in EXCESSES:
         bar = BARS[check.quantity]
         if check.quantity in RATIOS:
@@ -217,27 +209,28 @@ def _together(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
     return replace(outcome, state=flipped(state) if check.kind == "apart" else state, words=words)
 
 
-def _more(check: Check, ours: Readings, outcome: Outcome, corrected: Mapping[Check, float]) -> Outcome:
+def _more(
+    check: Check, ours: Readings, outcome: Outcome, estimate: Estimate, corrected: Mapping[Check, float]
+) -> Outcome:
     """Significantly more after Holm; it fails where the interval leaves no room for a difference that counts."""
-    estimate = _known(outcome.estimate)
     p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))
     p = corrected.get(check, p)
     bar = SINK * _base(ours).mean if check.quantity in EXCESSES else 0.0
     state = FAILS if estimate.high <= bar else OPEN
     if estimate.mean > 0 and p <= ALPHA:
         state = HOLDS
-    return replace(outcome, state=state, bar=bar, p=p)
+    return replace(outcome, state=state, estimate=estimate, bar=bar, p=p)
 
 
-def _within(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
+def _within(check: Check, ours: Readings, outcome: Outcome, estimate: Estimate) -> Outcome:
     """No effect beyond the margin, by one one-sided test per side that is asked (TOST); surely beyond it, it fails."""
-    estimate, share = _known(outcome.estimate), SHARES[check.kind]
+    share = SHARES[check.kind]
     if check.quantity in RATIOS:
         margin = math.log(1 + share)
     elif check.quantity in EXCESSES:
         margin = share * _base(ours).mean
     else:
-        margin = share * _known(level(ours, check.runs[1], check.quantity, check.fresh)).mean
+        margin = share * level(ours, check.runs[1], check.quantity, check.fresh).mean
     inside, beyond = [], []
     if check.kind in ("same", "alike", "kept"):  # a fall counts
         inside.append(estimate.p_above(-margin))
@@ -253,4 +246,4 @@ def _within(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
     if check.kind == "worse":
         state = flipped(state)
     passes = margin - float(stdtrit(estimate.freedom, 1 - ALPHA)) * estimate.error
-    return replace(outcome, state=state, bar=margin, passes=max(0.0, passes))
+    return replace(outcome, state=state, estimate=estimate, bar=margin, passes=max(0.0, passes))

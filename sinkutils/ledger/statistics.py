@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
 
+from sinkutils.checks import require
 from sinkutils.ledger.readings import Readings
 
 LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
@@ -57,25 +58,23 @@ class Estimate:
         return float(stdtr(self.freedom, (self.mean - bar) / self.error))
 
 
-def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate | None:
-    """The mean of a quantity over an experiment's seeds; None where fewer than two hold it."""
+def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate:
+    """The mean of a quantity over an experiment's seeds. Raises ValueError where fewer than two hold it."""
     values = list(ours.values(name, quantity, fresh).values())
-    if len(values) < 2:
-        return None
+    require(len(values) > 1, f"fewer than two seeds of {name} hold {quantity} at preset {ours.preset!r}")
     variance, freedom = moderated(values, prior(ours, quantity))
     return Estimate(float(np.mean(values)), math.sqrt(variance / len(values)), freedom, len(values))
 
 
-def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate | None:
-    """One experiment's quantity less another's, seed by seed; None where they share fewer than two seeds.
+def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate:
+    """One experiment's quantity less another's, seed by seed. Raises ValueError where they share fewer than two.
 
     Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a fifth
     of the variance at most, is given away: the differences' own variances could not be moderated, since they all share
     the base's seeds and so are not independent.
     """
     values = ours.differences(name, other, quantity, fresh)
-    if len(values) < 2:
-        return None
+    require(len(values) > 1, f"{name} and {other} share fewer than two seeds at preset {ours.preset!r}: train more")
     common = prior(ours, quantity)
     settings = [ours.values(setting, quantity, fresh) for setting in (name, other)]
     (a, freedom_a), (b, freedom_b) = (moderated(list(values.values()), common) for values in settings)

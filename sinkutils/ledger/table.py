@@ -63,10 +63,7 @@ def effect(
     """
     if quantity not in QUANTITIES:
         raise ValueError(f"quantity must be one of {', '.join(QUANTITIES)}; got {quantity!r}")
-    estimate = difference(readings(preset, folder), name, reference, quantity)
-    if estimate is None:
-        raise ValueError(f"{name} and {reference} share fewer than two seeds at preset {preset!r}: train more of them")
-    return estimate
+    return difference(readings(preset, folder), name, reference, quantity)
 
 
 def _holds(one: Judged) -> str:
@@ -124,9 +121,9 @@ def _levels(quantity: str, runs: Iterable[str], ours: Readings, interval: bool =
     """Each run's level, or its 95 % interval, as text."""
     cells = []
     for run in runs:
-        estimate = level(ours, run, quantity)
-        if estimate is None:
+        if len(ours.values(run, quantity)) < 2:
             continue
+        estimate = level(ours, run, quantity)
         numbers = [estimate.low, estimate.high] if interval else [estimate.mean]
         if quantity in RATIOS:
             numbers = [math.exp(number) for number in numbers]

@@ -222,7 +222,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *
     if spec.has_star:
         logits = torch.cat([star.to(logits.dtype), logits], dim=-1)
         seen = F.pad(seen, (1, 0), value=True)
-        v = prepend(torch.zeros_like(q[0, :, 0]) if value is None else value, v)
+        v = prepend(q.new_zeros(q.shape[1], q.shape[3]) if value is None else value, v)
     weights = normalise(logits, seen, spec)
     out = weights.to(v.dtype) @ v  # a position term may be wider than v
     if spec.bias == "v":

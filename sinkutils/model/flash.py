@@ -241,7 +241,8 @@ def _compiled(function: Callable[..., Any], spec: AttentionSpec, device: torch.d
 def _compiled_for(function: Callable[..., Any], spec: AttentionSpec) -> Callable[..., Any]:
     """Each variant has compiled code of its own: in common they would pass PyTorch's limit of recompilations."""
     # One graph or an error, never a dense fallback; static, as a p that varied among calls would be a traced number.
-    return torch.compile(function, fullgraph=True, dynamic=False, isolate_recompiles=True, recompile_limit=64)
+    limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
+    return torch.compile(function, fullgraph=True, dynamic=False, **limits)
 
 
 @functools.lru_cache(maxsize=16)

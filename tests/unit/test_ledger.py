@@ -43,7 +43,8 @@ def test_without_a_prior_a_level_is_that_of_a_t_test():
     assert (found.mean, found.low, found.high) == pytest.approx((np.mean(values), known.low, known.high))
     assert found.p_above(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="greater").pvalue)
     assert found.p_below(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="less").pvalue)
-    assert level(made({"elu": [0.2]}), "elu", "excess") is None
+    with pytest.raises(ValueError, match="fewer than two seeds of elu hold excess"):
+        level(made({"elu": [0.2]}), "elu", "excess")
 
 
 def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
@@ -87,7 +88,8 @@ def test_a_difference_is_paired_and_has_the_variance_of_both_settings():
     a, b = np.var([0.2, 0.2, 0.26, 9.0], ddof=1), np.var([0.1, 0.13, 0.1], ddof=1)
     assert found.error == pytest.approx(math.sqrt((a + b) / 3))
     assert found.freedom == pytest.approx((a + b) ** 2 / (a**2 / 3 + b**2 / 2))  # Welch
-    assert difference(ours, "k_bias", "softpick", "excess") is None
+    with pytest.raises(ValueError, match="k_bias and softpick share fewer than two seeds"):
+        difference(ours, "k_bias", "softpick", "excess")
 
 
 def test_results_that_differ_share_no_prior():
@@ -163,7 +165,7 @@ def test_an_onset_that_never_comes_is_left_out_and_said():
     for seed in (1, 2):
         ours.runs["lr_quarter"][seed] = {"excess": 0.0}
     outcome = judge(Check("more", ("lr_quarter", "lr_half"), "onset"), ours, {})
-    assert outcome.state == "open" and outcome.words == "no onset in lr_quarter/1, lr_quarter/2"
+    assert outcome.state == "open" and outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
 
 
 @pytest.mark.parametrize("element, state", [(40.0, "holds"), (5.0, "fails"), (12.3, "open")])

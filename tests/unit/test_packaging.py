@@ -10,21 +10,57 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import sinkutils
 from sinkutils.commands import parser
+from sinkutils.data import embedded
 from sinkutils.study import experiments
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PINS = PROJECT["project"]["dependencies"]
 
 
-def test_every_dependency_is_pinned_exactly_and_environment_yml_holds_the_same_pins():
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9a-z.]*", pin) for pin in PINS), PINS
-    assert "torch==2.13.0" in PINS
-    lines = (ROOT / "environment.yml").read_text().splitlines()
-    assert [line.strip("- ") for line in lines if "==" in line and not line.startswith("#")] == PINS
+def requirements():
+    """Every requirement of pyproject.toml, by the name of its extra; "" is the core."""
+    by_extra = {"": PROJECT["project"]["dependencies"], **PROJECT["project"]["optional-dependencies"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in by_extra.items()}
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_ranges_hold_the_pins_and_no_other_file_has_any():
+    pinned = pins()
+    for extra, lines in requirements().items():
+        for line in lines:
+            assert "==" not in str(line), f"{line} of {extra or 'the core'} is a pin"
+            assert line.name == "sinkutils" or line.specifier.contains(pinned[line.name]), line
+    for name in ("environment.yml", "Makefile", "docs/requirements.txt", "pyproject.toml"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert not re.search(r"[a-z]==\d", text) and (name == "pyproject.toml" or "constraints.txt" in text), name
+
+
+def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
+    installed = {name: one and one.version.partition("+")[0] for name, one in embedded.installed().items()}
+    assert installed.items() <= pins().items()
+    listed = {line.name for extra in ("", "notebooks", "test", "hub", "text") for line in requirements()[extra]}
+    assert set(embedded.DISTRIBUTIONS) <= listed
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
+
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it():
+    code = "import sys; sys.modules['pandas'] = None; import sinkutils as su; su.records"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
+    assert run.stderr.splitlines()[-1] == "ImportError: pandas is needed for su.records: pip install pandas"
+    by_extra = {extra: {line.name.lower() for line in lines} for extra, lines in requirements().items()}
+    for package, extra in sinkutils._EXTRAS.items():
+        brought = {"ipython": "ipywidgets", "nbformat": "papermill"}.get(package.lower(), package)
+        assert brought in by_extra[extra], package
 
 
 def test_the_ci_runs_what_the_readme_tells_a_user_to_run():
