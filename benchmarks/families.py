@@ -29,7 +29,8 @@ from transformers.masking_utils import eager_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from sinkutils.measuring.families import REFUSED
+from sinkutils.measuring import surgery
+from sinkutils.measuring.families import REFUSED, configurations
 from sinkutils.measuring.hf import capturing
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.tally import Tally
@@ -219,7 +220,7 @@ class Softmaxes(TorchFunctionMode):
 @contextmanager
 def attention(model: nn.Module, name: str) -> Iterator[None]:
     """While this is open, every part of the model computes attention by the function of that name."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs = configurations(model)
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
@@ -256,11 +257,39 @@ class Result:
     alpha: float = 0.0  # to dense attention, by the default path and by the exact one
     logits: float = 0.0  # while measured, to the family's eager logits, relative to the largest
     definition: float = 0.0  # the logits of dense attention, likewise
+    surgery: str = ""  # right, or why it is refused
     remarks: str = ""
 
     @property
     def wrong(self) -> bool:
-        return not self.refused and not max(self.alpha, self.logits, self.definition) <= TOLERANCE
+        gap = max(self.alpha, self.logits, self.definition)
+        return not self.refused and (not gap <= TOLERANCE or self.surgery.startswith("wrong"))
+
+
+def operated(model: nn.Module, ids: Tensor) -> str:
+    """What surgery does: its report against `measure`; a transplant from texts of one first token against that token
+    in front; and whether nothing behind a hidden x_1 hangs on it.
+    """
+
+    def off(a: Tensor, b: Tensor) -> bool:
+        return not bool((a - b).abs().max() <= 10 * TOLERANCE * max(1.0, float(b.abs().max())))
+
+    try:
+        found, right = surgery.untouched(model, ids).report, measure(model, ids, (1, 2))
+        assert found is not None
+        if off(found.alpha, right.alpha) or (right.star is not None and off(found.star, right.star)):  # type: ignore[arg-type]
+            return "wrong report"
+    except ValueError as error:
+        return str(error)
+    first = torch.full_like(ids[:, :1], 7)
+    longer = torch.cat([first, ids], dim=1)
+    try:
+        if off(surgery.transplant(model, ids, longer).losses, surgery.untouched(model, longer).losses[:, 1:]):
+            return "wrong transplant"
+        pair = [surgery.hide(model, torch.cat([one, ids], dim=1)).losses[:, 1:] for one in (first, first + 1)]
+    except ValueError as error:
+        return f"right where no keys are changed; else {error}"
+    return "wrong where x_1 is hidden" if off(*pair) else "right"
 
 
 @torch.no_grad()
@@ -295,6 +324,7 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
             with capturing(model, Tally(TARGETS, x.shape[1]), exact):
                 during = model(x, use_cache=False).logits
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)
+    result.surgery = operated(model, ids[0])
     blocks = len(report.hidden_norms)  # type: ignore[arg-type]
     remarks = [f"attention in {len(report.layers)} of {blocks} blocks"] if len(report.layers) < blocks else []
     hidden = [count for count in seen if count < lengths[-1]]
@@ -331,11 +361,14 @@ def page(results: list[Result]) -> str:
         "How: *fused* is a kernel's log-sum-exp, *exact* the family's eager function on chunks of queries (where "
         "keys and values differ in width, say), *eager weights* a hook on the weights that the modules return.",
         "",
-        "| family | class | how | alpha | logits | remarks |",
-        "|---|---|---|---|---|---|",
+        "Surgery: *right* is a report with the numbers of `measure`, a transplant from texts of one first token that "
+        "is that token in front, and a hidden first token that nothing behind it hangs on; else why it is refused.",
+        "",
+        "| family | class | how | alpha | logits | surgery | remarks |",
+        "|---|---|---|---|---|---|---|",
         *(
             f"| `{r.family}` | `{CLASSES[r.family]}` | {r.path} | {at_most(r.alpha)} | {at_most(r.logits)} "
-            f"| {r.remarks} |"
+            f"| {r.surgery} | {r.remarks} |"
             for r in measured
         ),
         "",

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from open_lms import EPSILONS, add, summary
 
 from sinkutils.data import embedded
 from sinkutils.data.probes import bos_id, encode, probe
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.open_lms import EPSILONS, add, summary
 from sinkutils.measuring.own import BOS, TEXT
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.scores import evaluate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,7 @@ def probe(
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    found = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    found: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
     good = all(isinstance(text, str) for text in found)
     require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
     return found
@@ -109,19 +108,21 @@ def _natural(
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
     documents: list[Any]  # texts, or the ids of their tokens in the corpus
+    source = None
     if texts is not None:
         where, documents = "texts", _several(texts)
-        first_tokens = partial(head, tokenizer, needed=needed)
     else:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
         where, documents = f"corpus {source.name!r}", list(source.documents("probe"))
-
-        def first_tokens(document: np.ndarray) -> Any:
-            return document if tokenizer is source.tokenizer else head(tokenizer, source.decode(document), needed)
-
     chosen: list[Any] = []
     for index in generator.permutation(len(documents)):
-        ids = first_tokens(documents[index])
+        document = documents[index]
+        if source is None:
+            ids = head(tokenizer, document, needed)
+        elif tokenizer is source.tokenizer:
+            ids = document
+        else:
+            ids = head(tokenizer, source.decode(document), needed)
         if len(ids) >= needed:
             chosen.append(ids[:needed])
         if len(chosen) == n:

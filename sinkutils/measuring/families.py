@@ -22,6 +22,7 @@ from sinkutils.model.flash import PositionMask
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
 # In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
+PREFIX = {"paligemma"}  # by model_type: in their own use every token of a prompt sees the whole prompt
 # Why a family cannot be measured, by its model_type.
 REFUSED = {
     "blt": "it attends over patches of bytes and within them, in several stacks: alpha_k is of tokens",
@@ -80,6 +81,38 @@ def chooses_attention(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def configurations(model: nn.Module) -> list[Any]:
+    """Every configuration in a model that names an attention function, each once."""
+    of_modules = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in of_modules if hasattr(c, "_attn_implementation")}.values())
+
+
+def _global(module: nn.Module, name: str) -> Any:
+    """A global of the file that a module's forward stands in, or else of those of its class and its base classes."""
+    spaces = [getattr(inspect.unwrap(type(module).forward), "__globals__", {})]
+    spaces += [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
+    return next((space[name] for space in spaces if name in space), None)
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The family's reference attention, which its modelling file defines beside the module."""
+    return _global(module, "eager_attention_forward")
+
+
+def attention_function(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function that a module calls where its configuration names `name`."""
+    eager: Any = eager_function(module)
+    if name is None or name == "eager":
+        return eager
+    return _global(module, "ALL_ATTENTION_FUNCTIONS").get_interface(name, eager)
+
+
+def is_of_transformers(function: Any) -> bool:
+    """Whether transformers' own code defines a function, and not somebody who registered it there."""
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+
 def chosen_keys(
     module: nn.Module, mask: Tensor | PositionMask | None, q: Tensor, kwargs: dict[str, Any]
 ) -> Tensor | PositionMask | None:
@@ -110,11 +143,6 @@ def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
     return kwargs.get("s_aux", kwargs.get("sinks"))
 
 
-def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The family's reference attention, which its modelling file defines beside the module."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-
-
 class Call(NamedTuple):
     """What a module hands to its attention function."""
 
@@ -136,28 +164,56 @@ class Call(NamedTuple):
         scale = self.kwargs.get("scaling")
         return self.q.shape[-1] ** -0.5 if scale is None else float(scale)
 
+    @property
+    def front(self) -> int:
+        """Keys of a cache that stand in front of the text."""
+        return self.k.shape[2] - self.q.shape[2]
+
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
         if self.mask is None:
-            return rows[:, None] >= columns
+            return rows[:, None] + self.front >= columns
         if isinstance(self.mask, PositionMask):
             return self.mask.seen(rows, columns)
         return self.mask[: len(self.q), :, rows][..., columns]
 
+    def hiding(self, hidden: Tensor) -> Call:
+        """The same call with the keys j hidden from the queries i where hidden[i, j], (T, T)."""
+        rows = torch.arange(self.q.shape[2], device=self.q.device)
+        mask = self.mask_of(rows, rows)
+        lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        mask = mask.masked_fill(hidden.to(mask.device), lowest)
+        return self._replace(mask=mask if mask.ndim == 4 else mask[None, None])
+
 
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, T)."""
-    seen = call.mask_of(rows, torch.arange(call.q.shape[2], device=rows.device))
+    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, keys)."""
+    seen = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
     if seen.dtype == torch.bool:
         zero = torch.zeros((), device=seen.device, dtype=call.q.dtype)
         seen = torch.where(seen, zero, torch.finfo(call.q.dtype).min)
-    function = eager_function(call.module)
-    assert function is not None
+    function: Any = eager_function(call.module)
     part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
     out, weights = function(*part[:5], **call.kwargs)
     sink = learned_sink(call.kwargs)
     if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
         weights = scaled_by_sink(part, sink, out, weights)
+    return out, weights
+
+
+def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Output (B, T, H, D) and weights (B, H, T, T) of an attention function that somebody registered.
+
+    Raises ValueError where it returns no weights, or other ones than its output is made of.
+    """
+    out, weights = function(*call[:5], **call.kwargs)
+    wanted = f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) beside the output"
+    shape = (*call.q.shape[:3], call.k.shape[2])
+    require(isinstance(weights, Tensor) and weights.shape == shape, f"{wanted}, or choose eager or sdpa")
+    expected = (weights @ repeat_heads(call.v, call.q.shape[1]).to(weights.dtype)).transpose(1, 2)
+    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
+    off = (out - expected).abs().max() > tolerance * max(1.0, float(call.v.abs().max()))
+    require(not bool(off), f"{wanted}, and its output is not these weights times the values")
     return out, weights
 
 

@@ -1,25 +1,24 @@
-"""The language models of Table 8 and newer ones by name, loading of any of them, and Table 7's surgery on positions."""
+"""The language models of Table 8 and newer ones by name, and loading of any of them."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
+import pickle
 import re
-import socket
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.tokenizer import open_tokenizer
+from sinkutils.measuring.measure import special_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -116,6 +115,9 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
     if seeds:
         which = " or ".join(f"{preset}/{recorded.name}/{seed}" for seed in seeds)
         raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
+    if name.endswith(".gguf") and Path(name).is_file():
+        file = Path(name)
+        raise ModelUnavailable(f"{name!r} is a GGUF file: {GGUF.format(folder=file.parent, file=file.name)}")
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
     if name.count("/") == 2 or preset in PRESETS:
@@ -125,6 +127,7 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
     try:
         record = read_record(folder)
+        weights = record.load_weights() if record.weights else {}
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
     which = f"the record {'/'.join(folder.parts[-3:])}"
@@ -138,7 +141,6 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
             shapes = TransformerLM(config)
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelUnavailable(f"config.json of {which} is of no model of this version: {error}") from error
-    weights = load_file(record.weights)
     fits = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in shapes.state_dict().items()}
     if not fits or sum(table.nbytes for table in shapes.buffers()) > LARGEST_TABLES:
         raise ModelUnavailable(f"{which}: model.safetensors holds another model than config.json: {ADVICE}")
@@ -157,99 +159,108 @@ def _load_transformers(
     except ImportError as error:
         raise ImportError(f"loading {hub_id!r} needs transformers: pip install transformers") from error
     local = Path(hub_id).is_dir()
+    if local:
+        _refuse_files(Path(hub_id))
     offline = not local and not hub_reachable()
     common = {"revision": revision or "main", "trust_remote_code": trust_remote_code, "local_files_only": offline}
     kind = dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")
     placement = {} if target else {"device_map": "auto"}
     try:
-        model = AutoModelForCausalLM.from_pretrained(hub_id, dtype=kind, **placement, **common)
-        tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            hub_id, dtype=kind, output_loading_info=True, **placement, **common
+        )
+        model, found = loaded
+        tokenizer: Any = WithoutTokenizer(model)
+        if not local or any(file for pattern in TOKENIZER_FILES for file in Path(hub_id).glob(pattern)):
+            tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(hub_id, local, offline, error)) from error
+    _refuse_other_weights(hub_id, model, found)
     if target:
-        model.to(target)  # type: ignore[arg-type]
+        model.to(target)
     return model.eval(), tokenizer
 
 
+TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
+
+
+class WithoutTokenizer:
+    """In place of the tokenizer of a folder that has none: enough for probes of random and of repeated ids."""
+
+    bos_token_id, eos_token_id = None, None
+
+    def __init__(self, model: Any) -> None:
+        self.added_tokens_decoder: dict[int, Any] = {}
+        self.size = len(model.get_input_embeddings().weight)
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        self.all_special_ids = sorted(set().union(*(special_ids(model, name) for name in names)))
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"<{i}>": i for i in range(self.size)}
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise ValueError(
+            "this folder has no tokenizer files, so only random and repeated ids can be made of it, no text"
+        )
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(f"<{int(i)}>" for i in ids)
+
+
+def _refuse_files(folder: Path) -> None:
+    """Raise ModelUnavailable for a folder whose files are read in another way."""
+    here = {file.name for file in folder.iterdir()}
+    gguf = next((name for name in sorted(here) if name.endswith(".gguf")), None)
+    if gguf and "config.json" not in here:
+        raise ModelUnavailable(f"{str(folder)!r} holds a GGUF file: {GGUF.format(folder=folder, file=gguf)}")
+    if "adapter_config.json" in here and importlib.util.find_spec("peft") is None:
+        raise ModelUnavailable(f"{str(folder)!r} holds an adapter of another model: pip install peft")
+
+
+GGUF = "load it by AutoModelForCausalLM.from_pretrained({folder!s}, gguf_file={file!r}) and measure that model"
+
+
+def _refuse_other_weights(hub_id: str, model: nn.Module, found: dict[str, Any]) -> None:
+    """Raise ModelUnavailable where weights are missing, which would be random, or where blocks have unused ones.
+
+    Other weights that are not used, such as those of another head, give a warning.
+    """
+    missing = sorted(found["missing_keys"])
+    unused = sorted(found["unexpected_keys"])
+    lists = {name[: place.start()] for name in model.state_dict() if (place := re.search(r"\d+\.", name))}
+    of_blocks = [name for name in unused if (place := re.search(r"\d+\.", name)) and name[: place.start()] in lists]
+    parts = []
+    for what, names in (("without", missing), ("with unused", unused)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            parts.append(f"{what} {names[0]}{more}")
+    says = f"the weights of {hub_id!r} are not those of its config.json: {', '.join(parts)}"
+    if missing or of_blocks:
+        raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
+    if unused:
+        warnings.warn(says, stacklevel=4)
+
+
 def hub_reachable(seconds: float = 5.0) -> bool:
-    """Whether the hub answers; asked once, because the library itself would retry for half a minute."""
-    from huggingface_hub import constants
+    """Whether the hub answers; asked once, because its library would retry for half a minute."""
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
-    url = urlparse(constants.ENDPOINT)
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # only the proxy could tell
     try:
-        with socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), seconds):
-            return True
-    except OSError:
+        get_session().head(constants.ENDPOINT, timeout=seconds)
+    except Exception:  # of httpx or requests, whichever the library uses
         return False
-
-
-# What is in the text of an error, or is the kind of one behind it -> why the model did not load.
-REASONS = {
-    "weights_only|UnpicklingError": "{what} has weights in a .bin file that holds more than tensors, which could run "
-    "any code: not loaded",
-    r"Unrecognized configuration class <class '[\w.]*?(\w+)'>": "{what} is no causal language model: transformers has "
-    "none for {found[1]}",
-    "requires `accelerate`": "device 'auto' needs accelerate: pip install accelerate",
-    "trust_remote_code": "{hub_id!r} needs code from the hub: read it, then pass trust_remote_code=True",
-    "GatedRepoError": "{hub_id!r} is gated: accept its terms on the hub, then log in with `hf auth login`",
-    "RevisionNotFoundError": "{hub_id!r} has no such revision",
-    "RepositoryNotFoundError": "{hub_id!r} is not on the hub (or is private: log in with `hf auth login`)",
-}
+    return True
 
 
 def _why(hub_id: str, local: bool, offline: bool, error: Exception) -> str:
-    """One line on why a model did not load, from the chain of errors behind it."""
-    what, said = f"{'the folder ' if local else ''}{hub_id!r}", str(error)
-    kinds: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(kinds) < 20:  # errors can stand behind each other in a circle
-        kinds.append(type(cause).__name__)
-        cause = cause.__cause__ or cause.__context__
-    for pattern, reason in REASONS.items():
-        if found := re.search(pattern, "\n".join([said, *kinds])):
-            return reason.format(what=what, hub_id=hub_id, found=found)
+    """One line on why a model did not load: transformers' own, but where that says nothing or too much."""
+    what, said = f"{'the folder ' if local else ''}{hub_id!r}", " ".join(str(error).split())
+    if "weights_only" in said or isinstance(error, pickle.UnpicklingError):
+        return f"{what} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
+    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", said):
+        return f"{what} is no causal language model: transformers has none for {found[1]}"
     if offline:
         return f"{hub_id!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-    return f"{what} could not be loaded: {said.strip().splitlines()[0] if said.strip() else kinds[0]}"
-
-
-def replace_position(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
-    """While open, p_1 is p_t (Table 7 top); t counts from 1. The model's own table is put back."""
-    return _edited(model, t, [1, 1])
-
-
-def swap_positions(model: nn.Module, t: int) -> AbstractContextManager[nn.Module]:
-    """While open, p_1 and p_t have changed places (Table 7 bottom); t counts from 1."""
-    return _edited(model, t, [1, 0])
-
-
-@contextmanager
-def _edited(model: nn.Module, t: int, which: list[int]) -> Iterator[nn.Module]:
-    """While open, positions 1 and t have the embeddings `which` of theirs: 0 is p_1, 1 is p_t."""
-    table, offset = position_table(model)
-    if not 1 < t <= len(table) - offset:
-        raise ValueError(f"t must be a position after the first, 2..{len(table) - offset}, got {t}")
-    rows = [offset, offset + t - 1]
-    before = table[rows]  # a copy
-    table[rows] = before[which]
-    try:
-        yield model
-    finally:
-        table[rows] = before
-
-
-def position_table(model: nn.Module) -> tuple[Tensor, int]:
-    """The learned position embeddings (positions, d) of a model, and the row of position 1."""
-    if isinstance(model, TransformerLM):
-        if model.config.position == "learnable":
-            return model.position_embedding.detach(), int(model.config.sink_token)
-    else:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions"):
-                return module.weight.detach(), getattr(module, "offset", 0)  # OPT keeps two rows for padding
-    own = "a TransformerLM with position='learnable'"
-    raise ValueError(f"{type(model).__name__} has no learned position embeddings: use GPT-2, OPT, or {own}")
+    return f"{what} could not be loaded: {said[:300] or type(error).__name__}"

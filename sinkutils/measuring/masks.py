@@ -39,10 +39,13 @@ def mask(**asked: Any) -> Tensor | None:
 
     From `LONG` positions on that is all there is: its elements are nan then, so that nothing can read them unseen.
     """
+    if "q_length" not in asked:
+        raise ImportError("measuring models of others needs transformers 5.4 or later: pip install -U transformers")
     length, padding = asked["q_length"], asked.get("attention_mask")
     plain = asked.get("allow_is_causal_skip", True) and not asked.get("use_vmap") and asked["kv_length"] == length
-    plain = plain and not (asked.get("q_offset") or asked.get("kv_offset")) and (padding is None or bool(padding.all()))
-    if asked.get("local_size") is None or length < asked["local_size"] or not plain:
+    offset = asked.get("q_offset") or asked.get("kv_offset")
+    padded = padding is not None and not bool(padding.all())
+    if asked.get("local_size") is None or length < asked["local_size"] or not plain or offset or padded:
         return sdpa_mask(**asked)
     window = WindowMask(asked)
     if length < LONG:

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,14 @@ def measure(
     epsilons: Sequence[float] = (0.3,),
     *,
     attention_mask: Tensor | None = None,
+    position_ids: None = None,
     batch_size: int | None = None,
     norms: bool = True,
     mass: bool = False,
     heads: Sequence[tuple[int, int]] = (),
     keep: Sequence[str] = KEPT,
     exact: bool = False,
+    check: bool = True,
     name: str = "",
     bos: bool | None = None,
 ) -> Report:
@@ -48,20 +50,24 @@ def measure(
     targets: the keys k of alpha_k, counted from 1. epsilons: the thresholds that the printed table shows.
     attention_mask: (samples, T), 0 at padding. Padding is cut off and sequences of one length run together, so that
         a padded sequence has the numbers that it has alone; positions count from its first token. Sequences shorter
-        than the largest target are skipped and counted.
-    batch_size: sequences a forward pass. norms: whether l2-norms are taken.
+        than the largest target are skipped and counted. Packed texts (position_ids, masks of 1 and 2) are refused.
+    batch_size: sequences per forward pass. norms: whether l2-norms are taken.
     mass: also alpha of every key. heads: 0-based (layer, head) pairs for which `keep` is kept: "map" is A_ij, "qk"
         are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
     exact: never use the fused kernel (transformers models only).
+    check: before the ids, run a text of at most 16 of their tokens once or twice, to see that attention is causal and
+        that what is read is what the model computes (transformers models only). Your own hooks see these passes, too;
+        False leaves them out.
     name, bos: printed with the results; whether BOS stands first is read off the ids where the model names its BOS.
-    Threads may call this at once: they are measured one after the other. Ids that hold the model's padding token,
-    without a mask, are measured with a warning.
+    Threads may call this at once: they are measured one after the other, and a forward pass of another thread
+    computes what it always does. Ids that hold the model's padding token, without a mask, give a warning.
 
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
     """
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be a TransformerLM or a transformers model, got {kind}")
+    require(position_ids is None, "position_ids are not supported: give each text a row of its own, with its padding")
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
@@ -72,14 +78,13 @@ def measure(
     pairs = check_heads(heads)
     model = unwrapped(model)
     check_weights(model)
-    config = getattr(model, "config", None)
-    firsts = token_ids(config, "bos_token_id")
+    firsts = special_ids(model, "bos_token_id")
     if attention_mask is None:
-        warn_of_padding(ids, token_ids(config, "pad_token_id"), firsts | token_ids(config, "eos_token_id"))
-    lengths = torch.tensor([len(row) for row in rows])
+        warn_of_padding(ids, model, firsts)
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     tally = Tally(targets, int(lengths.max()), norms, mass, pairs, tuple(keep))
     order: list[int] = []
-    with ONE_AT_A_TIME, evaluating(model), ExitStack() as stack:
+    with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
             capture: OwnModel | Capture = OwnModel(model, tally)
         else:
@@ -88,22 +93,32 @@ def measure(
             capture = stack.enter_context(capturing(model, tally, exact))
         check_range(rows, capture.vocabulary)
         if not isinstance(capture, OwnModel):
-            capture.check(rows[0], tally.length)
+            capture.check_positions(tally.length)
+            if check:
+                capture.check(rows)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
             for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
                 capture.run(torch.stack([rows[i] for i in indices]))
                 order += indices.tolist()
-    report = tally.report(torch.tensor(order).argsort(), lengths, epsilons)
+    report = reported(tally, capture, torch.tensor(order, device="cpu").argsort(), lengths, epsilons)
+    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    report.skipped = skipped
+    report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
+    report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
+    return report
+
+
+def reported(
+    tally: Tally, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
+) -> Report:
+    """The report of a finished tally, with the path and the windows. Raises NotFinite."""
+    report = tally.report(order, lengths, epsilons)
     if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
         raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
     report.path, report.chunked = capture.path, capture.chunked
     windows = tuple(capture.windows.get(layer) for layer in report.layers)
     report.windows = windows if any(windows) else ()
-    report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
-    report.skipped = skipped
-    report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
-    report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
     return report
 
 
@@ -120,7 +135,8 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
     binary = bool(((mask == 0) | (mask == 1)).all())
-    require(binary, "attention_mask must be 1 at tokens and 0 at padding, and holds something else")
+    packed = "packed texts, marked 1, 2, .., are not supported: give each text a row of its own"
+    require(binary, f"attention_mask must be 1 at tokens and 0 at padding, and holds something else ({packed})")
     real = mask.bool().to(ids.device)
     empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
     require(not empty, f"attention_mask has rows that are all padding: {empty}")
@@ -140,9 +156,11 @@ def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
     require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
 
 
-def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
-    """Warn where ids hold the padding token or, if that is also `used` as BOS or EOS, a row begins or ends with two."""
-    for token in padding:
+def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
+    """Warn where ids hold the padding token or, if that is also BOS or EOS, a row begins or ends with two of them."""
+    last = special_ids(model, "eos_token_id")
+    used = firsts | last
+    for token in special_ids(model, "pad_token_id") or last:  # tokenizers without padding pad with EOS
         same = ids == token
         if token in used:
             same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
@@ -153,18 +171,25 @@ def warn_of_padding(ids: Tensor, padding: set[int], used: set[int]) -> None:
 
 def check_weights(model: nn.Module) -> None:
     """Raise ValueError for weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
-    for name, weight in model.named_parameters():
-        if weight.is_meta and not hasattr(model, "hf_device_map"):  # which offloads weights and fetches them itself
-            raise ValueError(f"model has weights on the meta device ({name}), which holds no numbers: load it first")
-        if weight.is_floating_point() and weight.dtype.itemsize == 1 and not getattr(model, "is_quantized", False):
-            what = f"{weight.dtype} weights ({name})"
-            raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(path, recurse=False):
+            if weight.is_meta and not hasattr(module, "_hf_hook"):  # accelerate's, which fetches offloaded weights
+                raise ValueError(f"model has weights on the meta device ({name}), without numbers: load it first")
+            coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
+            if coarse and not getattr(model, "is_quantized", False):
+                what = f"{weight.dtype} weights ({name})"
+                raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
 
 
-def token_ids(config: Any, name: str) -> set[int]:
-    """A special token's ids by a model's config, which may name none, one or a list."""
-    ids = getattr(config, name, None)
-    return set() if ids is None else {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
+def special_ids(model: nn.Module, name: str) -> set[int]:
+    """The ids of a special token by the model's configuration or its text part's; they name none, one or a list."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None  # type: ignore[union-attr, operator]
+    for part in (config, text):
+        ids = getattr(part, name, None)
+        if ids is not None and ids != -1:
+            return {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
+    return set()
 
 
 def check_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -189,11 +214,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and afterwards as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    """Every module in eval mode, and afterwards as it was; one thread at a time."""
+    with ONE_AT_A_TIME:
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training

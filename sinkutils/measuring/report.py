@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `measure` returns, or `from_dict` of a record; tensors are float32 on the CPU.
+    """What `measure` returns; tensors are float32 on the CPU. `RecordedReport` answers the same from a summary.
 
     Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
     """
@@ -53,6 +53,7 @@ class Report:
     embedding_norms: Tensor | None = None  # (positions,): h^0
     before_norm_norms: Tensor | None = None  # (blocks, positions): post-norm blocks before their last norm (Eq. 3)
     hidden_peaks: Tensor | None = None  # (blocks, positions): largest |element| of h^l over the sequence's median one
+    first_elements: Tensor | None = None  # (blocks, d): |h_1^l| by dimension over that median
     star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
     renormalised: Tensor | None = None  # alpha of the rows divided by their sum, where a sink logit takes a part
     mass: Tensor | None = None  # (samples, layers, heads, positions): alpha of every key
@@ -64,7 +65,6 @@ class Report:
     path: str = ""  # how alpha was computed
     windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
     chunked: bool = False  # windows that do not slide: position k is in the window of its own chunk only (Llama 4)
-    recorded: dict[str, Any] | None = None  # the summary of a report whose alpha is known as a mean over samples only
 
     @property
     def length(self) -> int:
@@ -73,7 +73,8 @@ class Report:
 
     @property
     def samples(self) -> int:
-        return self.alpha.shape[0] if self.recorded is None else self.recorded["samples"]
+        """How many sequences were measured."""
+        return self.alpha.shape[0]
 
     @property
     def floor(self) -> float:
@@ -83,10 +84,8 @@ class Report:
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
         """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
 
-        At any eps in (0, 1); of a record without alpha by text, at those of its summary. Raises ValueError otherwise.
+        At any eps in (0, 1). Raises ValueError for another, and for a key that was not measured.
         """
-        if self.recorded is not None:
-            return self._recorded_at("sink_star" if k == "star" else "sink", k, eps)
         return 100 * float(self._active(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
@@ -100,19 +99,18 @@ class Report:
         i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also where there is no other key (T = 1).
         The u of a model with a prefix is that without: uniform attention over its mask lies a little below 0.
         """
-        alpha = self._of(k)
-        if self.recorded is not None and "excess" in self.recorded:
-            return float(self.recorded["excess"][f"{k}"])
+        return float(self._excess(k).mean())
+
+    def _excess(self, k: int | str) -> Tensor:
+        """The excess of each sample, layer and head, (samples, layers, heads)."""
         uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        return float(((alpha - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0).mean())
+        return ((self._of(k) - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0)
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
-        if self.recorded is not None:
-            return torch.tensor(self.recorded["visible_alpha"][f"{k}"])[None] if any(self.windows) else self._of(k)
         return self._of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
@@ -123,7 +121,7 @@ class Report:
         """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
         values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
-        return torch.tensor(values)
+        return torch.tensor(values, device="cpu")
 
     def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
         """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
@@ -147,9 +145,6 @@ class Report:
         """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         require(0 < level < 1, f"level must be in (0, 1), got {level}")
         integer("draws", draws, least=1)
-        if self.recorded is not None:
-            require(level == 0.95, f"a record without alpha by text has intervals of 95 % only, got level {level}")
-            return tuple(self._recorded_at("interval", k, eps))
         each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
         picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
         low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
@@ -157,8 +152,6 @@ class Report:
 
     def to_dict(self, digits: int = 5) -> dict[str, Any]:
         """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
-        if self.recorded is not None:
-            return self.recorded
         curve = sorted({*self.epsilons, *CURVE_EPSILONS})
         sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in self._keys}
         result: dict[str, Any] = {
@@ -196,34 +189,52 @@ class Report:
         means |= {name: rows for name in BY_POSITION if (rows := getattr(self, name)) is not None}
         return result | {name: rounded(values) for name, values in means.items()}
 
-    @classmethod
-    def from_dict(cls, summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
-        """The report of a `to_dict` summary, with the same answers; alpha in it is the mean over samples.
+    def summary(self) -> dict[str, float]:
+        """The numbers that tell one model from another, as scalars; what was not measured is left out.
+
+        sink_1 in percent at the first eps; excess_block_1 and excess_later, the mean excess of alpha_1 in the first
+        attention layer and in the later ones; massive, the largest element of h_1 over the median, with the block
+        (from 1) after which and the dimension (from 0) in which it stands; value_ratio, the least over layers of
+        ||v_1|| over the others' mean.
+        """
+        by_layer = self._excess(1).mean(dim=(0, 2))
+        numbers = {"sink_1": self.sink(1, self.epsilons[0]), "excess_block_1": float(by_layer[0])}
+        if len(by_layer) > 1:
+            numbers["excess_later"] = float(by_layer[1:].mean())
+        if self.first_elements is not None:
+            block, dimension = divmod(int(self.first_elements.argmax()), self.first_elements.shape[1])
+            largest = float(self.first_elements.max())
+            numbers |= {"massive": largest, "massive_block": block + 1, "massive_dimension": dimension}
+        if self.value_norms is not None and self.length > 1:
+            numbers["value_ratio"] = min(self.norm_ratio("value_norms"))
+        return numbers
+
+    @staticmethod
+    def from_dict(summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
+        """The report of a `to_dict` summary, with the same answers: a RecordedReport, whose alpha is the mean over
+        samples.
 
         alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
         text was kept beside the summary: then Sink is known at any eps, as of a live report.
         """
-        means: dict[str, Any] = {name: torch.tensor(summary[name]) for name in BY_POSITION if name in summary}
-        for name in ("star", "renormalised"):
-            if f"alpha_{name}" in summary:
-                means[name] = torch.tensor(summary[f"alpha_{name}"])[None]
-        by_text = alpha is not None
-        alpha = alpha.float() if alpha is not None else torch.tensor(summary["alpha"])[None]
-        if by_text:
-            means.pop("renormalised", None)
-            means |= {"star": star.float()} if star is not None else {}
-        kept_as_is = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
-        means |= {name: summary[name] for name in kept_as_is if name in summary}
-        return cls(
-            alpha,
-            tuple(summary["targets"])[: alpha.shape[1]],
-            tuple(summary["epsilons"]),
-            torch.tensor(summary["lengths"]) if "lengths" in summary else torch.full((len(alpha),), summary["T"]),
-            tuple(summary["layers"]),
-            windows=tuple(summary.get("windows", ())),
-            recorded=None if by_text else summary,
-            **means,
-        )
+        same = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
+        fields: dict[str, Any] = {name: summary[name] for name in same if name in summary}
+        for name in BY_POSITION:
+            if name in summary:
+                fields[name] = _tensor(summary[name])
+        if alpha is not None:
+            kind: type[Report] = Report
+            fields["star"] = None if star is None else star.float()
+        else:
+            kind, fields["recorded"] = RecordedReport, summary
+            for name in ("star", "renormalised"):
+                if f"alpha_{name}" in summary:
+                    fields[name] = _tensor(summary[f"alpha_{name}"])[None]
+        alpha = _tensor(summary["alpha"])[None] if alpha is None else alpha.float()
+        lengths = _tensor(summary.get("lengths", [summary["T"]] * len(alpha)))
+        targets = tuple(summary["targets"])[: alpha.shape[1]]
+        fields["windows"] = tuple(summary.get("windows", ()))
+        return kind(alpha, targets, tuple(summary["epsilons"]), lengths, tuple(summary["layers"]), **fields)
 
     def __str__(self) -> str:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
@@ -271,20 +282,60 @@ class Report:
             raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
         return self.alpha[:, self.targets.index(int(k))]
 
-    def _recorded_at(self, table: str, k: int | str, eps: float) -> Any:
-        """What a record's summary says of Sink_k^eps or its interval."""
-        assert self.recorded is not None
-        self._of(k)
-        check_epsilons((eps,))
-        values = self.recorded[table] if table == "sink_star" else self.recorded[table].get(f"{k}", {})
-        if f"{eps}" not in values:
-            known = ", ".join(values) or "of which there is none for this key"
-            raise ValueError(f"eps must be one that the record has, {known}; got {eps}")
-        return values[f"{eps}"]
-
     def _active(self, k: int | str, eps: float) -> Tensor:
         check_epsilons((eps,))
         return (self._of(k) > eps).double()
+
+
+@dataclass
+class RecordedReport(Report):
+    """A report of which a summary was kept: alpha is the mean over samples, and Sink is known at the kept eps only."""
+
+    recorded: dict[str, Any] = field(default_factory=dict)  # what `to_dict` returned
+
+    @property
+    def samples(self) -> int:
+        return self.recorded["samples"]
+
+    def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
+        """Sink_k^eps in percent. Raises ValueError for an eps that the summary does not have."""
+        if k == "star":
+            return self._at(self.recorded.get("sink_star", {}), k, eps)
+        return self._at(self.recorded["sink"].get(f"{k}", {}), k, eps)
+
+    def excess(self, k: int | str = 1) -> float:
+        """As it was measured, where the summary has it, else of the mean alpha."""
+        self._of(k)
+        kept = self.recorded.get("excess", {})
+        return float(kept[f"{k}"]) if f"{k}" in kept else super().excess(k)
+
+    def visible_alpha(self, k: int = 1) -> Tensor:
+        """As it was measured; alpha_k itself where there are no windows: (1, layers, heads)."""
+        return _tensor(self.recorded["visible_alpha"][f"{k}"])[None] if any(self.windows) else self._of(k)
+
+    def interval(
+        self, k: int | str = 1, eps: float = 0.3, level: float = 0.95, draws: int = 2000, seed: int = 0
+    ) -> tuple[float, float]:
+        """As it was measured, at 95 %."""
+        require(level == 0.95, f"a record without alpha by text has intervals of 95 % only, got level {level}")
+        low, high = self._at(self.recorded["interval"].get(f"{k}", {}), k, eps)
+        return low, high
+
+    def to_dict(self, digits: int = 5) -> dict[str, Any]:
+        """The summary."""
+        return self.recorded
+
+    def _at(self, values: dict[str, Any], k: int | str, eps: float) -> Any:
+        self._of(k)
+        check_epsilons((eps,))
+        known = ", ".join(values) or "of which there is none for this key"
+        require(f"{eps}" in values, f"eps must be one that the record has, {known}; got {eps}")
+        return values[f"{eps}"]
+
+
+def _tensor(values: Any) -> Tensor:
+    """On the CPU, whatever the default device."""
+    return torch.tensor(values, device="cpu")
 
 
 def first_key(queries: np.ndarray, window: int | None, chunked: bool) -> np.ndarray:

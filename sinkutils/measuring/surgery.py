@@ -1,7 +1,9 @@
 """Surgery on a trained model's first token: is the sink a bias, what hangs on it, what does without it (no training).
 
-All of it goes through what transformers offers: cache objects, attention masks, forward hooks. The model is left as it
-was found. Layers, blocks and hidden dimensions count from 0 (as in `measure`), positions from 1.
+Attention is read as `measure` reads it, so that reports have its definition; caches and hooks do the rest. The model is
+left as it was found, and other threads may use it meanwhile. Before each operation a text of at most 16 tokens runs
+twice (`measure`'s check), and where a cache is needed one token. Layers, blocks and hidden dimensions count from 0 (as
+in `measure`), positions from 1.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import integer, require
-from sinkutils.measuring.families import attention_layers, eager_function
-from sinkutils.measuring.measure import evaluating
+from sinkutils.measuring.hf import Capture, capturing
+from sinkutils.measuring.measure import check_range, evaluating, reported, unwrapped
 from sinkutils.measuring.report import Report
-from sinkutils.measuring.tally import mean_over_queries
+from sinkutils.measuring.tally import Tally
 
 TARGETS = (1, 2)
-ELEMENTS = 2**27  # of logits or attention weights that a batch holds
+ELEMENTS = 2**27  # logits that a batch holds
+PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # what a layer keeps: keys and values, nothing else
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Outcome:
     """What a model computes under surgery."""
 
     losses: Tensor  # (samples, T - 1): nats of tokens 2..T
-    report: Report | None = None  # Sink_1, Sink_2 and, after a transplant, Sink_*; None where no maps were asked for
+    report: Report | None = None  # Sink_1, Sink_2, and Sink_*: of k* after a transplant, else of a learned sink logit
 
     @property
     def loss(self) -> float:
@@ -42,12 +45,14 @@ class Outcome:
 
 def untouched(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
     """The model as it is on ids (samples, T), what surgery is compared with; shares: also how much attention goes
-    where, which holds every layer's maps for a moment.
+    where.
 
-    Raises ValueError, as all functions here do, for a model that is no causal LM of transformers with a plain KV cache.
+    Raises ValueError, as all functions here do, for what is no causal LM of transformers whose attention `measure`
+    can read through its interface and, where keys and values are changed or hidden, for a model that keeps anything
+    else between tokens: linear layers, a second state, an index of keys.
     """
-    with _operating(model):
-        return _run(model, ids, shares)
+    with _operating(model, ids) as capture:
+        return _run(capture, ids, shares)
 
 
 def transplant(
@@ -60,20 +65,20 @@ def transplant(
     a token in front of the text would: the text has positions 2..T+1, and rotary turns k_1 by no angle.
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
-    with _operating(model):
-        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _keys_values(model, donors)]
+    with _operating(model, ids, cache=True) as capture:
+        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _keys_values(capture, donors)]
         if zero_values_from is not None:
             integer("zero_values_from", zero_values_from, 0, len(pairs))
             pairs = [(k, v * (layer < zero_values_from)) for layer, (k, v) in enumerate(pairs)]
 
         def cache(samples: int) -> DynamicCache:
-            filled = DynamicCache(config=model.config)  # type: ignore[arg-type]
+            filled = DynamicCache(config=capture.config)
             for layer, (k, v) in enumerate(pairs):
                 k, v = (x[None, :, None].expand(samples, -1, -1, -1) for x in (k, v))  # (B, H_kv, 1, D)
                 filled.update(k, v, layer)
             return filled
 
-        return _run(model, ids, shares, cache)
+        return _run(capture, ids, shares, cache)
 
 
 def keys_values(model: nn.Module, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -81,15 +86,17 @@ def keys_values(model: nn.Module, ids: Tensor, position: int = 1) -> list[tuple[
     v_1 only x_1 decides.
     """
     integer("position", position, 1, ids.shape[1])
-    with _operating(model):
-        return _keys_values(model, ids, position)
+    with _operating(model, ids, cache=True) as capture:
+        return _keys_values(capture, ids, position)
 
 
 def hide(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
     """Mask x_1 from all other queries: does another token become the sink?"""
     hidden = torch.zeros(ids.shape[1], ids.shape[1], dtype=torch.bool)
     hidden[1:, 0] = True
-    return _masked(model, ids, hidden, shares)
+    with _operating(model, ids, cache=True) as capture:
+        capture.hidden = hidden
+        return _run(capture, ids, shares)
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
@@ -102,7 +109,9 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
     integer("sinks", sinks, least=0)
     rows = torch.arange(ids.shape[1])
     hidden = (rows[:, None] - rows >= window) & (rows >= sinks)
-    return _masked(model, ids, hidden, shares=False)
+    with _operating(model, ids, cache=True) as capture:
+        capture.hidden = hidden
+        return _run(capture, ids, shares=False)
 
 
 def massive(model: nn.Module, ids: Tensor) -> Tensor:
@@ -115,10 +124,10 @@ def massive(model: nn.Module, ids: Tensor) -> Tensor:
         sizes = _hidden(output).float().abs()
         ratios.append((sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu())
 
-    with _operating(model) as (blocks, _), ExitStack() as hooks:
-        for block in blocks:
-            hooks.enter_context(block.register_forward_hook(see))
-        model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    with _operating(model, ids) as capture, ExitStack() as hooks:
+        for block in capture.blocks:
+            hooks.enter_context(block.register_forward_hook(capture.here(see)))
+        capture.run(ids)
     return torch.stack(ratios)
 
 
@@ -138,10 +147,10 @@ def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]
         for key, values in (("share", share), ("rest", sizes.median(dim=-1).values)):
             rows[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
 
-    with _operating(model) as (_, modules), ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(see, with_kwargs=True))
-        model.base_model(ids.to(model.device))  # type: ignore[operator, arg-type]
+    with _operating(model, ids) as capture, ExitStack() as hooks:
+        for module in capture.layers:
+            hooks.enter_context(module.register_forward_pre_hook(capture.here(see), with_kwargs=True))
+        capture.run(ids)
     return {key: torch.stack(values) for key, values in rows.items()}
 
 
@@ -164,12 +173,12 @@ def set_back(
         changed[:, 0, chosen] = changed[:, 1:, chosen].mean(dim=1)
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
-    with _operating(model) as (blocks, _):
-        integer("block", block, 0, len(blocks) - 1)
+    with _operating(model, ids) as capture:
+        integer("block", block, 0, len(capture.blocks) - 1)
         for dimension in chosen:
-            integer("dimension", dimension, 0, model.config.get_text_config().hidden_size - 1)  # type: ignore[union-attr, operator]
-        with blocks[block].register_forward_hook(edit):
-            return _run(model, ids, shares)
+            integer("dimension", dimension, 0, capture.config.get_text_config().hidden_size - 1)
+        with capture.blocks[block].register_forward_hook(capture.here(edit)):
+            return _run(capture, ids, shares)
 
 
 def rounded(model: nn.Module, ids: Tensor, bits: int, *, first_exact: bool = False) -> Outcome:
@@ -178,8 +187,8 @@ def rounded(model: nn.Module, ids: Tensor, bits: int, *, first_exact: bool = Fal
     bits: 2..16, 2**bits - 1 levels around zero. first_exact: k_1 and v_1 stay exact and do not set the scale.
     """
     integer("bits", bits, 2, 16)
-    with _operating(model):
-        return _run(model, ids, False, lambda _: _RoundedCache(model.config, bits, first_exact))
+    with _operating(model, ids, cache=True) as capture:
+        return _run(capture, ids, False, lambda _: _RoundedCache(capture.config, bits, first_exact))
 
 
 class _RoundedCache(DynamicCache):
@@ -198,73 +207,61 @@ class _RoundedCache(DynamicCache):
 
 
 @contextmanager
-def _operating(model: nn.Module) -> Iterator[tuple[nn.ModuleList, list[nn.Module]]]:
-    """The blocks and attention modules of a model in eval mode with eager attention, without gradients; after it, as
-    it was. Raises ValueError for models without a cache of keys and values.
+def _operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Capture]:
+    """A model in eval mode, without gradients, whose attention is read as by `measure`; after it, as it was.
+
+    cache: whether the operation needs that layers keep keys and values between tokens, and nothing else.
     """
+    model = unwrapped(model)
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder or not model.get_output_embeddings():
         raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
-    blocks, modules = attention_layers(model.base_model)
-    require(all(eager_function(module) for module in modules), f"{kind} has attention outside transformers' interface")
-    implementation = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("eager")
-        with evaluating(model), torch.no_grad():
-            first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            cache = getattr(model.base_model(first, use_cache=True), "past_key_values", None)
-            layers = getattr(cache, "layers", [])
-            plain = len(layers) == len(modules) and all(isinstance(layer, DynamicLayer) for layer in layers)
+    length = ids.shape[-1]
+    with evaluating(model), torch.no_grad(), capturing(model, Tally(TARGETS, length, norms=False)) as capture:
+        plain = not capture.legacy and not capture.registered
+        require(plain, f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only")
+        check_range(list(ids), capture.vocabulary)
+        capture.check_positions(length + 1)
+        capture.check(list(ids))
+        if cache:
+            kept = _cached(capture, ids[:1, :1])
+            layers = kept.layers if type(kept) is DynamicCache else []
+            plain = len(layers) == len(capture.layers) and all(type(layer) in PLAIN for layer in layers)
             require(plain, f"{kind} keeps something else than keys and values of each layer between tokens")
-            yield blocks, list(modules)
-    finally:
-        model.set_attn_implementation(implementation)
+        yield capture
 
 
-def _run(model: Any, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
+def _cached(capture: Capture, ids: Tensor) -> Any:
+    """What the model keeps of ids (n, T)."""
+    capture.tally = Tally((1,), ids.shape[1], norms=False)  # not looked at
+    capture.start(ids)
+    return getattr(capture.forward(ids.to(capture.table.device), use_cache=True), "past_key_values", None)
+
+
+def _run(capture: Capture, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
     """Losses, and shares of attention, of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
     integer("T", ids.shape[1], least=2)
-    length, layers = ids.shape[1], tuple(attention_layers(model.base_model)[1].values())
-    weights = len(layers) * model.config.get_text_config().num_attention_heads * length if shares else 0
-    size = max(1, ELEMENTS // (length * max(weights, model.get_output_embeddings().out_features)))
-    columns = torch.arange(len(TARGETS))
-    losses, alphas, stars = [], [], []
-    for batch in ids.to(model.device).split(size):
+    tally = capture.tally = Tally(TARGETS, ids.shape[1], norms=False)
+    losses = []
+    for batch in ids.to(capture.table.device).split(max(1, ELEMENTS // (ids.shape[1] * capture.vocabulary))):
         past = cache(len(batch)) if cache else None
-        before = past.get_seq_length() if past else 0
-        out = model(batch, past_key_values=past, use_cache=past is not None, output_attentions=shares)
+        capture.front = past.get_seq_length() if past else 0
+        capture.start(batch)
+        out = capture.model(batch, past_key_values=past, use_cache=past is not None)
+        capture.finish()
         losses.append(F.cross_entropy(out.logits[:, :-1].float().mT, batch[:, 1:], reduction="none").cpu())
-        if shares:
-            maps = [layer.float() for layer in out.attentions]  # (B, H, T, before + T)
-            alphas.append(torch.stack([mean_over_queries(a[..., before + columns], columns) for a in maps], 2).cpu())
-            stars.append(torch.stack([a[..., :before].sum(dim=-1).mean(dim=-1) for a in maps], 1).cpu())
     if not shares:
         return Outcome(torch.cat(losses))
-    lengths, star = torch.full((len(ids),), length), torch.cat(stars) if cache else None
-    return Outcome(torch.cat(losses), Report(torch.cat(alphas), TARGETS, (0.3,), lengths, layers, star=star))
+    samples = torch.arange(len(ids))
+    return Outcome(torch.cat(losses), reported(tally, capture, samples, torch.full_like(samples, ids.shape[1]), (0.3,)))
 
 
-def _keys_values(model: Any, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
-    cache = model.base_model(ids[:, :position].to(model.device), use_cache=True).past_key_values
-    return [(layer.keys[:, :, -1], layer.values[:, :, -1]) for layer in cache.layers]
-
-
-def _masked(model: nn.Module, ids: Tensor, hidden: Tensor, shares: bool) -> Outcome:
-    """With every attention module also hiding the keys j from the queries i where hidden[i, j], (T, T)."""
-
-    def edit(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        mask = kwargs.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.shape[-2:] != hidden.shape:
-            raise ValueError(f"{type(module).__name__} takes no mask of queries by keys that could be changed")
-        mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
-        return args, kwargs | {"attention_mask": mask}
-
-    with _operating(model) as (_, modules), ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(edit, with_kwargs=True))
-        return _run(model, ids, shares)
+def _keys_values(capture: Capture, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
+    return [(layer.keys[:, :, -1], layer.values[:, :, -1]) for layer in _cached(capture, ids[:, :position]).layers]
 
 
 def _hidden(output: Any) -> Tensor:
-    """What a block passes on, (B, T, d)."""
-    return output if isinstance(output, Tensor) else output[0]
+    """What a block passes on, (B, T, d). Raises ValueError for several streams."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: h_1 is not one")
+    return hidden

@@ -7,6 +7,7 @@ from functools import partial
 
 import gguf
 import numpy as np
+import open_lms
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -16,7 +17,8 @@ import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.ledger import open_models
-from sinkutils.measuring import open_lms, real, saved, scores, surgery
+from sinkutils.measuring import real, saved, scores, surgery
+from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
 
@@ -151,9 +153,9 @@ def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path, monkeypa
     monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
     open_lms.add("a", "domains", {"x": [1 / 3, 24936.1234]})
     open_lms.add("a", "about", {"parameters": 134515008})
-    assert open_lms.recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
+    assert recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
     with pytest.raises(ValueError, match=r"no measurements of 'b' \(it has: a\)"):
-        open_lms.recorded("b")
+        recorded("b")
 
 
 @pytest.fixture
@@ -166,8 +168,8 @@ def made(index, corpus, tmp_path, monkeypatch):
     small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40), "STREAMS": ((8, 0), (7, 1), (4, 4))}
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
-    assert cli.main(["measure", "Tiny", "--save"]) == 0
-    return measured, open_lms.recorded(NAME)
+    open_lms.record(NAME)
+    return measured, recorded(NAME)
 
 
 def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(made, corpus):
@@ -227,7 +229,7 @@ def test_scores_put_first_what_training_did_unless_asked_otherwise_and_say_so(in
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 400_000
-    sections, known = open_lms.recorded(name), REAL_MODELS[name]
+    sections, known = recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
     assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
@@ -247,7 +249,7 @@ def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name)
 def test_a_measurement_made_anew_is_the_committed_one(name):
     if not (folder_of(name) / real.SOURCE).exists():
         pytest.skip(f"{name} is not installed: python -m sinkutils models --install {name}")
-    measured, committed = subject(name), open_lms.recorded(name)
+    measured, committed = subject(name), recorded(name)
     anew = open_lms.maps(measured)
     assert anew["tokens"] == committed["maps"]["tokens"]
     for mine, theirs in zip(anew["heads"], committed["maps"]["heads"], strict=True):
@@ -260,7 +262,7 @@ def test_a_measurement_made_anew_is_the_committed_one(name):
 
 
 def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models():
-    smol, gemma = (open_lms.recorded(name)["operations"] for name in ("smollm2", "gemma-3-270m"))
+    smol, gemma = (recorded(name)["operations"] for name in ("smollm2", "gemma-3-270m"))
     before, moved, hidden = (smol[name] for name in ("untouched", "transplant", "hide"))
     cuts = smol["set back 3 dimensions after block"]
     assert cuts[min(cuts, key=int)]["loss"] > before["loss"] + 5  # the loss hangs on it, where it is born

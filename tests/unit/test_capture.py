@@ -349,7 +349,7 @@ def test_a_model_spread_over_places_has_the_numbers_it_has_in_one(family, away, 
 NONE = {
     "no causal LM": lambda: tf.BertForMaskedLM(tf.BertConfig(vocab_size=VOCAB, num_hidden_layers=1)),
     "encoder-decoder": lambda: tf.T5ForConditionalGeneration(families.small_config("t5")),
-    "its wrapper": lambda: nn.Linear(2, 2),
+    "got Linear: what is read are": lambda: nn.Linear(2, 2),
     "embeds no tokens": lambda: tf.ViTModel(tf.ViTConfig(num_hidden_layers=1)),
     "meta device .*load it first": lambda: build("llama").to("meta"),
     "float8_e4m3fn weights": lambda: build("llama").to(torch.float8_e4m3fn),

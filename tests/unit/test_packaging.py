@@ -13,9 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import sinkutils
-from sinkutils.arguments import parser
+from sinkutils.commands import parser
 from sinkutils.data import embedded
-from sinkutils.ledger import conclusions
 from sinkutils.study import experiments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +93,7 @@ def test_importing_the_package_loads_few_modules():
         "assert len(own()) <= 12, own()\n"
         "su.config('base')\n"
         "late = {'transformers', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)\n"
-        "assert not late and not any('training' in m or 'showing' in m for m in own()), (late, own())\n"
+        "assert not late and not any('training' in m or 'plots' in m for m in own()), (late, own())\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
@@ -116,12 +115,11 @@ def test_what_is_made_by_using_the_repository_is_ignored_by_git():
     assert ignored == made
 
 
-def test_what_contributing_says_to_paste_is_an_experiment_and_a_claim():
+def test_what_contributing_says_to_paste_is_an_experiment():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for module, kind in ((experiments, "Experiment"), (conclusions, "Claim")):
-        (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(f"{kind}(")]
-        (row,) = eval(f"({line})", vars(module))  # in a tuple, as EXPERIMENTS and CLAIMS are
-        assert isinstance(row, getattr(module, kind))
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("Experiment(")]
+    (row,) = eval(f"({line})", vars(experiments))  # in a tuple, as EXPERIMENTS is
+    assert isinstance(row, experiments.Experiment)
 
 
 def test_the_scripts_of_a_study_call_commands_that_there_are():
@@ -134,7 +132,7 @@ def test_the_scripts_of_a_study_call_commands_that_there_are():
         parser().parse_args(line.partition("-m sinkutils ")[2].split())
 
 
-ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "showing")
+ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "plots")
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():

@@ -1,0 +1,548 @@
+"""Kinds of models and files that people met elsewhere: the right numbers, or one line that says what to do.
+
+The right value is by definition: from the weights that the model itself computes.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from helpers import alpha_by_definition, word_tokenizer
+from helpers import tokens as any_tokens
+from safetensors.torch import load_file, save_file
+from small_models import build, eager_alpha, state_of
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from sinkutils import __main__ as cli
+from sinkutils.data.probes import probe
+from sinkutils.measuring import load, masks, surgery
+from sinkutils.measuring.families import repeat_heads
+from sinkutils.measuring.load import ModelUnavailable, load_lm
+from sinkutils.measuring.measure import measure
+
+T, TARGETS = 16, (1, 2, 5)
+close = {"atol": 1e-5, "rtol": 1e-4}
+
+
+def tokens(samples: int = 3, length: int = T) -> Tensor:
+    return any_tokens(samples, length, least=3, vocabulary=96)
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "q_proj")]
+
+
+# --- attention functions and classes of one's own
+
+
+class Registered:
+    """Attention that somebody registered: softmax with one more in the denominator; keeps its maps."""
+
+    def __init__(self, returns: str = "weights") -> None:
+        self.maps: list[Tensor] = []
+        self.returns = returns
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
+        logits = query @ key.mT * scaling
+        if attention_mask is None:
+            logits = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf)
+        else:
+            logits = logits + attention_mask
+        weights = logits.exp() / (1 + logits.exp().sum(dim=-1, keepdim=True))
+        self.maps.append(weights)
+        out = (weights @ value).transpose(1, 2).contiguous()
+        return out, {"weights": weights, "nothing": None, "others": weights / weights.sum(-1, True)}[self.returns]
+
+
+def registered(function, name: str = "mine", mask=eager_mask, family: str = "llama") -> nn.Module:
+    AttentionInterface.register(name, function)
+    if mask:
+        AttentionMaskInterface.register(name, mask)
+    else:
+        AttentionMaskInterface._global_mapping.pop(name, None)
+    model = build(family)
+    model.set_attn_implementation(name)
+    return model
+
+
+@pytest.mark.parametrize("mask", [eager_mask, None], ids=["with its mask", "without a mask"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
+    function, ids = Registered(), tokens()
+    model = registered(function, mask=mask, family=family)
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        expected = alpha_by_definition(function.maps, TARGETS)
+        report = measure(model, ids, TARGETS)
+        torch.testing.assert_close(report.alpha, expected, **close)
+        assert report.path == "registered: mine" and model.config._attn_implementation == "mine"
+        assert torch.equal(model(ids, use_cache=False).logits, logits)
+    with pytest.raises(ValueError, match="surgery works on eager and sdpa only"):
+        surgery.untouched(model, ids)
+
+
+@pytest.mark.parametrize("returns", ["nothing", "others"])
+def test_one_that_does_not_show_its_weights_is_refused_by_name(returns):
+    with pytest.raises(ValueError, match="attention 'mine' is none of transformers': it must return its weights"):
+        measure(registered(Registered(returns)), tokens())
+
+
+def test_sdpa_that_somebody_replaced_is_no_longer_sdpa(monkeypatch):
+    function, ids = Registered(), tokens()
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", function)
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(ids, use_cache=False, attention_mask=torch.ones_like(ids))
+    expected = alpha_by_definition(function.maps, TARGETS)
+    torch.testing.assert_close(measure(model, ids, TARGETS).alpha, expected, **close)
+
+
+class Derived(LlamaAttention):
+    """In a file without an eager function."""
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_derived_attention_class_is_measured_by_its_bases_function(exact):
+    model, ids = build("llama"), tokens()
+    expected = eager_alpha(model, ids, TARGETS)
+    elsewhere = types.ModuleType("modeling_of_somebody")
+    sys.modules["modeling_of_somebody"] = elsewhere
+    kind = type("Remote", (LlamaAttention,), {"__module__": "modeling_of_somebody"})
+    for layer, cls in zip(attentions(model), (Derived, kind), strict=True):
+        layer.__class__ = cls
+    torch.testing.assert_close(measure(model, ids, TARGETS, exact=exact).alpha, expected, **close)
+    torch.testing.assert_close(surgery.untouched(model, ids).report.alpha, expected[:, :2], **close)
+
+
+class Side(nn.Module):
+    """A submodule with a `config` of its own kind."""
+
+    def __init__(self, inner: nn.Module, config) -> None:
+        super().__init__()
+        self.inner, self.config = inner, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"a": 1}, "text", types.SimpleNamespace(hidden_size=3)], ids=str)
+def test_a_submodules_config_may_be_anything(config):
+    model, ids = build("llama"), tokens()
+    expected = measure(model, ids).alpha
+    model.model.layers[0].mlp = Side(model.model.layers[0].mlp, config)
+    assert torch.equal(measure(model, ids).alpha, expected)
+    assert surgery.massive(model, ids).shape == (2, 32)
+
+
+# --- causality
+
+
+@pytest.mark.parametrize("texts", ["words", "one word repeated"])
+@pytest.mark.parametrize("layers", [(0, 1), (1,)])
+def test_attention_that_a_flag_makes_bidirectional_is_refused_and_under_eager_where_it_does_nothing_measured(
+    layers, texts
+):
+    model, ids = build("llama"), tokens() if texts == "words" else torch.full((3, T), 7)
+    right = measure(model, ids).alpha
+    for layer in layers:
+        attentions(model)[layer].is_causal = False
+    torch.testing.assert_close(measure(model, ids).alpha, right, **close)  # eager
+    model.set_attn_implementation("sdpa")
+    for operate in (measure, surgery.untouched):
+        with pytest.raises(ValueError, match=r"sees later tokens; .*set_attn_implementation\('eager'\)"):
+            operate(model, ids)
+    assert torch.isfinite(measure(model, ids, check=False).alpha).all()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_row_stands_first(family, order):
+    flag = {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
+    model, ids = build(family, **flag), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 1:] = 0
+    with pytest.raises(ValueError, match="sees later tokens"):
+        measure(model, ids[order], attention_mask=mask[order])
+
+
+def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
+    model, ids = build("llama"), tokens()
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setattr(sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered())
+    with pytest.raises(ValueError, match="computes something else by its attention 'sdpa'"):
+        measure(model, ids)
+    model.set_attn_implementation("eager")
+    assert measure(model, ids).alpha.sum() < measure(build("llama"), ids).alpha.sum() * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_scale_of_activations_per_text_is_no_reason_to_refuse(family):
+    model, ids = build(family), tokens()
+    for layer in (m.mlp for m in model.modules() if hasattr(m, "mlp")):
+
+        def coarse(_, args):
+            step = args[0].abs().amax(dim=(1, 2), keepdim=True) / 7
+            return ((args[0] / step).round() * step, *args[1:])
+
+        layer.register_forward_pre_hook(coarse)
+    torch.testing.assert_close(measure(model, ids, TARGETS).alpha, eager_alpha(model, ids, TARGETS), **close)
+
+
+def test_what_one_hook_sees_of_the_check_and_that_it_can_be_turned_off():
+    model, ids, seen = build("llama"), tokens(), []
+    model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape[:2])))
+    measure(model, ids)
+    assert seen == [(1, T), (3, T)]
+    seen.clear()
+    measure(model, ids, check=False)
+    assert seen == [(3, T)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"position_ids": torch.arange(T)[None]}, "position_ids are not supported: give each text a row"),
+        ({"attention_mask": torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)}, "packed texts.*a row of its"),
+        ({"attention_mask": torch.ones(3, 1, T, T)}, "must have the shape of ids"),
+    ],
+)
+def test_packing_is_refused_by_name(asked, message):
+    with pytest.raises(ValueError, match=message):
+        measure(build("llama"), tokens(), **asked)
+
+
+def test_a_prefix_model_says_that_it_is_measured_as_a_causal_one():
+    model = build("llama")
+    model.config.model_type = "paligemma"
+    with pytest.warns(UserWarning, match="is measured as a causal LM"):
+        measure(model, tokens())
+
+
+# --- special ids
+
+
+def test_special_ids_of_the_text_part_are_read():
+    model, ids = build("gemma3"), tokens()
+    text = model.config.get_text_config()
+    for part in (model.config, text):
+        part.bos_token_id = part.pad_token_id = None
+    ids[:, 0] = text.bos_token_id = 5
+    assert measure(model, ids).bos is True
+    ids[1, -1] = text.pad_token_id = 7
+    with pytest.warns(UserWarning, match=r"padding token \(7\)"):
+        measure(model, ids)
+
+
+@pytest.mark.parametrize("pad", [None, -1])
+def test_padding_by_eos_that_only_the_tokenizer_knows_of_is_warned_of(pad):
+    model, ids = build("llama"), tokens()
+    model.config.pad_token_id = pad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids)
+    ids[0, -3:] = model.config.eos_token_id
+    with pytest.warns(UserWarning, match="give attention_mask"):
+        measure(model, ids)
+
+
+# --- models that are put together in other ways
+
+
+class TinyLM(tf.PreTrainedModel):
+    """A nanoGPT-like model of remote code, whose forward takes nothing that it does not need."""
+
+    config_class = tf.LlamaConfig
+
+    def __init__(self, config, shows: bool = True) -> None:
+        super().__init__(config)
+        self.embed, self.shows = nn.Embedding(config.vocab_size, 16), shows
+        self.blocks = nn.ModuleList([nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)])
+        for block in self.blocks:
+            block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
+        self.head = nn.Linear(16, config.vocab_size)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, shows: bool) -> None:
+        super().__init__()
+        self.qkv, self.shows = nn.Linear(16, 48), shows
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        if not self.shows:
+            return (F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2),)
+        logits = 9 * q @ k.mT
+        weights = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
+        self.maps = weights
+        return (weights @ v).transpose(1, 2).flatten(2), weights
+
+
+def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_weights_are_shown():
+    config = tf.LlamaConfig(vocab_size=96, num_hidden_layers=2)
+    model, ids = TinyLM(config).eval(), tokens()
+    report = measure(model, ids, TARGETS)
+    maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
+    torch.testing.assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
+    with pytest.raises(ValueError, match="AttentionInterface, or weights"):
+        measure(TinyLM(config, shows=False).eval(), ids)
+
+
+def test_what_is_no_model_of_transformers_is_told_what_is_needed_and_a_wrapper_what_to_take_out():
+    with pytest.raises(ValueError, match=r"got TinyAttention: what is read are .* AttentionInterface"):
+        measure(TinyAttention(True), tokens())
+    with pytest.raises(ValueError, match=r"got Sequential: take it out of its wrapper, model\.0"):
+        measure(nn.Sequential(build("llama")), tokens())
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_an_offloaded_model_is_measured(offload, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = build("llama"), tokens()
+    right = measure(model, ids).alpha
+    where = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
+    spread = getattr(accelerate, offload)(model, execution_device="cpu", **where)
+    torch.testing.assert_close(measure(spread, ids).alpha, right, **close)
+
+
+@pytest.mark.slow
+def test_a_model_that_fsdp_shards_is_measured_before_its_first_pass(tmp_path):
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    model, ids = build("llama"), tokens()
+    right = measure(model, ids).alpha
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            torch.testing.assert_close(measure(model, ids).alpha, right, **close)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_another_default_device_changes_nothing(family):
+    model, ids = build(family), tokens()
+    right = measure(model, ids, TARGETS, mass=True)
+    with torch.device("meta"):
+        report = measure(model, ids, TARGETS, mass=True)
+        assert report.to_dict() == right.to_dict() and str(report) == str(right)
+        assert report.excess(2) == right.excess(2) and report.caps() == right.caps()
+        assert report.from_dict(report.to_dict()).excess(1) == pytest.approx(right.excess(1), abs=1e-5)
+        assert torch.equal(report.visible_alpha(), right.visible_alpha())
+
+
+def test_a_composite_models_parts_keep_their_attention():
+    model, ids = build("gemma3"), tokens()
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+    before = state_of(model)
+    parts = [model.config, model.config.text_config, model.config.vision_config]
+    kinds = [part._attn_implementation for part in parts]
+    for operate in (measure, surgery.untouched, surgery.hide, surgery.massive):
+        operate(model, ids)
+        assert [part._attn_implementation for part in parts] == kinds and state_of(model) == before
+
+
+# --- surgery
+
+
+@pytest.mark.parametrize("family", ["granite_swa", "gpt_oss", "minimax", "falcon_h1", "deepseek_v32", "gemma3n_text"])
+def test_surgerys_report_has_the_definition_of_measure(family):
+    model, ids = build(family), tokens()
+    found, right = surgery.untouched(model, ids).report, measure(model, ids, (1, 2))
+    assert found.layers == right.layers and found.alpha.shape == right.alpha.shape
+    torch.testing.assert_close(found.alpha, right.alpha, **close)
+    assert (found.star is None) == (right.star is None)
+    if right.star is not None:
+        torch.testing.assert_close(found.star, right.star, **close)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "falcon_h1", "minimax", "jamba", "qwen3_next", "hy_v4"])
+def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none(family):
+    model, ids = build(family), tokens()
+    for operate in (surgery.hide, lambda m, x: surgery.transplant(m, x, x[:, :4]), surgery.keys_values):
+        with pytest.raises(ValueError, match="keeps something else than keys and values"):
+            operate(model, ids)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
+def test_several_streams_have_no_one_h_1(family):
+    model, ids = build(family), tokens(3, 4)
+    for operate in (surgery.massive, lambda m, x: surgery.set_back(m, x, 0, (4, 9))):
+        with pytest.raises(ValueError, match="several streams"):
+            operate(model, ids)
+
+
+# --- several threads, several models
+
+
+@contextlib.contextmanager
+def served(model: nn.Module, ids: Tensor):
+    """Another thread that runs the model all the while; what came out, or the error."""
+    stop, found = threading.Event(), []
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                with torch.no_grad():
+                    found.append(model(ids, use_cache=False).logits)
+            except Exception as error:
+                found.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v32"])
+def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_on(family, implementation):
+    model, ids = build(family), tokens(2)
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        right = model(ids, use_cache=False).logits
+    report, before = measure(model, ids), state_of(model)
+    operations = [measure, surgery.untouched, surgery.massive]
+    if family != "deepseek_v32":
+        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
+    with served(model, ids) as logits:
+        for operate in operations * 4:
+            operate(model, ids)
+        again = measure(model, ids)
+    assert logits and all(isinstance(one, Tensor) and torch.allclose(one, right, atol=1e-5) for one in logits)
+    torch.testing.assert_close(again.alpha, report.alpha)
+    torch.testing.assert_close(again.hidden_norms, report.hidden_norms)
+    assert state_of(model) == before
+
+
+def test_surgery_in_several_threads_is_one_after_the_other():
+    model, ids, found = build("llama"), tokens(), {}
+    right = {name: getattr(surgery, name)(model, ids).losses for name in ("untouched", "hide")}
+
+    def work(name: str) -> None:
+        found[name] = [getattr(surgery, name)(model, ids).losses for _ in range(8)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in right]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(losses, right[name]) for name, many in found.items() for losses in many)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(implementation):
+    first, ids, seen = build("llama"), tokens(), []
+    second = copy.deepcopy(first)
+    for module in second.modules():
+        if hasattr(module, "config"):
+            module.config = first.config
+    first.set_attn_implementation(implementation)
+    right = measure(first, ids).alpha
+    with torch.no_grad():
+        logits = second(ids, use_cache=False).logits
+        first.model.layers[0].register_forward_hook(lambda *_: seen.append(second(ids, use_cache=False).logits))
+        torch.testing.assert_close(measure(first, ids).alpha, right, **close)
+    assert all(torch.allclose(one, logits, atol=1e-5) for one in seen) and seen
+
+
+# --- files
+
+
+def saved(folder, tokenizer: bool = True):
+    model = build("llama")
+    model.save_pretrained(folder)
+    if tokenizer:
+        made = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>")
+        made.save_pretrained(folder)
+    return model
+
+
+RENAMED = {
+    "_orig_mod.": (lambda name: f"_orig_mod.{name}", "without .* and [0-9]+ more, with unused _orig_mod"),
+    "a layer missing": (lambda name: None if "layers.1" in name else name, r"without model\.layers\.1"),
+    "one weight missing": (lambda name: None if "layers.0.mlp.up" in name else name, "without .*up_proj.weight;"),
+    "one renamed": (lambda name: name.replace("0.mlp.up", "0.mlp.upper"), "with unused .*upper_proj"),
+}
+
+
+@pytest.mark.parametrize("way", RENAMED)
+def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way, tmp_path, capsys):
+    saved(tmp_path)
+    rename, says = RENAMED[way]
+    weights = {rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    weights.pop(None, None)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnavailable, match=f"weights of .* are not those of its config.json: .*{says}"):
+        load_lm(tmp_path)
+    assert cli.main(["measure", str(tmp_path), "--probe", "random", "-n", "2", "-T", "8"]) == 2
+    assert "are not those of its config.json" in capsys.readouterr().err
+
+
+def test_a_layer_too_many_in_the_file_is_refused_and_an_unused_head_warned_of(tmp_path):
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    with pytest.raises(ModelUnavailable, match=r"with unused model\.layers\.1"):
+        load_lm(tmp_path)
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | {"score.weight": torch.ones(2, 32)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="with unused score.weight"):
+        load_lm(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys):
+    model = saved(tmp_path, tokenizer=False)
+    loaded, tokenizer = load_lm(tmp_path)
+    ids = probe("random", tokenizer, 50, 40)
+    special = {model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id}
+    assert 0 <= ids.min() and ids.max() < 96 and not special & set(ids.flatten().tolist())
+    torch.testing.assert_close(measure(loaded, ids[:3]).alpha, measure(model, ids[:3]).alpha)
+    assert cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"]) == 0
+    with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
+        probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
+
+
+def test_a_gguf_file_and_an_adapter_say_how_they_are_read(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(ModelUnavailable, match=r"GGUF file: load it by .*gguf_file='model.gguf'"):
+            load_lm(name)
+    (tmp_path / "model.gguf").rename(tmp_path / "adapter_config.json")
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelUnavailable, match="adapter of another model: pip install peft"):
+        load_lm(tmp_path)
+
+
+def test_an_old_transformers_is_told_apart():
+    with pytest.raises(ImportError, match=r"needs transformers 5\.4 or later"):
+        masks.mask(cache_position=torch.arange(3))
