@@ -48,19 +48,25 @@ def save_scores(model: str, scores: dict[str, Any]) -> Path:
 
 
 def measurements(kind: str = "natural") -> dict[str, dict[str, Any]]:
-    """What is kept under one kind of input, or one task, by the paper's name of a model where it has one."""
+    """The reports on one kind of input of the models of Table 8, by their names there."""
     found = {}
     for path in sorted(MEASUREMENTS.glob("*.json")):
         kept = _read(path)
         known = find(kept["model"])
-        if kind in kept:
-            found[known.name if known else kept["model"]] = kept[kind]
+        if known and known.in_paper and kept["model"] == known.hub_id and kind in kept:
+            found[known.name] = kept[kind]
     return found
 
 
 def saved_scores(task: str = "hellaswag") -> dict[str, dict[str, Any]]:
-    """The kept scores on a task, by model."""
-    return measurements(task)
+    """The kept scores on a task, by the paper's name of a model where it has one."""
+    found = {}
+    for path in sorted(MEASUREMENTS.glob("*.json")):
+        kept = _read(path)
+        known = find(kept["model"])
+        if task in kept:
+            found[known.name if known else kept["model"]] = kept[task]
+    return found
 
 
 def measured_sink(report: dict[str, Any]) -> float:

@@ -71,7 +71,8 @@ def evaluate(
     for metric in METRICS:
         if f"{metric},none" in results:
             scores[metric] = round(100 * results[f"{metric},none"], 3)
-            scores[f"{metric}_stderr"] = round(100 * float(results[f"{metric}_stderr,none"]), 3)
+            error = results[f"{metric}_stderr,none"]  # "N/A" of one question
+            scores[f"{metric}_stderr"] = None if error == "N/A" else round(100 * float(error), 3)
     if not set(METRICS) & set(scores):
         raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
     return scores

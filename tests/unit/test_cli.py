@@ -66,7 +66,7 @@ REFUSED = {
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
     "measure x --save --revision step1": "--save keeps a model as it was published",
-    "measure SmolLM2 --save --seed 1 -n 5 --any-first": "leave out -n, --any-first, --seed, or --save",
+    "measure SmolLM2 --save": "what is kept of SmolLM2 is in data/open_lms: python benchmarks/open_lms.py",
     "run --in-place --preset smoke -p n 3 --only 02": "leave out --preset, --parameter, or --in-place",
     "scores ./nothing": "there is no folder './nothing'",
     "run --only 99": "no notebook starts with 99",
