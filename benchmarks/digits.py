@@ -39,7 +39,6 @@ MACHINES = {
 def losses(precision: str, steps: int) -> dict[str, object]:
     """The loss of each of `steps` steps of the laptop's base, compiled, one thread, and the seconds of the best ten."""
     import sinkutils as su
-    from sinkutils.training.products import bf16_products
     from sinkutils.training.run import Run
 
     torch.set_num_threads(1)
@@ -50,8 +49,7 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size, progress=False)
     run = Run(config, corpus, torch.device("cpu"))
     forward = torch.compile(run.loss)
-    with bf16_products(run.device):
-        best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
+    best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))
     return {"losses": [float(loss) for loss, _ in run.passed], "seconds": best}
 
 
@@ -84,7 +82,7 @@ def again(name: str, folder: str) -> dict[str, object]:
     """A record beside the same run trained here: whether every digit of it is the same, and where both end."""
     import sinkutils as su
     from sinkutils.paths import RUNS
-    from sinkutils.study.record import read_record
+    from sinkutils.study.record import read_record, rounded
     from sinkutils.training.trainer import train
 
     record = read_record(RUNS / name)
@@ -93,10 +91,9 @@ def again(name: str, folder: str) -> dict[str, object]:
     if anew.config["corpus"] != record.config["corpus"]:
         raise ValueError(f"{name} was trained on another text than the one here")
     both = (record, anew)
-    alphas = all(torch.equal(record.arrays[key], anew.arrays[key]) for key in record.arrays)
     ends = {key: [one.metrics["final"][key] for one in both] for key in ("sink_1", "excess_1", "valid_loss")}
     sets = dict(zip(("made_on", "again_on"), (one.provenance["instruction_set"] for one in both), strict=True))
-    return {"record": name, **sets, "same": alphas and record.metrics == anew.metrics, **ends}
+    return {"record": name, **sets, "same": rounded(record.metrics["curve"]) == anew.metrics["curve"], **ends}
 
 
 def part(steps: int, folder: str) -> None:
@@ -112,7 +109,9 @@ def part(steps: int, folder: str) -> None:
 
 def resume(steps: int, scratch: Path) -> dict[str, object]:
     """A run of `part` that is killed (-9) once half of it is saved, beside one that nothing disturbs."""
-    from sinkutils.study.record import partial_folder, read_record, read_tensors, record_folder
+    from sinkutils.study.record import partial_folder, read_record, record_folder
+    from sinkutils.training.checkpoints import read_checkpoint
+    from sinkutils.training.trainer import CHECKPOINT
 
     whole, broken = (record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken"))
     command = [sys.executable, __file__, "part", "--steps", str(steps), "--runs"]
@@ -120,8 +119,8 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     process, saved, step = subprocess.Popen([*command, scratch / "broken"]), partial_folder(broken), 0
     while step < steps // 2 and process.poll() is None:
         time.sleep(0.05)
-        if (saved / "checkpoint.safetensors").exists():
-            step = read_tensors(saved / "checkpoint.safetensors")[1]["step"]
+        if (saved / CHECKPOINT).exists():
+            step = read_checkpoint(saved / CHECKPOINT)["step"]
     process.kill()
     if process.wait() >= 0:
         raise RuntimeError(f"the run of {steps} steps ended before it was killed")

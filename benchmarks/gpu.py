@@ -1,6 +1,6 @@
 """Step time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step, eager and compiled.
 
-MFU is the FLOPs that the model needs (`sinkutils.study.cost`) over the time of a step and the matmul peak
+MFU is the FLOPs that the model needs (`flops_per_token`) over the time of a step and the matmul peak
 measured here, in bf16 where the preset trains in bf16. The step is the trainer's own:
 batch from the token file, forward and backward under autocast, clipping, fused AdamW. On a bare machine:
 --corpus packed:FILE.
@@ -17,12 +17,12 @@ from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
 from sinkutils.model.fast import check_kernels
-from sinkutils.study.cost import GIB, cost
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
-from sinkutils.training.products import bf16_products
-from sinkutils.training.run import Run
+from sinkutils.training.run import Run, usable_precision
 from sinkutils.training.trainer import deterministic_kernels, device_name, one_thread
+
+GIB = 2**30
 
 
 def memory(device: torch.device) -> float:
@@ -32,13 +32,20 @@ def memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
+def flops_per_token(run: Run) -> float:
+    """6 for each weight but the embedding's, and 6 L d C for causal attention."""
+    model = run.config.model
+    weights = sum(weight.numel() for weight in run.model.parameters()) - model.vocab_size * model.hidden_size
+    return 6.0 * (weights + model.num_layers * model.hidden_size * model.context_length)
+
+
 def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> dict[str, Any]:
     """One row: the best of `rounds` means over `steps` steps, after those that compile and warm up."""
     device = run.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if compile:
-        dtype = torch.bfloat16 if run.config.train.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
         check_kernels(run.config.model.attention, device, dtype, run.config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     ready = 3 * seconds(lambda: run.advance(forward), 3, device)
@@ -49,7 +56,7 @@ def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> d
         "first_three_steps_s": round(ready, 1),
         "step_ms": round(1000 * took, 2),
         "tokens_per_second": round(rate),
-        "mfu": round(rate * cost(run.config).flops_per_token / peak, 3),
+        "mfu": round(rate * flops_per_token(run) / peak, 3),
         "memory_gib": round(memory(device), 2),
     }
 
@@ -70,9 +77,9 @@ def main() -> None:
     if options.micro_batch:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
-    with one_thread(device), deterministic_kernels(device), bf16_products(device):
+    with one_thread(device), deterministic_kernels(device):
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
-        precision, name = settings.train.precision, device_name(device)
+        precision, name = usable_precision(settings.train.precision, device), device_name(device)
         peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32, device)
         print(f"{name}, {options.preset}/{options.experiment}, {precision}: ", end="")
         print(f"matmul peak {peak / 1e12:.3g} TFLOP/s", flush=True)

@@ -2,7 +2,8 @@
 
 FOLDER holds one JSONL file a domain (a `text` a line) that its MANIFEST.json names, and hellaswag_1000.jsonl with the
 fields of HellaSwag. The texts are other people's and stay where they are; what was measured on them goes into
-data/open_lms. Parts: domains, hellaswag (needs lm-eval); default: both.
+data/open_lms. Parts: domains, hellaswag (needs lm-eval); default: both. Part `installed` needs no texts and keeps
+nothing: it prints Sink_1 on five kinds of text that come with every installation.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 import tempfile
+from importlib.metadata import files as files_of
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ import numpy as np
 import torch
 from open_lms import EPSILONS, add, summary
 
-from sinkutils.data.probes import bos_id, encode
+from sinkutils.data import embedded
+from sinkutils.data.probes import bos_id, encode, probe
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT
@@ -29,6 +33,15 @@ from sinkutils.measuring.scores import evaluate
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
 DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32
 QUESTIONS = "hellaswag_1000.jsonl"
+KINDS = ("prose", "python", "c-headers", "licences", "data")
+SUFFIXES = {
+    "python": (".py",),
+    "c-headers": embedded.HEADERS,
+    "data": (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg"),
+}
+MAX_CHARACTERS = 20_000  # of an installed document
+# Comments and preprocessor lines at the top of a C header: the same in most of them.
+PREAMBLE = re.compile(r"\A(?:\s*(?:/\*.*?\*/|//[^\n]*|\#[^\n]*))++\s*", re.DOTALL)
 
 
 def pieces(texts: list[str], tokenizer: Any) -> torch.Tensor:
@@ -62,6 +75,46 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
     return how | {"by": by}
 
 
+def code_only(source: str) -> str:
+    """Python source without comments and docstrings, so that it shares no text with the prose."""
+    comments = (match for match in embedded.COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
+    code, end = "", 0
+    for start, next_end in sorted(match.span() for match in (*comments, *embedded.docstring_matches(source))):
+        code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
+        end = next_end
+    code += source[end:]
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
+def installed_texts(kind: str) -> list[str]:
+    """Texts of one of KINDS, shortened; first those that a corpus keeps for probing."""
+    if kind == "prose":
+        texts = list(embedded.docstrings())
+    elif kind == "licences":
+        files = [file for name in embedded.DISTRIBUTIONS for file in files_of(name) or ()]
+        texts = [embedded.text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)]
+    else:
+        texts = [embedded.text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
+    texts = [text for text in set(texts) if len(text) >= embedded.MIN_CHARACTERS]
+    texts.sort(key=lambda text: embedded.split_fraction(embedded.text_digest(text)))
+    if kind == "python":
+        texts = [code_only(text) for text in texts[: 4 * PIECES]]
+    if kind == "c-headers":
+        texts = [PREAMBLE.sub("", text) for text in texts]
+    return [text[:MAX_CHARACTERS] for text in texts if len(text) >= embedded.MIN_CHARACTERS]
+
+
+def installed(name: str) -> dict[str, Any]:
+    """Sink_1 by kind of text over the first tokens of installed documents."""
+    model, tokenizer = load_lm(name)
+    by = {}
+    for kind in KINDS:
+        texts = [text for text in installed_texts(kind) if len(encode(tokenizer, text)) >= LENGTH][:PIECES]
+        ids = probe("natural", tokenizer, len(texts), LENGTH, bos=REAL_MODELS[name].bos, texts=texts)
+        by[kind] = summary(measure(model, ids, epsilons=EPSILONS, norms=False))
+    return by
+
+
 def hellaswag(name: str, folder: Path) -> dict[str, Any]:
     """Zero-shot scores on the questions (Fig. 10), through lm-eval's own task on a local file."""
     model, tokenizer = load_lm(name, dtype=DTYPE)
@@ -85,6 +138,9 @@ def main(arguments: list[str]) -> None:
     """Measure and keep."""
     name, folder, *parts = arguments
     for part in parts or ["domains", "hellaswag"]:
+        if part == "installed":
+            print(json.dumps(installed(name), indent=1))
+            continue
         found = {"domains": domains, "hellaswag": hellaswag}[part](name, Path(folder))
         print(add(name, part, found).name, part)
 

@@ -19,7 +19,6 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.model.decoder import LMConfig, TransformerLM
-from sinkutils.training.products import bf16_products
 from sinkutils.training.run import next_token_loss
 
 SHAPES = {64: (4, 64, 32), 128: (6, 128, 16), 256: (6, 256, 8)}  # d: (layers, context, sequences a step)
@@ -83,7 +82,6 @@ def before(checkout: Path, size: int) -> int:
     return next(row["tokens_per_second"] for row in rows if row["who"] == "ours compiled bf16")
 
 
-@bf16_products(torch.device("cpu"))  # as the trainer: the peak is then one that its step can reach
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))

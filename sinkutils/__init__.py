@@ -13,18 +13,33 @@ _HOMES = {
     "LMConfig": "model.config",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
+    "compare": "measuring.compare",
+    "SinkCallback": "measuring.callback",
     "probe": "data.probes",
     "load_lm": "measuring.load",
     "load_corpus": "data.corpus",
     "config": "study.grid",
     "experiments": "study.experiments",
     "train": "training.trainer",
-    "records": "showing.tables",
-    "paper_beside_ours": "showing.tables",
-    "claims": "ledger.claims",
-    "effect": "ledger.effects",
-    "explore": "showing.explorer",
+    "runs": "study.frames",
+    "blocks": "study.frames",
+    "heads": "study.frames",
+    "curves": "study.frames",
+    "records": "study.frames",  # another name of runs
+    "claims": "ledger.table",
+    "claim_checks": "ledger.table",
+    "verdict": "ledger.table",
+    "effect": "ledger.table",
+    "theme": "plots.theme",
+    "save": "plots.theme",
+    "explore": "plots.explorer",
+    "film": "plots.interactive",
+    "logits": "plots.interactive",
+    "report_page": "plots.report",
+    "report_model": "plots.report",
 }
+# Which extra of pyproject.toml brings a package; what is not here is a dependency of the core.
+_EXTRAS = {"IPython": "notebooks", "nbformat": "notebooks", "papermill": "notebooks", "statsmodels": "notebooks"}
 __all__ = [*_HOMES]
 __version__ = "0.1.0"
 
@@ -32,7 +47,15 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    try:
+        value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "sinkutils"):
+            raise
+        extra = _EXTRAS.get(package)
+        install = f"'sinkutils[{extra}]'" if extra else package
+        raise ImportError(f"{package} is needed for su.{name}: pip install {install}") from error
     globals()[name] = value
     return value
 

@@ -8,4 +8,3 @@ python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 1 --only d
 python -m sinkutils sweep --preset desk --jobs "${JOBS:-2}" --seeds 0 --only fixed_1 k_bias sigmoid sigmoid_normalised \
   weight_decay_0.5 learnable
 python -m sinkutils run --in-place --only 02 05              # the pages that show them
-python -m sinkutils readme

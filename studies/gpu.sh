@@ -5,7 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 make .venv/.installed
 PATH="$PWD/.venv/bin:$PATH"
-python -m sinkutils cost --preset gpu --gpus "${JOBS:-1}"    # parameters, FLOPs, memory, hours
 python -m sinkutils sweep --preset gpu --jobs "${JOBS:-1}" --engine "${ENGINE:-local}"
 python -m sinkutils claims --preset gpu
-python -m sinkutils run --preset gpu --output rendered/gpu

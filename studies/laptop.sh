@@ -8,4 +8,3 @@ python -m sinkutils sweep --preset laptop --dry-run          # what is missing, 
 python -m sinkutils sweep --preset laptop --jobs "${JOBS:-2}"
 python -m sinkutils claims --preset laptop                   # what the records say of the paper's claims
 python -m sinkutils run --in-place                           # the notebooks and figures/ from these records
-python -m sinkutils readme

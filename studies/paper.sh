@@ -6,6 +6,5 @@ cd "$(dirname "$0")/.."
 make .venv/.installed
 PATH="$PWD/.venv/bin:$PATH"
 PRESET="${PRESET:-paper}" EXPERIMENT="${EXPERIMENT:-base}" GPUS="${GPUS:-8}"
-python -m sinkutils cost --preset "$PRESET" --experiment "$EXPERIMENT" --gpus "$GPUS"
 torchrun --standalone --nproc-per-node="$GPUS" -m sinkutils train "$EXPERIMENT" --preset "$PRESET" --seed "${SEED:-0}" --keep-weights
 python -m sinkutils list --preset "$PRESET"

@@ -68,14 +68,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """What is put on a page, as text and as HTML, in the place of showing it."""
-    shown: list[dict[str, str]] = []
-    monkeypatch.setattr("sinkutils.showing.pages.display", lambda data, raw: shown.append(data))
-    return shown
-
-
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up documents, enough of them that every split has some."""

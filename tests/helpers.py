@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import flash
-from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
@@ -117,12 +117,51 @@ def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<f
     return made
 
 
-def dense_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
-    """What alpha is the mean of, (B, H, T, S): weights, or where they do not sum to one |f| over its row sum."""
-    normalizer = "sum" if spec.similarity in ("exp", "softpick") else "none"
-    weights = attend(q, k, v, replace(spec, normalizer=normalizer, p=1.0, scale=1.0), **extras)[1].abs()
-    total = torch.ones(()) if spec.similarity == "softpick" else weights.sum(dim=-1, keepdim=True)
-    return weights / total.masked_fill(total == 0, 1)
+PHI = {"identity": lambda x: x, "elu": lambda x: torch.where(x > 0, x + 1, x.exp())}
+SIZES = {  # what a key adds to its row's sum, by the formulas alone
+    "exp": lambda s: (s - s.amax(dim=-1, keepdim=True)).exp(),  # the largest cancels
+    "sigmoid": lambda s: 1 / (1 + (-s).exp()),
+    "elu": PHI["elu"],
+    "linear": torch.abs,
+    "relu": lambda s: s.clamp(min=0),
+    "softpick": lambda s: torch.expm1(s).abs(),
+}
+
+
+def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
+    """What alpha is the mean of, (B, H, T, S): weights, or where they do not sum to one |f| over its row sum.
+
+    From the formulas, without the package's own attention, in float64.
+    """
+    if spec.differential:
+        plain, given = replace(spec, differential=False), {n: x for n, x in extras.items() if n != "mix"}
+        first, second = (dense_shares(q[..., n::2], k[..., n::2], plain, given) for n in (0, 1))
+        shares = (first - extras["mix"] * second).abs()
+        return shares / shares.sum(dim=-1, keepdim=True)
+    phi = extras["mlp"] if spec.kernel == "mlp" else PHI[spec.kernel]
+    queries, keys, root = phi(q).double(), phi(k).double(), q.shape[-1] ** 0.5
+    logits = queries @ keys.mT / root
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    seen = (distance >= 0) & (distance < (spec.window or math.inf))
+    if spec.prefix > 1:
+        seen = seen | (torch.arange(q.shape[2]) < spec.prefix)
+    if "distance_bias" in extras:
+        logits = logits + extras["distance_bias"][:, distance.clamp(min=0)]
+    if spec.has_star:
+        star = torch.zeros(len(q), q.shape[1], q.shape[2], 1)
+        if spec.has_key_bias:
+            star = queries @ phi(extras["key_bias"]).double()[:, :, None] / root
+        elif spec.sink_logit == "learned":
+            star = star + extras["sink_logit"][:, None, None]
+        logits = torch.cat([star, logits], dim=-1)
+        seen = torch.cat([torch.ones(q.shape[2], 1, dtype=torch.bool), seen], dim=-1)
+    logits = (logits + spec.logit_bias).masked_fill(~seen, -math.inf)
+    size_of = SIZES.get(spec.similarity, SIMILARITIES[spec.similarity])
+    sizes = size_of(logits).abs().masked_fill(~seen, 0)
+    total = sizes.sum(dim=-1, keepdim=True)
+    if spec.similarity == "softpick":  # negative ones count in the sum alone
+        sizes = sizes.masked_fill(logits < 0, 0)
+    return sizes / total.masked_fill(total == 0, 1)
 
 
 class DenseMaps:
@@ -142,7 +181,7 @@ class DenseMaps:
         self.first = hidden
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> None:
-        self.maps.append(dense_shares(q, k, v, spec, extras))
+        self.maps.append(dense_shares(q, k, spec, extras))
         self.qkv.append((q, k, v))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
@@ -174,19 +213,17 @@ WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
 }
 
 
-def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> list[tuple[bool, bool, bool]]:
-    """Make a kernel's log-sum-exp wrong; returns of each later call whether it has a mask, is causal, is square."""
-    name, asked = {"fused": "fused", "flex": "flex_attention"}[kernel], []
+def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> None:
+    """Make a kernel's log-sum-exp wrong."""
+    name = {"fused": "fused", "flex": "flex_attention"}[kernel]
     right = getattr(flash, name)
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Any]:
-        asked.append((kw.get("mask") is not None, kw.get("causal", True), q.shape[2] == k.shape[2]))
         out, aux = right(q, k, v, **kw)
         lse = WRONG[where](getattr(aux, "lse", aux), k.shape[2])
         return out, aux._replace(lse=lse) if kernel == "flex" else lse
 
     patch.setattr(flash, name, wrong)
-    return asked
 
 
 class Largest(TorchDispatchMode):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,11 @@ from sinkutils.data.cache import SPLITS, cache_root, file_state, unpack, verifie
 from sinkutils.data.embedded import split_fraction, text_digest
 from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
 
-PROBE_SHARE, VALID_SHARE = 0.02, 0.02  # of the documents, by the hash of the text
+SHARE = 0.02  # of the documents for probing, and as many for validation, by the hash of the text
 HELD_OUT = 120  # documents for each of the two if those shares were fewer: the sink metric takes 100
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_CHARACTERS = 2_000_000
+BLOCK_TOKENS = 1_000_000  # read at once when documents are looked for
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
 FORMAT = 4  # raised when the files or the way they are made change
 
@@ -46,9 +46,7 @@ class Corpus:
         self.fix_id: int = meta["fix_id"]  # x_fix of Section 5, a token that occurs in no text
         self.first_text_id: int = meta["first_text_id"]  # the first that is not special
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
-        self._tokens: dict[tuple[str, bool], np.ndarray] = {
-            (split, False): np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS
-        }
+        self._tokens = {split: np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
@@ -59,44 +57,48 @@ class Corpus:
         """What a record says of its text: name and sha256 (of text and tokenizer)."""
         return {"name": self.name, "sha256": self.fingerprint}
 
-    def tokens(self, split: str, bos: bool = False) -> np.ndarray:
-        """The documents of a split, each followed by EOS and, with `bos`, preceded by BOS: (N,) unsigned."""
+    def tokens(self, split: str) -> np.ndarray:
+        """The documents of a split, each followed by EOS: (N,) unsigned, on disk."""
         choice("split", split, SPLITS)
-        if (split, bos) not in self._tokens:
-            tokens = self._tokens[split, False]
-            starts = np.concatenate([[0], self._ends(split)[:-1] + 1])
-            self._tokens[split, bos] = np.insert(tokens, starts, self.bos_id)
-        return self._tokens[split, bos]
+        return self._tokens[split]
 
     def documents(self, split: str, limit: int | None = None) -> Iterator[np.ndarray]:
         """The documents of a split (the first `limit`), each (N,), without EOS."""
         tokens, start = self.tokens(split), 0
-        for end in self._ends(split)[:limit]:
+        for end in islice(self._ends(split), limit):
             yield np.asarray(tokens[start:end])
             start = end + 1
 
     def texts(self, split: str, limit: int | None = None) -> Iterator[str]:
         """The documents of a split as text."""
-        return (self.tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in self.documents(split, limit))
+        return map(self.decode, self.documents(split, limit))
 
-    def _ends(self, split: str) -> np.ndarray:
-        return np.flatnonzero(self.tokens(split) == self.eos_id)
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of some tokens."""
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def _ends(self, split: str) -> Iterator[int]:
+        """Where each document's EOS stands; a block of tokens is read at a time, and none that is not asked for."""
+        tokens = self.tokens(split)
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            block = tokens[start : start + BLOCK_TOKENS]
+            yield from (start + np.flatnonzero(block == self.eos_id)).tolist()
 
 
 @dataclass(frozen=True)
 class Source:
     """What a corpus is made of: its documents, what they depend on, and a default cap on the tokens."""
 
-    documents: Callable[[], Iterator[str]]
-    version: object
+    documents: Callable[[], Iterator[str]] = lambda: iter(())
+    version: object = None
     max_tokens: int | None = None
+    build: Callable[[Path], None] | None = None  # of token files that are made already
 
 
 EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
     "docstrings": embedded.docstrings,
     "sources": embedded.sources,
     "embedded": embedded.everything,
-    **{f"domain:{name}": partial(embedded.domain, name) for name in embedded.DOMAINS},
 }
 ON_THE_HUB = {"wikitext": "hub:Salesforce/wikitext/wikitext-103-raw-v1"}
 
@@ -147,32 +149,37 @@ def load_corpus(
     require(max_tokens is None or max_tokens >= 1, f"max_tokens must be positive or None, got {max_tokens}")
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
-    build: Callable[[Path], None]
     name = located(name)
-    if name.startswith("packed:"):
-        file = Path(name.removeprefix("packed:"))
-        if not file.is_file():
-            raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
-        version: object = file_state(file)
-        build = partial(unpack, file, vocab_size)
-    else:
-        source = _source(name, progress)
-        version, max_tokens = source.version, max_tokens or source.max_tokens
-        build = partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
-    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
+    source = _source(name, progress)
+    max_tokens = max_tokens or source.max_tokens
+    # What the token files depend on gives their folder its name.
+    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, source.version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     root = Path(cache_dir) if cache_dir else cache_root()
     folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if folder.exists():
-        try:
-            return Corpus(folder)
-        except ValueError as error:
-            warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
-    write_whole(folder, name, build)
-    return Corpus(folder)
+    corpus = _opened(folder, name)
+    if corpus is None:
+        build = source.build or partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
+        write_whole(folder, name, build)
+        corpus = Corpus(folder)
+    size = corpus.vocab_size
+    require(size <= vocab_size, f"corpus {name!r} has a vocabulary of {size}: vocab_size must be at least that")
+    return corpus
+
+
+def _opened(folder: Path, name: str) -> Corpus | None:
+    """The corpus of a cache folder; None, with a warning if it is damaged, where it is to be built."""
+    if not folder.exists():
+        return None
+    try:
+        return Corpus(folder)
+    except ValueError as error:
+        warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=3)
+        return None
 
 
 def _source(name: str, progress: bool) -> Source:
+    """What `load_corpus` reads for a name. Raises ValueError for an unknown one, with what there is."""
     kind, _, rest = ON_THE_HUB.get(name, name).partition(":")
     if name in EMBEDDED:
         return Source(partial(EMBEDDED[name], progress), embedded.installed_versions())
@@ -181,15 +188,24 @@ def _source(name: str, progress: bool) -> Source:
     if kind == "pile" and rest in external.PILE_WEIGHTS:
         return Source(partial(external.pile_domain, rest), "hub", HUB_TOKENS)
     if kind == "hub" and rest:
-        owner, *more = rest.split("/", 2)  # a config may have a slash in its name
-        return Source(partial(external.hub, "/".join([owner, *more[:1]]), *more[1:]), "hub", HUB_TOKENS)
+        owner, *more = rest.split("/", 2)
+        dataset = "/".join([owner, *more[:1]])
+        config = more[1] if len(more) > 1 else None  # which may have a slash in its name
+        return Source(partial(external.hub, dataset, config), "hub", HUB_TOKENS)
     if kind == "path" and rest:
         path = Path(rest)
         version = [[str(file.resolve()), *file_state(file)] for file in external.local_files(path)]
-        return Source(lambda: external.local(path), version)
-    if name and os.path.exists(os.path.expanduser(name)):
+        return Source(partial(external.local, path), version)
+    if kind == "packed" and rest:
+        file = Path(rest)
+        if not file.is_file():
+            raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
+        return Source(version=file_state(file), build=partial(unpack, file))
+    if name and Path(name).expanduser().exists():
         raise ValueError(f"unknown corpus {name!r}: for the text in that folder or file say 'path:{name}'")
-    hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})" if kind == "pile" else ""
+    hint = ""
+    if kind == "pile":
+        hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})"
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(corpus_names())}{hint}")
 
 
@@ -207,8 +223,8 @@ def _build(
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    unique = _unique(source.documents())
-    sample = next(_batches(unique, SAMPLE_CHARACTERS))
+    documents = _unique(source.documents())
+    sample = next(_batches(documents, SAMPLE_CHARACTERS))
     if len(sample) < len(SPLITS):
         few = f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one a split"
         raise ValueError(f"{few}: give more text, or cut it into more files or lines")
@@ -217,7 +233,9 @@ def _build(
 
     def split_of(digest: bytes) -> str:
         fraction = split_fraction(digest)
-        return "probe" if fraction < probe_below else "valid" if fraction < valid_below else "train"
+        if fraction < probe_below:
+            return "probe"
+        return "valid" if fraction < valid_below else "train"
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     special = special_ids(tokenizer, tokenizer_name)
@@ -226,21 +244,23 @@ def _build(
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
-    fingerprint, written = hashlib.sha256(serialised), dict.fromkeys(SPLITS, 0)
+    fingerprint = hashlib.sha256(serialised)
+    written = dict.fromkeys(SPLITS, 0)
+    bar = tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, disable=not progress, leave=False)
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        options = {"unit": "tokens", "unit_scale": True, "disable": not progress, "leave": False}
-        bar = stack.enter_context(tqdm(desc=f"tokenising {name}", **options))
-        for digest, ids in _encode(tokenizer, chain(sample, unique)):
-            size, split = len(ids) + 1, split_of(digest)
+        stack.enter_context(bar)
+        for digest, ids in _encode(tokenizer, chain(sample, documents)):
+            split = split_of(digest)
+            size = len(ids) + 1
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             files[split].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
             fingerprint.update(digest)
             written[split] += size
             bar.update(size)
-    lacking = ", ".join(split for split, size in written.items() if size == 0)
-    few = f"corpus {name!r} has no document for {lacking} in {sum(written.values())} tokens"
+    lacking = [split for split, size in written.items() if size == 0]
+    few = f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens"
     require(not lacking, f"{few}: give more text or a larger max_tokens")
     meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
     write_meta(folder, meta | special)
@@ -279,11 +299,11 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Ite
 def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
     """Below which fraction a document is for probing, and below which for validation.
 
-    Fixed shares, except where these are all the documents and a share of them less than HELD_OUT: that many then,
-    but at most a fifth of all.
+    SHARE and twice SHARE, except where these are all the documents and a share of them less than HELD_OUT: that many
+    then, but at most a fifth of all.
     """
-    if not complete or PROBE_SHARE * len(fractions) >= HELD_OUT:
-        return PROBE_SHARE, PROBE_SHARE + VALID_SHARE
+    if not complete or SHARE * len(fractions) >= HELD_OUT:
+        return SHARE, 2 * SHARE
     ranked = sorted(fractions)
     count = max(1, min(HELD_OUT, len(ranked) // 5))
     return ranked[count], ranked[2 * count]

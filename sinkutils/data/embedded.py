@@ -11,21 +11,16 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePath
 
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice
-
-DOMAINS = ("prose", "python", "c-headers", "licences", "data")
-
 # The start of a class or function, with its indentation.
 HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
-MAX_CHARACTERS = 20_000  # of a document of a domain, which is there to be probed
-# What pyproject.toml pins exactly and what has English docstrings: nothing else in an environment changes the text.
+# What constraints.txt pins exactly and what has English docstrings: nothing else in an environment changes the text.
 DISTRIBUTIONS = (
     *("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib", "seaborn", "hypothesis", "pytest", "mypy"),
     *("jupyterlab", "papermill", "nbval", "tokenizers", "safetensors", "tqdm", "ipywidgets"),
@@ -37,10 +32,7 @@ PRUNED = {"__pycache__", "test", "tests", "idle_test"}
 OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
-DATA = (".json", ".csv", ".toml", ".yaml", ".yml", ".xml", ".ini", ".cfg")
 LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
-# Comments and preprocessor lines at the top of a C header: the same in most of them.
-PREAMBLE = re.compile(r"\A(?:\s*(?:/\*.*?\*/|//[^\n]*|\#[^\n]*))++\s*", re.DOTALL)
 # Comments and strings of a Python source, in order; possessive, so that an open quote cannot backtrack.
 COMMENT_OR_STRING = re.compile(
     r"""\#[^\n]*+
@@ -83,8 +75,8 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
     documents, wherever, with whatever else and whenever they were installed.
     """
-    paths = tqdm(_files(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
-    files = (docstrings_of(_text(path)) for path in paths)
+    paths = tqdm(files_with(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
+    files = (docstrings_of(text_of(path)) for path in paths)
     documents = {text_digest("\0".join(parts)): parts for parts in files if parts}
     seen: set[str] = set()
     for digest in sorted(documents):
@@ -97,32 +89,12 @@ def docstrings(progress: bool = True) -> Iterator[str]:
 
 def sources(progress: bool = True) -> Iterator[str]:
     """The Python sources, a document a file, sorted by the hash of the text."""
-    return _read(_files(".py"), None, progress)
+    return _read(files_with(".py"), progress)
 
 
 def everything(progress: bool = True) -> Iterator[str]:
     """Python sources, C and C++ headers, and .rst, .md and .txt files: no licences, no data."""
-    return _read(_files(".py", *HEADERS, *PROSE), None, progress)
-
-
-def domain(name: str, progress: bool = True) -> Iterator[str]:
-    """The documents of one kind of text (the counterpart of the Pile's domains in Fig. 9), shortened.
-
-    prose: docstrings; python: code without comments and docstrings; c-headers: from the first declaration on;
-    licences: LICENSE, COPYING and NOTICE files; data: JSON, CSV, TOML and the like.
-    In the order of split_fraction of the whole file, so those that a corpus keeps for probing come first.
-    """
-    choice("domain", name, DOMAINS)
-    if name == "prose":
-        texts: Iterable[str] = sorted(docstrings(progress), key=lambda text: split_fraction(text_digest(text)))
-    elif name == "licences":
-        licences = _walk(lambda file: bool(LICENCE.match(file)) and not file.endswith(".py"), dist_info=True)
-        texts = _read(licences, split_fraction, progress)
-    else:
-        suffixes = {"python": (".py",), "c-headers": HEADERS, "data": DATA}[name]
-        texts = _read(_files(*suffixes), split_fraction, progress)
-    shorten = {"python": code_only, "c-headers": lambda text: PREAMBLE.sub("", text)}.get(name, str)
-    return (text[:MAX_CHARACTERS] for text in map(shorten, texts) if len(text) >= MIN_CHARACTERS)
+    return _read(files_with(".py", *HEADERS, *PROSE), progress)
 
 
 def docstrings_of(source: str) -> list[str]:
@@ -131,7 +103,7 @@ def docstrings_of(source: str) -> list[str]:
     Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
     all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in _docstring_matches(source))))
+    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source))))
 
 
 def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
@@ -142,7 +114,7 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
     """
     headers = list(HEADER.finditer(source))
     index, outer = -1, None
-    for match in _docstring_matches(source):
+    for match in docstring_matches(source):
         while index + 1 < len(headers) and headers[index + 1].start() < match.start():
             index += 1
             outer = outer if headers[index][1] else headers[index]
@@ -161,18 +133,8 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
             yield "function", name, text
 
 
-def code_only(source: str) -> str:
-    """Python source without comments and docstrings, so that it shares no text with the prose domain."""
-    comments = (match for match in COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
-    code, end = "", 0
-    for start, next_end in sorted(match.span() for match in (*comments, *_docstring_matches(source))):
-        code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
-        end = next_end
-    code += source[end:]
-    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
-
-
-def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
+def docstring_matches(source: str) -> Iterator[re.Match[str]]:
+    """The docstrings of a Python source where they stand, quotes included."""
     first = True
     for match in COMMENT_OR_STRING.finditer(source):
         start = match.start()
@@ -183,30 +145,38 @@ def _docstring_matches(source: str) -> Iterator[re.Match[str]]:
             continue
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
-        after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
-        if after_colon or (first and all(not line or line[0] == "#" for line in map(str.strip, before.splitlines()))):
+        if last.endswith(":") or last.partition("#")[0].rstrip().endswith(":") or (first and _is_comment(before)):
             yield match
         first = False
 
 
-def _files(*suffixes: str) -> list[Path]:
-    return _walk(lambda file: file.lower().endswith(suffixes) and not LICENCE.match(file))
+def _is_comment(source: str) -> bool:
+    """Whether there is nothing but comments and empty lines."""
+    return all(line.strip()[:1] in ("", "#") for line in source.splitlines())
 
 
-def _walk(wanted: Callable[[str], bool], dist_info: bool = False) -> list[Path]:
-    """The files whose name is wanted; those of *-info folders (installation records) on request.
+def files_with(*suffixes: str) -> list[Path]:
+    """The files with these suffixes, without licences, of the standard library and of the installed distributions.
 
-    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders.
+    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
+    scripts (outside its folders) nor *-info folders (records of the installation).
     """
-    files = [path for path in _standard_library() if wanted(path.name)]
+
+    def wanted(name: str) -> bool:
+        return name.lower().endswith(suffixes) and not LICENCE.match(name)
+
     distributions = installed()
     if missing := [name for name, package in distributions.items() if package is None]:
         lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
-        warnings.warn(f"{lacking}: install what pyproject.toml pins, or bring a file of pack_corpus", stacklevel=2)
+        advice = "install what constraints.txt pins (pip install -c constraints.txt '.[text]')"
+        warnings.warn(f"{lacking}: {advice}, or bring a file of pack_corpus", stacklevel=2)
+    files = [path for path in _standard_library() if wanted(path.name)]
     for package in filter(None, distributions.values()):
         for file in package.files or ():
-            outside = file.parts[0] == ".." or (not dist_info and file.parts[0].endswith("-info"))
-            if not outside and wanted(file.name) and file.as_posix() not in OF_THE_BUILD:
+            top = file.parts[0]
+            if top == ".." or top.endswith("-info") or file.as_posix() in OF_THE_BUILD:
+                continue
+            if wanted(file.name):
                 files.append(Path(str(package.locate_file(file))))
     return files
 
@@ -220,18 +190,18 @@ def _standard_library() -> Iterator[Path]:
         yield from (Path(folder, f) for f in files if not top or PurePath(f).stem in sys.stdlib_module_names)
 
 
-def _read(paths: list[Path], key: Callable[[bytes], float] | None, progress: bool) -> Iterator[str]:
-    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by (key of) the hash."""
+def _read(paths: list[Path], progress: bool) -> Iterator[str]:
+    """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by the hash."""
     unique: dict[bytes, Path] = {}
     for path in tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False):
-        text = _text(path)
+        text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
-    for digest in sorted(unique, key=key):  # read a second time rather than kept: the text is hundreds of megabytes
-        yield _text(unique[digest])
+    for digest in sorted(unique):  # read a second time rather than kept: the text is hundreds of megabytes
+        yield text_of(unique[digest])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The text of a file; empty where it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig").strip()

@@ -49,14 +49,21 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
     field = None
     for row in _stream(dataset, config):
-        field = field or next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
         if field is None:
-            if any(name in row and row[name] is None for name in TEXT_FIELDS):
-                continue
-            fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
-            raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
-        if row[field] is not None:  # else a document without text
+            field = _text_field(dataset, row)
+        if field is not None and row[field] is not None:  # else a document without text
             yield row[field]
+
+
+def _text_field(dataset: str, row: dict[str, Any]) -> str | None:
+    """Which field of a row holds its text; None where it has one without text. Raises ValueError if it has none."""
+    for name in TEXT_FIELDS:
+        if isinstance(row.get(name), str):
+            return name
+    if any(name in row and row[name] is None for name in TEXT_FIELDS):
+        return None
+    fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
+    raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
 
 
 def pile() -> Iterator[str]:
@@ -103,21 +110,39 @@ def messages_of(row: Any, where: str) -> list[dict[str, str]]:
     return messages
 
 
+def read_texts(path: str | Path) -> list[str]:
+    """The texts of a .txt, .md or .jsonl file, or of those in a folder: `probe(texts=..)` takes them.
+
+    A line of a .jsonl file is a text, and any other file. Raises FileNotFoundError where there is no such file, and
+    ValueError for one that is not text, saying where.
+    """
+    return [text for _, text in _texts_of_files(Path(path).expanduser())]
+
+
 def local(path: Path) -> Iterator[str]:
     """Local documents in the order of their names, from .txt, .md and .jsonl files.
 
     A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs where they are longer
     than PIECE_CHARACTERS, because the splits are made by document: a novel or three have text for each.
     """
+    for file, text in _texts_of_files(path):
+        if file.suffix.lower() == ".jsonl":
+            yield text
+        else:
+            yield from _pieces(text)
+
+
+def _texts_of_files(path: Path) -> Iterator[tuple[Path, str]]:
+    """Each text of the files of a folder, or of the one given, with its file."""
     for file in local_files(path):
         if file.suffix.lower() == ".jsonl":
             for where, row in _json_lines(file):
                 if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                     raise ValueError(f'{where}: expected an object with a string under "text", got {row!r:.60}')
-                yield row["text"]
+                yield file, row["text"]
         else:
             try:
-                yield from _pieces(file.read_text(encoding="utf-8-sig"))
+                yield file, file.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
@@ -148,14 +173,20 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _pieces(text: str) -> Iterator[str]:
     """The text as it is, or if it is long in pieces that end at the last empty line, line end or space that fits."""
+    if len(text) <= PIECE_CHARACTERS:
+        yield text
+        return
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
-        middle, most = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
-        ends = (text.rfind(mark, middle, most) for mark in ("\n\n", "\n", " "))
-        end = next((at for at in ends if at >= 0), most)
+        middle, end = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+        for mark in ("\n\n", "\n", " "):
+            found = text.rfind(mark, middle, end)
+            if found >= 0:
+                end = found
+                break
         yield text[start:end].strip()
         start = end
-    yield text[start:].strip() if start else text
+    yield text[start:].strip()
 
 
 def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[dict[str, Any]]:

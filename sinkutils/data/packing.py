@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import flag, instance, is_count, real, require
+from sinkutils.checks import instance, is_count, real, require
 from sinkutils.data.corpus import Corpus
 
 
@@ -21,7 +21,6 @@ class DataConfig:
     share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
     random_positions: tuple[int, ...] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
-    bos: bool = False  # BOS before every document
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
     validation: str | None = None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
 
@@ -38,7 +37,6 @@ class DataConfig:
             self.fixed_position is None or is_count(self.fixed_position),
             f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}",
         )
-        flag("bos", self.bos)
         if self.validation is not None:
             instance("validation", self.validation, str)
 
@@ -76,7 +74,7 @@ class Chunks(Batches):
     """
 
     def __init__(self, corpus: Corpus, split: str, context_length: int, data: DataConfig, seed: int = 0) -> None:
-        self.tokens = corpus.tokens(split, bos=data.bos)
+        self.tokens = corpus.tokens(split)
         if split == "train":
             self.tokens = self.tokens[: int(len(self.tokens) * data.share)]
         self.context_length = context_length

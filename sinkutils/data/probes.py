@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from sinkutils.checks import choice, flag, integer, require
+from sinkutils.checks import flag, integer, require
 from sinkutils.data.corpus import Corpus, load_corpus
-from sinkutils.data.tokenizer import bos_id, marked_special
+from sinkutils.data.tokenizer import bos_id, encode, marked_special
 
 KINDS = ("natural", "random", "repeat")
+SEQUENCES = 100
 CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
 
 
 def probe(
-    kind: str,
-    tokenizer: Any,
-    n: int = 100,
+    kind: str | None = None,
+    tokenizer: Any = None,
+    n: int | None = None,
     length: int = 64,
     seed: int = 0,
     *,
@@ -33,33 +33,69 @@ def probe(
     """Token ids (n, length), int64, a function of the arguments only.
 
     kind: "natural" is the first tokens of n documents outside the training text, "random" is uniform over the
-    vocabulary without special tokens, "repeat" is one such token a sequence, repeated.
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer; its own special tokens are never added.
+    vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut into
+    windows of `length` tokens, one after the other; what is left at the end of a text is not used.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
+    a text they are text.
+    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.
     bos: whether the tokenizer's BOS stands first, within `length`.
     corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
 
-    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked for, or too few
-    documents.
+    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked for, or too little
+    text.
     """
-    choice("kind", kind, KINDS)
+    if kind not in KINDS and (kind is not None or texts is None):
+        said = textwrap.shorten(repr(kind), 40, placeholder="…")
+        advice = "to measure texts of your own say probe(texts=[..], tokenizer=..)"
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {said}; {advice}")
     known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
-    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r}")
+    wanted = "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer"
+    require(known, f"{wanted}, got {textwrap.shorten(repr(tokenizer), 40, placeholder='…')}")
     flag("bos", bos)
-    integer("n", n, least=1)
+    if n is not None:
+        integer("n", n, least=1)
     integer("length", length, least=1 + bos)
     integer("seed", seed, least=0)
     needed = length - bos
-    generator = np.random.default_rng([seed, KINDS.index(kind)])
-    if kind == "natural":
-        ids = _natural(tokenizer, n, needed, generator, corpus, texts)
+    if kind is None:
+        ids = _windows(tokenizer, n, needed, seed, _several(texts))
+    elif kind == "natural":
+        generator = np.random.default_rng([seed, KINDS.index(kind)])
+        ids = _natural(tokenizer, n or SEQUENCES, needed, generator, corpus, texts)
     else:
+        generator = np.random.default_rng([seed, KINDS.index(kind)])
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
         require(bool(vocabulary), "the tokenizer has special tokens only, none that could stand in a text")
-        drawn = generator.choice(vocabulary, size=(n, needed if kind == "random" else 1))
-        ids = np.broadcast_to(drawn, (n, needed))
+        shape = (n or SEQUENCES, needed)
+        drawn = generator.choice(vocabulary, size=shape if kind == "random" else (shape[0], 1))
+        ids = np.broadcast_to(drawn, shape)
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
     return torch.from_numpy(np.array(ids, dtype=np.int64))
+
+
+def _several(texts: Any) -> list[str]:
+    """The texts as a list. Raises ValueError unless they are several strings."""
+    found: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    good = all(isinstance(text, str) for text in found)
+    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
+    return found
+
+
+def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:
+    """The texts cut at every `needed` tokens, (n, needed)."""
+    windows, longest = [], 0
+    for text in texts:
+        ids = encode(tokenizer, text)
+        longest = max(longest, len(ids))
+        windows += [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
+    least = n or 1
+    few = f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed"
+    require(len(windows) >= least, f"{few}: give more text, a smaller n or a smaller length")
+    if n is None or n == len(windows):
+        return np.array(windows)
+    chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
+    return np.array(windows)[np.sort(chosen)]
 
 
 def _natural(
@@ -71,31 +107,34 @@ def _natural(
     texts: Iterable[str] | None,
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
-    items: list[Any]  # texts, or the ids of their tokens
-    if texts is None:
-        source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where = f"corpus {source.name!r}"
-        items = list(source.documents("probe") if tokenizer is source.tokenizer else source.texts("probe"))
+    documents: list[Any]  # texts, or the ids of their tokens in the corpus
+    source = None
+    if texts is not None:
+        where, documents = "texts", _several(texts)
     else:
-        where, items = "texts", list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
-        good = all(isinstance(text, str) for text in items)
-        require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
-    drawn = (items[index] for index in generator.permutation(len(items)))
-    ids = (head(tokenizer, item, needed) if isinstance(item, str) else item for item in drawn)
-    chosen = list(islice((document[:needed] for document in ids if len(document) >= needed), n))
-    few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(items)}), n={n} are needed"
-    require(len(chosen) == n, f"{few}: give more text, a smaller n or a smaller length")
-    return np.array(chosen)
+        source = load_corpus(corpus) if isinstance(corpus, str) else corpus
+        where, documents = f"corpus {source.name!r}", list(source.documents("probe"))
+    chosen: list[Any] = []
+    for index in generator.permutation(len(documents)):
+        document = documents[index]
+        if source is None:
+            ids = head(tokenizer, document, needed)
+        elif tokenizer is source.tokenizer:
+            ids = document
+        else:
+            ids = head(tokenizer, source.decode(document), needed)
+        if len(ids) >= needed:
+            chosen.append(ids[:needed])
+        if len(chosen) == n:
+            return np.array(chosen)
+    few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed"
+    raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
 
 
 def head(tokenizer: Any, text: str, needed: int) -> list[int]:
-    """The first tokens of a text, without special tokens; at least `needed` of them if the text has so many."""
+    """The first tokens of a text; at least `needed` of them if the text has so many."""
+    if len(text) <= CHARACTERS_A_TOKEN * needed:
+        return encode(tokenizer, text)
     ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
     # The last token of a cut text may not be a token of the whole text.
-    return ids if len(ids) > needed or len(text) <= CHARACTERS_A_TOKEN * needed else encode(tokenizer, text)
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text without special tokens, for both kinds of tokenizer."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids.ids if isinstance(tokenizer, Tokenizer) else list(ids)
+    return ids if len(ids) > needed else encode(tokenizer, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
 # GPT-NeoX and GPT-2 have one token for both ends.
 BOS_NAMES = ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>")
+UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
+_LOCK = threading.Lock()  # of `encode`, which sets a tokenizer and sets it back
 FIX_NAMES = ("<fix>", "<|padding|>", "<pad>", "<unk>")
 
 
@@ -70,10 +74,83 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
 
 
 def marked_special(tokenizer: Any) -> set[int]:
-    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer calls special."""
+    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer marks as special, in whatever list of its."""
     if isinstance(tokenizer, Tokenizer):
-        return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return set(tokenizer.all_special_ids)
+        added = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        put_around_a_text = {*tokenizer.encode("").ids} - {*tokenizer.encode("", add_special_tokens=False).ids}
+        return added | put_around_a_text
+    special = {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
+    try:
+        added_tokens = tokenizer.added_tokens_decoder  # those without one, such as reserved tokens
+    except (AttributeError, NotImplementedError):  # of mistral-common, to which all of them have a role
+        added_tokens = {}
+    special |= {i for i, token in added_tokens.items() if token.special}
+    backend = _backend(tokenizer)
+    return special if backend is None else special | marked_special(backend)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text: no special tokens are added, and those written in the text are text.
+
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was.
+    """
+    ids = _text_ids(tokenizer, text)
+    if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
+        return ids  # no merge makes a special token
+    # Other vocabularies may hold special tokens as words: what is written like one is encoded in two parts.
+    unknown = _text_ids(tokenizer, UNKNOWN)
+    special = marked_special(tokenizer) - {*unknown}
+    found: list[int] = []
+    for i in ids:
+        if i not in special:
+            found.append(i)
+            continue
+        written = tokenizer.decode([i], skip_special_tokens=False).strip()
+        parts = _text_ids(tokenizer, written[:1]) + _text_ids(tokenizer, written[1:])
+        found += [part for part in parts if part not in special] or unknown
+    return found
+
+
+def _backend(tokenizer: Any) -> Tokenizer | None:
+    """The `tokenizers.Tokenizer` that does the work, if there is one."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """`encode` by the tokenizer's own option."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        with _reading_text(backend):
+            if backend is tokenizer:
+                return tokenizer.encode(text, add_special_tokens=False).ids
+            return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+    options = {}
+    if hasattr(tokenizer, "tokens_trie"):  # written in Python; splitting undoes the added tokens that are not special
+        special = tokenizer.convert_ids_to_tokens(sorted(marked_special(tokenizer)))
+        options = {"verbose": False, "split_special_tokens": any(name in text for name in special)}
+    return list(tokenizer.encode(text, add_special_tokens=False, **options))  # mistral-common always reads text
+
+
+@contextlib.contextmanager
+def _reading_text(tokenizer: Tokenizer) -> Iterator[None]:
+    """While this is entered, the tokenizer takes special tokens in a text as text, and neither cuts nor pads it."""
+    with _LOCK:
+        before, truncation, padding = tokenizer.encode_special_tokens, tokenizer.truncation, tokenizer.padding
+        if before and not truncation and not padding:
+            yield
+            return
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        try:
+            yield
+        finally:
+            tokenizer.encode_special_tokens = before
+            if truncation:
+                tokenizer.enable_truncation(**truncation)
+            if padding:
+                tokenizer.enable_padding(**padding)
 
 
 def bos_id(tokenizer: Any) -> int:

@@ -1,13 +1,14 @@
-"""Where the attention goes that a first token does not take: the share of it by kind of key."""
+"""Where the attention goes that a first token does not take: its share by kind of key, and sinks on later keys."""
 
 from __future__ import annotations
 
-import numpy as np
+import pandas as pd
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.report import Report, check_epsilons
 from sinkutils.model.decoder import TransformerLM
 
 FIRST_QUERY = 3  # from here the first key, the one before and the query's own are three
@@ -23,16 +24,13 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     """The share of attention by kind of key, as (L, H) lists: means over texts and queries 3..T of `ids` (n, T).
 
     The kinds, each key counting for the first that fits: star (k* or x*; without them what rows lack of one), first
-    (x_1), self, previous (the token before), line_break, rest. Where weights do not sum to one, the shares are of the
-    proxy scores of Section 7.4.
+    (x_1), self, previous (the token before), line_break (its id is in `breaks`), rest. Where weights do not sum to
+    one, the shares are of the proxy scores of Section 7.4.
     Shorter sequences than 3 tokens have no such query: an empty dict.
     """
     length = ids.shape[1]
     if length < FIRST_QUERY:
         return {}
-    shape = (model.config.num_layers, model.config.num_heads)
-    pairs = list(np.ndindex(shape))
-    kept = measure(model, ids, heads=pairs, norms=False, keep=("map",)).kept
     position = torch.arange(length)
     distance = position[:, None] - position
     fits = {
@@ -42,11 +40,15 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         "line_break": torch.isin(ids.cpu(), breaks)[:, None],
         "rest": torch.tensor(True),
     }
-    kinds, free = {}, torch.ones(len(ids), length, length, dtype=torch.bool)
+    kinds = {}
+    free = torch.ones(len(ids), length, length, dtype=torch.bool)
     for kind, fitting in fits.items():
         kinds[kind] = (free & fitting)[:, FIRST_QUERY - 1 :]
         free = free & ~fitting
-    shares = {kind: np.zeros(shape) for kind in ("star", *kinds)}
+    layers, heads = model.config.num_layers, model.config.num_heads
+    pairs = [(layer, head) for layer in range(layers) for head in range(heads)]
+    kept = measure(model, ids, heads=pairs, norms=False, keep=("map",)).kept
+    shares = {kind: torch.zeros(layers, heads) for kind in ("star", *kinds)}
     for pair in pairs:
         weights = kept[pair].map
         assert weights is not None
@@ -54,4 +56,28 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         shares["star"][pair] = 1 - rows.sum(dim=-1).mean()
         for kind, chosen in kinds.items():
             shares[kind][pair] = (rows * chosen).sum(dim=-1).mean()
-    return {kind: share.round(4).tolist() for kind, share in shares.items()}
+    return {kind: share.double().numpy().round(4).tolist() for kind, share in shares.items()}
+
+
+def secondary_sinks(report: Report, ids: Tensor, epsilon: float = 0.3, queries: int = 16) -> pd.DataFrame:
+    """The keys k > 1 that are sinks: mean attention alpha_k above epsilon from the at least `queries` that see them.
+
+    report: of `measure(model, ids, mass=True)` on texts of one length; ids: the same (n, T). A row a layer, head, text
+    and key, the largest first: layer and head (from 0), text, position (from 1), token (its id), alpha. A key near the
+    end is seen by few queries, among them itself, so that any is "a sink" there. Raises ValueError without mass.
+    """
+    check_epsilons((epsilon,))
+    if report.mass is None:
+        raise ValueError("secondary sinks need alpha of every key: measure(model, ids, mass=True)")
+    last = max(1, report.mass.shape[-1] - queries + 1)
+    text, layer, head, key = (report.mass[..., 1:last] > epsilon).nonzero(as_tuple=True)
+    columns = {
+        "layer": torch.tensor(report.layers)[layer],
+        "head": head,
+        "text": text,
+        "position": key + 2,
+        "token": ids.cpu()[text, key + 1],
+        "alpha": report.mass[text, layer, head, key + 1],
+    }
+    table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+    return table.sort_values("alpha", ascending=False, ignore_index=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from sinkutils.checks import device as find_device
@@ -128,6 +127,7 @@ def _refuse_unrecorded(name: str, runs: Path) -> None:
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
     try:
         record = read_record(folder)
+        weights = record.load_weights() if record.weights else {}
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
     which = f"the record {'/'.join(folder.parts[-3:])}"
@@ -141,7 +141,6 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
             shapes = TransformerLM(config)
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelUnavailable(f"config.json of {which} is of no model of this version: {error}") from error
-    weights = load_file(record.weights)
     fits = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in shapes.state_dict().items()}
     if not fits or sum(table.nbytes for table in shapes.buffers()) > LARGEST_TABLES:
         raise ModelUnavailable(f"{which}: model.safetensors holds another model than config.json: {ADVICE}")

@@ -52,8 +52,8 @@ class Subject:
 
     def inputs(
         self,
-        kind: str,
-        n: int = 100,
+        kind: str | None = None,
+        n: int | None = None,
         length: int = 64,
         seed: int = 0,
         *,

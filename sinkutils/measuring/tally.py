@@ -1,13 +1,9 @@
-"""How a report comes about: what is asked for, the sums over batches, and what our own model shows while it runs.
-
-A_ik needs no attention map: it is |f(s_ik)| exp(-log_mass_i), with log_mass_i the logarithm of the row's sum.
-"""
+"""How a report comes about: what is asked for, the sums over batches, and what our own model shows while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,20 +13,14 @@ from torch import Tensor
 
 from sinkutils.checks import require
 from sinkutils.measuring.report import Kept, Report
-from sinkutils.model import fast
-from sinkutils.model.attention import AttentionSpec, Extras, features, halves, visible
+from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
 
-COLUMNS = 128  # keys at a time where all are looked at
 
-
-def mean_over_queries(shares: Tensor, columns: Tensor, first: int = 0) -> Tensor:
-    """alpha_k from A_ik of chosen keys: shares (B, H, T, K) -> (B, K, H), the mean over i = k..T.
-
-    columns (K,) are the keys' 0-based positions. `first` is where the sequence starts (after x*).
-    """
+def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
+    """alpha_k of the keys at `columns` (K,), 0-based, from A_ik (B, H, T, K): the mean over i = k..T, (B, K, H)."""
     rows = torch.arange(shares.shape[2], device=shares.device)
-    counted = (rows[:, None] >= columns.clamp(min=first)).to(shares.dtype)  # (T, K)
+    counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
     return ((shares * counted).sum(dim=2) / counted.sum(dim=0)).transpose(1, 2)
 
 
@@ -181,9 +171,9 @@ def refuse_heads(pairs: list[tuple[int, int]], has: str) -> None:
 
 
 class OwnModel:
-    """Adds to a tally what a `TransformerLM` shows while it runs (an `Observer`), without an attention map."""
+    """Adds to a tally what a `TransformerLM` shows while it runs (an `Observer`): one map at a time."""
 
-    path, chunked = "log-mass", False
+    path, chunked = "dense", False
 
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
         self.model, self.tally = model, tally
@@ -203,76 +193,39 @@ class OwnModel:
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
     ) -> None:
-        own = slice(self.first, None)
-        self.tally.add_qkv(layer, q[:, :, own], k[:, :, own], v[:, :, own])
-        given = {name: extra for name, extra in extras.items() if name != "value_bias"}
-        mass = fast.log_mass(q, k, spec, **given).float()[..., None]
-        shares_of = partial(chosen_shares, q, k, spec, mass, given)
-        columns = self.tally.columns(q.device) + self.first
-        shares, star = shares_of(columns)
-        self.tally.add("alpha", layer, mean_over_queries(shares, columns, self.first))
-        if self.first:
-            star = shares_of(columns.new_zeros(1))[0][..., 0]
-        if star is not None:
-            self.tally.add("star", layer, star[:, :, own].mean(dim=-1))  # x* seeing itself says nothing
-        if self.tally.mass or self.tally.heads_of(layer):
-            self._all_keys(layer, torch.arange(self.first, q.shape[2], device=q.device), shares_of)
+        tally, first = self.tally, self.first
+        tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
+        shares = attention_shares(q, k, v, spec, extras)[:, :, first:]  # what x* sees of itself says nothing
+        own = shares[..., -shares.shape[2] :]  # of the tokens, (B, H, T, T)
+        columns = tally.columns(q.device)
+        tally.add("alpha", layer, mean_over_queries(own[..., columns], columns))
+        if first:
+            tally.add("star", layer, shares[..., -shares.shape[2] - 1].mean(dim=-1))
+        elif spec.has_star:
+            tally.add("star", layer, shares[..., 0].mean(dim=-1))
+        if tally.mass:
+            every_key = torch.arange(own.shape[-1], device=q.device)
+            tally.add("mass", layer, mean_over_queries(own, every_key).transpose(1, 2))
+        for head in tally.heads_of(layer) if "map" in tally.keep else []:
+            tally.add_map(layer, head, "map", own[:, head])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])
         if before_norm is not hidden:
             self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
-    def _all_keys(self, layer: int, positions: Tensor, shares_of: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
-        """alpha of every key, `COLUMNS` at a time, and the maps of the chosen heads."""
-        heads = self.tally.heads_of(layer) if "map" in self.tally.keep else []
-        masses: list[Tensor] = []
-        maps: list[Tensor] = []
-        for columns in positions.split(COLUMNS):
-            shares = shares_of(columns)[0]
-            masses.append(mean_over_queries(shares, columns, self.first))
-            maps.append(shares[:, heads, self.first :])
-        if self.tally.mass:
-            self.tally.add("mass", layer, torch.cat(masses, dim=1).transpose(1, 2))
-        for head, whole in zip(heads, torch.cat(maps, dim=-1).unbind(1), strict=True):
-            self.tally.add_map(layer, head, "map", whole)
 
+def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
+    """What alpha is the mean of, (B, H, T, S), in float64: |A_ij| over its row sum, which is A_ij of a softmax.
 
-def chosen_shares(
-    q: Tensor, k: Tensor, spec: AttentionSpec, mass: Tensor, extras: dict[str, Any], columns: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A_ik (proxy scores where weights do not sum to one) of the keys at `columns` (K,), 0-based.
-
-    q, k: (B, H, T, D), after rotary; mass: (B, H, T, 1), of `fast.log_mass`. Returns shares (B, H, T, K), zero
-    where key k is hidden from query i, and the share of k* or the sink logit, (B, H, T), or None without one.
-    Of differential attention |A_1 - lambda A_2| over its row sum.
+    Where weights do not sum to one these are the proxy scores of Section 7.4. The arguments are those of `attend`.
+    Softpick's weights, whose rows sum to less than one, are taken as they are.
     """
-    distance_bias, key_bias, _, mlp, sink_logit, mix = Extras(**extras)
-    if mix is not None:
-        parts, plain = halves(q, spec)
-        masses = (fast.log_mass(part, k, plain, distance_bias=distance_bias).float()[..., None] for part in parts)
-        first, second = (
-            chosen_shares(part, k, plain, own, {"distance_bias": distance_bias}, columns)[0]
-            for part, own in zip(parts, masses, strict=True)
-        )
-        return (first - mix * second).abs() * torch.exp(-mass), None
-    # phi in the model's own precision, everything after it in float32.
-    phi_q, phi_k = features(q, spec, mlp).float(), features(k[:, :, columns], spec, mlp).float()
-    star = features(key_bias, spec, mlp).float() if key_bias is not None and spec.has_key_bias else None
-    rows = torch.arange(q.shape[2], device=q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        logits = phi_q @ phi_k.mT * q.shape[-1] ** -0.5
-        if distance_bias is not None:
-            logits = logits + distance_bias[:, (rows[:, None] - columns).clamp(min=0)].float()
-        shares = share(logits, mass, spec).masked_fill(~visible(rows, columns, spec), 0)
-        if spec.sink_logit != "none":
-            sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
-            return shares, torch.exp(sink[:, None].float() - mass[..., 0])
-        if star is None:
-            return shares, None
-        return shares, share(phi_q @ star[:, :, None] * q.shape[-1] ** -0.5, mass, spec)[..., 0]
-
-
-def share(logits: Tensor, mass: Tensor, spec: AttentionSpec) -> Tensor:
-    """|f(s)| exp(-log_mass), in log space where f itself could overflow; 0 where a row has no mass."""
-    return torch.exp(spec.f.log(logits) - mass.masked_fill(mass == -torch.inf, 0))
+    wide: dict[str, Any] = {name: x.double() for name, x in extras.items() if name != "mlp"}
+    if "mlp" in extras:  # a learned kernel keeps the model's precision
+        wide["mlp"] = lambda x: extras["mlp"](x.to(q.dtype)).double()
+    # In float64 exp of a logit does not overflow below 709.
+    weights = attend(q.double(), k.double(), v.double(), spec, **wide)[1].abs()
+    if spec.similarity == "softpick":
+        return weights / spec.scale
+    return divide(weights, weights.sum(dim=-1, keepdim=True))

@@ -20,36 +20,21 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, is_count, real, require
 
-
-class Similarity(NamedTuple):
-    """f of Section 7.4, elementwise, and log |f| without overflow, which the fast forms and the sink metric read.
-
-    mass: log of what a key adds to the sum Z, where that is not |f| itself (softpick).
-    """
-
-    value: Callable[[Tensor], Tensor]
-    log: Callable[[Tensor], Tensor]
-    mass: Callable[[Tensor], Tensor] | None = None
-
-
-def _log_positive(log: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """log where s > 0, else -inf, with no nan in the gradient."""
-    return lambda s: log(s.masked_fill(s <= 0, 1)).masked_fill(s <= 0, -torch.inf)
-
-
-def _log_abs_expm1(s: Tensor) -> Tensor:
-    """log |e^s - 1| without overflow."""
-    return s.clamp(min=0) + torch.log(-torch.expm1(-s.abs()))
-
-
-SIMILARITIES = {
-    "exp": Similarity(torch.exp, lambda s: s),
-    "sigmoid": Similarity(torch.sigmoid, lambda s: -F.softplus(-s)),
-    "elu": Similarity(lambda s: F.elu(s) + 1, lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0)))),
-    "linear": Similarity(lambda s: s, lambda s: s.abs().log()),  # the one that can be negative
-    "relu": Similarity(torch.relu, _log_positive(torch.log)),
-    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|
-    "softpick": Similarity(lambda s: torch.expm1(s).relu(), _log_positive(_log_abs_expm1), _log_abs_expm1),
+# f of Section 7.4, elementwise
+SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "elu": lambda s: F.elu(s) + 1,
+    "linear": lambda s: s,  # the one that can be negative
+    "relu": torch.relu,
+    # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
+    "softpick": lambda s: torch.expm1(s).relu(),
+}
+# log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
+LOGARITHMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda s: s,
+    "sigmoid": lambda s: -F.softplus(-s),
+    "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "similarity": tuple(SIMILARITIES),
@@ -87,16 +72,21 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             choice(name, getattr(self, name), allowed)
-        for name in ("bias_shared", "differential"):
-            flag(name, getattr(self, name))
-        for name in ("p", "scale"):
-            real(name, getattr(self, name), "positive and finite")
+        flag("bias_shared", self.bias_shared)
+        flag("differential", self.differential)
+        real("p", self.p, "positive and finite")
+        real("scale", self.scale, "positive and finite")
         real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
         real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
         for name in ("window", "bias_dims"):
             value = getattr(self, name)
             require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
         require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
+        self._check_operation()
+        self._check_biases()
+
+    def _check_operation(self) -> None:
+        """Raise ValueError for a similarity, kernel, normaliser and mask that do not go together."""
         require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
         require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
         if self.kernel != "identity":
@@ -105,19 +95,26 @@ class AttentionSpec:
             negative = f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero"
             finite = self.normalizer in ("none", "max_abs_sum")
             require(finite, f"{negative}: normalizer must be 'none' or 'max_abs_sum'")
+        if self.logit_bias != 0:
+            require(self.similarity == "sigmoid", "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
+        if self.similarity == "softpick":
+            require(self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
+
+    def _check_biases(self) -> None:
+        """Raise ValueError for biases, sink logits and differences that the operation has no place for."""
+        softmax = "similarity 'exp', normalizer 'sum'"
+        if self.sink_logit != "none":
+            fits = self.is_softmax and not self.has_key_bias
+            require(fits, f"sink_logit joins a softmax: {softmax}, and no key bias")
+        if self.differential:
+            plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
+            require(plain, f"differential attention is of two softmax maps: {softmax}, no bias, no sink_logit")
         if self.similarity == "linear":
             require(self.bias != "v", "bias='v' needs rows of weights, which similarity='linear' has not")
-        sigmoid, own_z = self.similarity == "sigmoid", self.similarity != "softpick" or self.normalizer == "sum"
-        require(self.logit_bias == 0 or sigmoid, "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
-        require(own_z, "softpick has its own Z: normalizer must be 'sum'")
-        softmax = "similarity 'exp', normalizer 'sum'"
-        free = self.sink_logit == "none" or (self.is_softmax and not self.has_key_bias)
-        require(free, f"sink_logit joins a softmax: {softmax}, and no key bias")
-        plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
-        maps = f"differential attention is of two softmax maps: {softmax}, no bias, no sink_logit"
-        require(not self.differential or plain, maps)
-        require(not self.bias_shared or self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
-        require(self.bias_dims is None or self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
+        if self.bias_shared:
+            require(self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
+        if self.bias_dims is not None:
+            require(self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
         if self.fixed_value != "zero":
             require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
 
@@ -136,13 +133,16 @@ class AttentionSpec:
         """Whether column 0 of the weights is not a key of the sequence: k*, or what the sink logit takes."""
         return self.has_key_bias or self.sink_logit != "none"
 
-    @property
-    def f(self) -> Similarity:
-        """The similarity with its logit bias."""
-        chosen = SIMILARITIES[self.similarity]
-        if self.logit_bias == 0:
-            return chosen
-        return Similarity(lambda s: chosen.value(s + self.logit_bias), lambda s: chosen.log(s + self.logit_bias))
+    def f(self, logits: Tensor) -> Tensor:
+        """The similarity of logits, with its logit bias."""
+        return SIMILARITIES[self.similarity](self._shifted(logits))
+
+    def log_f(self, logits: Tensor) -> Tensor:
+        """log f of logits; KeyError where f can be zero (`LOGARITHMS`)."""
+        return LOGARITHMS[self.similarity](self._shifted(logits))
+
+    def _shifted(self, logits: Tensor) -> Tensor:
+        return logits if self.logit_bias == 0 else logits + self.logit_bias
 
     @property
     def hidden_is_zero(self) -> bool:
@@ -198,34 +198,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *
     Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    spec, given = spec or AttentionSpec(), Extras(**extras)
+    spec = spec or AttentionSpec()
+    given = Extras(**extras)
     check_inputs(q, k, v, spec, given)
     if given.mix is not None:
-        parts, plain = halves(q, spec)
-        first, second = (attend(part, k, v, plain, distance_bias=given.distance_bias) for part in parts)
-        return first[0] - given.mix.to(first[0].dtype) * second[0], first[1] - given.mix * second[1]
-    distance_bias, key_bias, value_bias, mlp, sink_logit, _ = given
-    length, head_dim = q.shape[-2:]
-    positions = torch.arange(length, device=q.device)
+        return _differential(q, k, v, spec, given)
+    positions = torch.arange(q.shape[2], device=q.device)
     seen = visible(positions, positions, spec)  # (T, T)
-    logits = features(q, spec, mlp) @ features(k, spec, mlp).mT * head_dim**-0.5  # s_ij
-    if distance_bias is not None:
-        distance = (positions[:, None] - positions[None, :]).clamp(min=0)
-        logits = logits + distance_bias[:, distance]  # g(i - j)
-    if spec.has_star:  # column 0: the logit of k*, or the sink logit
-        if key_bias is not None:
-            star = features(q, spec, mlp) @ features(key_bias, spec, mlp)[:, :, None] * head_dim**-0.5
-        else:
-            sink = q.new_zeros(q.shape[1]) if sink_logit is None else sink_logit
-            star = sink[None, :, None, None].expand(len(q), -1, length, 1).to(logits.dtype)
-        logits, seen = torch.cat([star, logits], dim=-1), F.pad(seen, (1, 0), value=True)
-        star_value = value_bias if spec.has_key_bias else None
-        v = prepend(q.new_zeros(q.shape[1], head_dim) if star_value is None else star_value, v)
+    scale = q.shape[-1] ** -0.5
+    phi_q = features(q, spec, given.mlp)
+    logits = phi_q @ features(k, spec, given.mlp).mT * scale  # s_ij
+    if given.distance_bias is not None:
+        distance = (positions[:, None] - positions).clamp(min=0)
+        logits = logits + given.distance_bias[:, distance]  # g(i - j)
+    if spec.has_key_bias:  # column 0 is k*, which has no position
+        assert given.key_bias is not None
+        star = phi_q @ features(given.key_bias, spec, given.mlp)[:, :, None] * scale
+        value = given.value_bias
+    elif spec.has_star:  # column 0 is the sink logit, which has no value
+        sink = q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
+        star = sink[:, None, None].expand_as(logits[..., :1])
+        value = None
+    if spec.has_star:
+        logits = torch.cat([star.to(logits.dtype), logits], dim=-1)
+        seen = F.pad(seen, (1, 0), value=True)
+        v = prepend(q.new_zeros(q.shape[1], q.shape[3]) if value is None else value, v)
     weights = normalise(logits, seen, spec)
     out = weights.to(v.dtype) @ v  # a position term may be wider than v
-    if value_bias is not None and spec.bias == "v":
-        out = out + value_bias[:, None]
+    if spec.bias == "v":
+        assert given.value_bias is not None
+        out = out + given.value_bias[:, None]
     return out, weights
+
+
+def _differential(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor]:
+    """A = A_1 - lambda A_2: two softmax maps of half the dimensions each."""
+    (even, odd), plain = halves(q, spec)
+    out_1, map_1 = attend(even, k, v, plain, distance_bias=given.distance_bias)
+    out_2, map_2 = attend(odd, k, v, plain, distance_bias=given.distance_bias)
+    mix = given.mix
+    assert mix is not None
+    return out_1 - mix.to(out_1.dtype) * out_2, map_1 - mix * map_2
 
 
 def prepend(bias: Tensor, x: Tensor) -> Tensor:
@@ -258,7 +271,7 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
         return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
     # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
-    sim = spec.f.value(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
+    sim = spec.f(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
     total = seen.sum(-1, keepdim=True).to(sim.dtype) if spec.normalizer == "length" else normalizer(sim, spec)
     return spec.scale * divide(sim, total)
 
@@ -287,25 +300,32 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    same, shapes = k.shape == v.shape == q.shape, f"{tuple(k.shape)} and {tuple(v.shape)}"
-    require(same, f"k and v must have the shape of q, {tuple(q.shape)}; got {shapes}")
-    require(q.shape[2] >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
+    shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+    require(k.shape == v.shape == q.shape, f"k and v must have the shape of q, {tuple(q.shape)}; got {shapes}")
     _, heads, length, head_dim = q.shape
+    require(length >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
+    bias = f"bias={spec.bias!r}"
     needs_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
-    for name, needed, allowed, shape in (
-        ("key_bias", spec.has_key_bias, spec.has_key_bias, (heads, head_dim)),
-        ("value_bias", needs_value, spec.bias != "none", (heads, head_dim)),
-        ("sink_logit", spec.sink_logit == "learned", spec.sink_logit == "learned", (heads,)),
-        ("mix", spec.differential, spec.differential, None),
-    ):
-        x, operation = getattr(given, name), f"bias={spec.bias!r}" if "bias" in name else "the operation"
-        require(x is not None or not needed, f"{operation} needs the argument {name}")
-        require(x is None or allowed, f"{operation} has no place for the argument {name}: leave it out")
-        if x is not None and shape is not None:
-            require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    _check_extra("key_bias", given.key_bias, bias, spec.has_key_bias, spec.has_key_bias, (heads, head_dim))
+    _check_extra("value_bias", given.value_bias, bias, needs_value, spec.bias != "none", (heads, head_dim))
+    learned = spec.sink_logit == "learned"
+    _check_extra("sink_logit", given.sink_logit, "the operation", learned, learned, (heads,))
+    _check_extra("mix", given.mix, "the operation", spec.differential, spec.differential, None)
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
     if given.distance_bias is not None:
         table = tuple(given.distance_bias.shape)
-        rows, distances = table if len(table) == 2 else (0, 0)
-        require(rows in (1, heads), f"distance_bias must have shape (1 or {heads}, T), got {table}")
-        require(distances >= length, f"distance_bias covers {distances} distances, the sequence has {length}")
+        fits = len(table) == 2 and table[0] in (1, heads)
+        require(fits, f"distance_bias must have shape (1 or {heads}, T), got {table}")
+        require(table[1] >= length, f"distance_bias covers {table[1]} distances, the sequence has {length}")
+
+
+def _check_extra(
+    name: str, x: Tensor | None, operation: str, needed: bool, allowed: bool, shape: tuple[int, ...] | None
+) -> None:
+    """Raise ValueError where an argument is missing, has no place in the operation or has another shape."""
+    if x is None:
+        require(not needed, f"{operation} needs the argument {name}")
+        return
+    require(allowed, f"{operation} has no place for the argument {name}: leave it out")
+    if shape is not None:
+        require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, get_type_hints
 
 from sinkutils.checks import choice, instance, integer, real, require
 from sinkutils.data.packing import DataConfig
@@ -105,14 +106,19 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """A frozen config from the dict that `dataclasses.asdict` and JSON made of it."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
-    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(fields)}")
+    """A frozen config from what `dataclasses.asdict` and JSON made of it. Raises ValueError for unknown fields."""
+    known = _types(cls)
+    unknown = sorted(set(values) - set(known))
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(known)}")
     arguments = {}
     for name, value in values.items():
-        default = fields[name].default_factory
-        if dataclasses.is_dataclass(default):
-            value = from_dict(default, value)  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(known[name]):
+            value = from_dict(known[name], value)
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return cls(**arguments)
+
+
+@lru_cache
+def _types(cls: type) -> dict[str, Any]:
+    """The type of each field; annotations are strings here."""
+    return get_type_hints(cls)

@@ -73,7 +73,6 @@ class Experiment:
     overrides: dict[str, Any] = field(hash=False)  # dotted path into the config -> value
     base: bool = True  # changes the preset's base experiment; False: the preset itself
     weights: int = 0  # of how many seeds the weights are kept at small presets: for a notebook 1, for a claim 3
-    note: str = ""
     presets: tuple[str, ...] = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
     start: str | None = None  # of a fine-tuning: the experiment whose weights it starts from
     download: bool = False  # needs the network: trained where it is named, not with the rest
@@ -126,8 +125,9 @@ _KERNELS = (
 EXPERIMENTS: tuple[Experiment, ...] = (
     # Section 4: optimisation (Table 9, Table 10 left, Figure 4)
     Experiment("default", "4", "any first token (the paper's default)", {}, base=False),
+    # the authors' published config; the paper's text says cosine
     Experiment("default_constant_lr", "4", "the default at a constant learning rate", {"train.lr_floor": 1.0},
-               base=False, note="the authors' published config; the paper's text says cosine"),
+               base=False),
     Experiment("constant_lr", "4", "the base at a constant learning rate", {"train.lr_floor": 1.0}),
     Experiment("lr_x2.5", "4", "learning rate x 2.5", {_RATE: times(2.5)}),
     Experiment("lr_x2", "4", "learning rate x 2", {_RATE: times(2)}),
@@ -142,7 +142,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
       for name, factor in (("quarter", 0.25), ("half", 0.5), ("x2", 2.0))),
     # what the smallest batch lacks at our base: a rate that it stands, or the tokens that it does not see
     *(Experiment(f"batch_quarter_{name}", "4", f"batch size x 0.25, {title}",
-                 {"train.batch_size": times(0.25)} | change, note="a control of ours, no row of the paper")
+                 {"train.batch_size": times(0.25)} | change)
       for name, title, change in (("lr_half", "learning rate / 2", {_RATE: times(1 / 2)}),
                                   ("steps_x4", "steps x 4", {_STEPS: times(4)}))),
     # Section 5: data distribution (Figure 5 right, Table 10 right)
@@ -208,8 +208,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     *(Experiment(f"{bias}_bias_shared", "C", f"{bias.upper()} biases shared by the heads of a block",
                  _attention(bias=bias, bias_shared=True)) for bias in ("kv", "k", "v")),
     # the paper's number of heads: whether that is why its heads lose by sharing KV biases and ours do not
-    *(Experiment(f"kv_bias{name}_heads_8", "C", f"KV biases{title}, 8 heads", changes | {"model.num_heads": 8},
-                 note="a control of ours, no row of the paper")
+    *(Experiment(f"kv_bias{name}_heads_8", "C", f"KV biases{title}, 8 heads", changes | {"model.num_heads": 8})
       for name, title, changes in (
           ("", "", _attention(bias="kv")),
           ("_shared", " shared by the heads of a block", _attention(bias="kv", bias_shared=True)))),

@@ -56,6 +56,7 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     return [config(name, preset, seed) for name, seed in pairs]
 
 
+@lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)

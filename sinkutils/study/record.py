@@ -1,10 +1,10 @@
 """What a run leaves behind: one small folder, written whole or not at all, and checked when it is read.
 
 data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
-    config.json       everything that determines the run, the recipe version, and the corpus by name and hash
+    config.json       everything that determines the run, the recipe's number, and the corpus by name and hash
     metrics.json      the curve and the final values, or status "failed" and the reason
-    alpha.safetensors alpha along the curve and, at the end, by text
-    provenance.json   code hash, device, versions, time: never part of a comparison
+    alpha.safetensors alpha along the curve: (evaluations, targets and * if any, L, H), mean over texts, float16
+    provenance.json   device, precision, versions, time: never part of a comparison
     SHA256SUMS        a digest of every file above and of itself
     model.safetensors, tokenizer.json   only for the few runs that notebooks open, and what fine-tunings start from;
                       the weights may be deleted to save space, which makes it a record without weights
@@ -19,18 +19,17 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
-import safetensors
 import tokenizers
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
@@ -38,32 +37,22 @@ from torch import Tensor
 from sinkutils import paths
 from sinkutils.checks import require
 from sinkutils.data.corpus import public_name
-from sinkutils.study.schema import check_arrays, check_record
-
-if TYPE_CHECKING:
-    from sinkutils.study.config import RunConfig
+from sinkutils.study.config import FinetuneConfig, RunConfig
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+RULES = 3  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"
+ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
 OLD = ".old.tmp"  # how the folder ends of a record that another one is about to replace
 PARTS = ("config", "metrics", "provenance")  # the JSON files
 ADVICE = "delete the folder and train the run again"
-# The modules whose text decides a run's numbers.
-TRAINING_MODULES = (
-    *("model/attention", "model/config", "model/decoder", "model/fast", "model/flash", "model/positions"),
-    *("data/packing", "data/corpus", "data/embedded", "data/external", "data/tokenizer", "data/cache", "data/probes"),
-    *("data/instructions", "measuring/report", "measuring/tally", "measuring/measure", "study/config"),
-    *("training/run", "training/optimizers", "training/trainer", "training/checkpoints", "training/group"),
-    *("training/finetune", "training/products", "measuring/destinations", "measuring/gradients"),
-)
-# The modules whose text decides the ledger's verdicts: claims, rules and what they read.
-LEDGER_MODULES = tuple(
-    f"ledger/{name}"
-    for name in ("claims", "conclusions", "effects", "later", "open_models", "proofs", "results", "rules", "trials")
-)
+# Fields of `RunConfig.data` with the value that every record has: of records made since they came or went nothing is
+# written of them, but the hash of a config goes by those that the first records had.
+RETIRED: dict[str, Any] = {"bos": False}
+ADDED: dict[str, Any] = {"unscored": []}
 
 
 class CorruptRecord(RuntimeError):
@@ -76,12 +65,13 @@ class RunLocked(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run, as read from its folder."""
+    """One finished run, as read from its folder. digests: SHA-256 of each file by its name."""
 
     folder: Path
     config: dict[str, Any]
     metrics: dict[str, Any]
     provenance: dict[str, Any]
+    digests: dict[str, str] = field(repr=False)
 
     @property
     def status(self) -> str:
@@ -90,15 +80,18 @@ class Record:
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """alpha along the curve and, at the end, by text (`training.run.arrays`); empty where there is none."""
-        path = self.folder / "alpha.safetensors"
-        return load_tensors(path.read_bytes()) if path.exists() else {}
+        """What alpha.safetensors holds, "curve" above all; empty where there is none."""
+        return load_tensors(_intact(self.folder, ALPHA, self.digests)) if ALPHA in self.digests else {}
 
     @property
     def weights(self) -> Path | None:
         """The weights' file where they were kept."""
         path = self.folder / WEIGHTS
         return path if path.exists() else None
+
+    def load_weights(self) -> dict[str, Tensor]:
+        """The trained weights by name. Raises `CorruptRecord` where their file is missing or has changed."""
+        return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
@@ -116,65 +109,36 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-@contextlib.contextmanager
-def run_lock(target: Path) -> Iterator[None]:
-    """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
-
-    The kernel drops the lock with the process that held it. What a killed one left of a record that it was writing is
-    removed, or put in its place where that is empty and what is left is whole: killed while one replaced the other.
-    """
-    partial = partial_folder(target)
-    with _locked(partial / "lock", short_name(target)):
-        lefts = target.parent.glob(f".{target.name}-*.tmp")
-        for left in sorted(lefts, key=lambda left: left.name.endswith(OLD)):  # of two whole ones the new one first
-            if not target.exists() and _is_whole(left):
-                os.replace(left, target)
-            shutil.rmtree(left, ignore_errors=True)
-        yield
-        if target.exists():
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder is a record that can be read."""
-    try:
-        read_record(folder)
-    except CorruptRecord:
-        return False
-    return True
-
-
-def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
-    for _attempt in range(100):
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # its last owner is removing the folder
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                return FileLock(path, timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
-            except Timeout as error:
-                raise RunLocked(f"{name} is being trained by another process") from error
-    raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
-
-
-def as_json(value: Any, indent: int | None = 1) -> str:
+def as_json(value: Any) -> str:
     """One spelling for one value: sorted keys, so that equal configs have equal hashes."""
-    return json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def public(config: RunConfig) -> RunConfig:
+    """The config with the names of its texts as records have them: nothing of the machine."""
+    data = config.data
+    validation = data.validation and public_name(data.validation)
+    data = dataclasses.replace(data, corpus=public_name(data.corpus), validation=validation)
+    changes: dict[str, Any] = {"data": data}
+    if isinstance(config, FinetuneConfig):
+        changes["instructions"] = public_name(config.instructions)
+    return dataclasses.replace(config, **changes)
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
-    """What config.json holds beside the corpus that the run was made on: the config and the recipe version."""
-    values = {**dataclasses.asdict(config), "recipe": RECIPE}
-    names = {"corpus": config.data.corpus, "validation": config.data.validation}
-    values["data"] |= {key: name and public_name(name) for key, name in names.items()}
-    if not config.data.unscored:  # came after the first records, whose hashes stay
-        del values["data"]["unscored"]
-    if "instructions" in values:  # of a fine-tuning
-        values["instructions"] = public_name(values["instructions"])
-    return json.loads(as_json(values))
+    """What config.json holds beside the corpus that the run was made on: the config and the recipe's number."""
+    values = json.loads(as_json({**dataclasses.asdict(public(config)), "recipe": RECIPE}))
+    for name, default in (RETIRED | ADDED).items():
+        if values["data"].get(name) == default:
+            del values["data"][name]
+    return values
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of `config_dict`: of what determines a run, apart from its text."""
-    return _sha256(as_json(config_dict(config)).encode())
+    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it."""
+    values = config_dict(config)
+    values["data"] = RETIRED | values["data"]
+    return _sha256(as_json(values).encode())
 
 
 def write_record(
@@ -189,19 +153,18 @@ def write_record(
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
-    Raises OSError with advice when the disk is full.
-
-    corpus: `Corpus.identity` of the text; None: the config's own, of unknown hash. arrays: those of `training.run`.
+    metrics: numbers are rounded to six significant digits. corpus: `Corpus.identity` of the text; None: the config's
+    own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError with advice when the disk is full.
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    files = {
-        "config.json": as_json(values).encode(),
-        "metrics.json": as_json(metrics, indent=None).encode(),  # on one line: the largest file, a third smaller
-        "provenance.json": as_json({**provenance, **versions()}).encode(),
-    }
+    parts = {"config": values, "metrics": rounded(metrics), "provenance": provenance | versions()}
+    files = {}
+    for name, part in parts.items():
+        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
+        files[f"{name}.json"] = text.encode()
     if arrays:
-        files["alpha.safetensors"] = _packed(arrays)
+        files[ALPHA] = _packed(arrays)
     if weights is not None:
         files[WEIGHTS] = _packed(weights)
     if tokenizer is not None:
@@ -212,149 +175,134 @@ def write_record(
     new, old = (Path(tempfile.mkdtemp(suffix, f".{target.name}-", target.parent)) for suffix in (".tmp", OLD))
     try:
         for name, data in files.items():
-            _write_synced(new / name, data)
+            write_synced(new / name, data)
         new.chmod(0o755)
         if target.exists():
             os.replace(target, old)
         os.replace(new, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         if (old / SUMS).exists():
             os.replace(old, target)
-        raise _not_saved(f"record {short_name(target)}", error) from error
+        raise not_saved(f"record {short_name(target)}", error) from error
     finally:
         for folder in (new, old):
             shutil.rmtree(folder, ignore_errors=True)
     return read_record(target)
 
 
+def rounded(value: Any) -> Any:
+    """Every float in lists and dicts to six significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def versions() -> dict[str, Any]:
+    """What ran, and the rules of the ledger that were known then."""
+    modules = (torch, numpy, tokenizers)
+    known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
+    known |= {module.__name__: module.__version__ for module in modules}
+    if paths.CHECKOUT is not None:
+        command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git here, or an archive of the code
+            known["commit"] = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    return known
+
+
 def read_record(target: Path) -> Record:
-    """Read a record, each file against its digest, and all of it against `schema`. Raises `CorruptRecord`."""
+    """Read a record, each file but the weights against its digest. Raises `CorruptRecord`, which names the file."""
+    digests = _digests(target)
+    names = [*(f"{part}.json" for part in PARTS), *digests]
+    files = {name: _intact(target, name, digests) for name in dict.fromkeys(names) if name != WEIGHTS}
+    config, metrics, provenance = (json.loads(files[f"{part}.json"]) for part in PARTS)
+    return Record(target, config, metrics, provenance, digests)
+
+
+def _digests(target: Path) -> dict[str, str]:
     try:
-        files = _verified(target)
-        parts = [json.loads((target / f"{part}.json").read_text("utf-8")) for part in PARTS]
-        check_record(*parts)
-        for file in files:
-            _check_format(target / file)
-        record = Record(target, *parts)
-        check_arrays(record.arrays, len(record.metrics["curve"]))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptRecord(f"record {short_name(target)}: {error or type(error).__name__}: {ADVICE}") from error
-    return record
+        *lines, own = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
+        require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
+        return dict(line.split()[::-1] for line in lines)
+    except (OSError, ValueError) as error:
+        raise CorruptRecord(f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}") from error
+
+
+def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
+    path = target / name
+    data = path.read_bytes() if path.is_file() else None
+    if data is None or _sha256(data) != digests.get(name):
+        lack = "missing" if data is None else "truncated or changed"
+        raise CorruptRecord(f"record {short_name(target)}: {name} is {lack}: {ADVICE}")
+    return data
 
 
 def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
     """Every step of a fine-tuning's metrics.json: step, train_loss, gradient_norm (Figure 30); none of pre-training."""
-    points = [point for point in metrics["curve"] if "gradient_norms" in point]
-    pairs = [pair for point in points for pair in zip(point["losses"], point["gradient_norms"], strict=True)]
-    return [{"step": step, "train_loss": loss, "gradient_norm": norm} for step, (loss, norm) in enumerate(pairs, 1)]
+    steps: list[dict[str, float]] = []
+    for point in metrics["curve"]:
+        for loss, norm in zip(point.get("losses", ()), point.get("gradient_norms", ()), strict=True):
+            steps.append({"step": len(steps) + 1, "train_loss": loss, "gradient_norm": norm})
+    return steps
 
 
-def _verified(target: Path) -> list[str]:
-    """The names of a record's files, each as it was written; its weights may have been deleted."""
-    try:
-        lines = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
-        body, (own, own_name) = "".join(lines[:-1]), lines[-1].split()
-        digests = {file: digest for digest, file in map(str.split, lines[:-1])}
-    except (OSError, ValueError, IndexError) as error:
-        raise ValueError(f"{SUMS} is missing or unreadable") from error
-    whole = own_name == SUMS and lines[-1].endswith("\n") and _sha256(body.encode()) == own
-    require(whole, f"{SUMS} is damaged")
-    for file in dict.fromkeys((*(f"{part}.json" for part in PARTS), *digests)):
-        path = target / file
-        if file == WEIGHTS and not path.exists():  # left out to save space: a record without weights
-            del digests[file]
-            continue
-        require(path.is_file() and Path(file).name == file, f"{file} is missing")
-        require(_sha256(path.read_bytes()) == digests.get(file), f"{file} is truncated or changed")
-    return list(digests)
+@contextlib.contextmanager
+def run_lock(target: Path) -> Iterator[None]:
+    """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
 
-
-def _check_format(path: Path) -> None:
-    """Raise ValueError unless a file of weights or a tokenizer is one, by its header."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-        elif path.name == "tokenizer.json":
-            tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{path.name} cannot be read ({error})") from error
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-    """Write tensors and a JSON value to one file, atomically: a failure leaves what was there before.
-
-    Raises OSError with advice when the disk is full.
+    The kernel drops the lock with the process that held it. What a killed one left of a record that it was writing is
+    removed, or put in its place where that is empty and what is left is whole: killed while one replaced the other.
     """
-    data = _packed(tensors, {"extra": as_json(extra)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        _write_synced(temporary, data, hashlib.sha256(data).digest())  # not joined: it may be large
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _not_saved(path.name, error) from error
-    _sync_folder(path.parent)
+    partial = partial_folder(target)
+    with _locked(partial / "lock", short_name(target)):
+        lefts = target.parent.glob(f".{target.name}-*.tmp")
+        for left in sorted(lefts, key=lambda left: left.name.endswith(OLD)):  # of two whole ones the new one first
+            if not target.exists():
+                with contextlib.suppress(CorruptRecord):
+                    read_record(left)
+                    os.replace(left, target)
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+        if target.exists():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _not_saved(what: str, error: OSError) -> OSError:
-    advice = "free some space and run the same command again; what was saved before is intact"
-    return OSError(error.errno, f"could not save {what} ({error.strerror}): {advice}")
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_tensors` wrote. Raises `CorruptRecord` if a single byte of it has changed."""
-    blob = path.read_bytes()
-    data, digest = blob[:-32], blob[-32:]
-    if len(blob) < 40 or hashlib.sha256(data).digest() != digest:
-        raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
-    try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return load_tensors(data), json.loads(header["__metadata__"]["extra"])
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise CorruptRecord(f"{path.parent.name}/{path.name} is not a checkpoint") from error
-
-
-def ledger_sha256() -> str:
-    """The hash of the ledger, which each record keeps: the rules that judge it stood before it (`ledger.frozen`)."""
-    return _hash_of(LEDGER_MODULES)
-
-
-def _hash_of(modules: tuple[str, ...]) -> str:
-    return _sha256(b"".join((paths.PACKAGE / f"{module}.py").read_bytes() for module in modules))
-
-
-def versions() -> dict[str, Any]:
-    """What ran: package versions, a hash of the training code, and that of the ledger as it stood then."""
-    return {
-        "code_sha256": _hash_of(TRAINING_MODULES),
-        "ledger": ledger_sha256(),
-        "python": platform.python_version(),
-        "processor": platform.machine(),
-        **{module.__name__: module.__version__ for module in (torch, numpy, tokenizers, safetensors)},
-    }
+def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
+    for _attempt in range(100):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # its last owner is removing the folder
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                return FileLock(path, timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
+            except Timeout as error:
+                raise RunLocked(f"{name} is being trained by another process") from error
+    raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _packed(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    return dump_tensors({name: x.detach().contiguous().cpu() for name, x in tensors.items()}, metadata)
+def _packed(tensors: dict[str, Tensor]) -> bytes:
+    return dump_tensors({name: x.detach().contiguous().cpu() for name, x in tensors.items()})
 
 
-def _write_synced(path: Path, *parts: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     with open(path, "wb") as file:
-        file.writelines(parts)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def not_saved(what: str, error: OSError) -> OSError:
+    advice = "free some space and run the same command again; what was saved before is intact"
+    return OSError(error.errno, f"could not save {what} ({error.strerror}): {advice}")

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from sinkutils import paths
 from sinkutils.data.corpus import public_name
-from sinkutils.study.config import RunConfig
+from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.grid import config, plan
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS, CorruptRecord, Record, config_dict, read_record, record_folder
+from sinkutils.study.record import (
+    RECIPE,
+    RETIRED,
+    SUMS,
+    CorruptRecord,
+    Record,
+    public,
+    read_record,
+    record_folder,
+)
 
 CHANGED = "the experiment or the recipe has changed since: train it again"
 
@@ -91,22 +101,36 @@ class Runs:
 
         preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd".
         """
-        base, apart, _ = preset.partition("@")
-        find_preset(base)
+        find_preset(preset.partition("@")[0])
         folders = [path for path in (self.folder / preset).glob("*/*") if path.is_dir() and path.name.isdigit()]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            name, record = folder.parent.name, None
-            try:
-                record = read_record(folder)
-                run = config(name, base, int(folder.name))
-                current = run.experiment == name and is_of(record, run, record.config.get("corpus") if apart else None)
-                status, reason = (record.status, record.metrics["reason"]) if current else ("stale", CHANGED)
-            except CorruptRecord as error:
-                warnings.warn(str(error), stacklevel=2)
-                status, reason = "corrupt", str(error)
-            except ValueError as error:  # no such experiment at this preset
-                status, reason = "stale", str(error)
-            yield Entry(folder, status, reason, record)
+            entry = _entry(folder, _state(folder))
+            if entry.status == "corrupt":
+                warnings.warn(str(entry.reason), stacklevel=2)
+            yield entry
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What changes when a file of a record does: name, time and size of each."""
+    stats = [(file.name, file.stat()) for file in os.scandir(folder)]
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+
+
+@lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
+def _entry(folder: Path, state: tuple[tuple[str, int, int], ...]) -> Entry:
+    preset, name, seed = folder.parts[-3:]
+    base, apart, _ = preset.partition("@")
+    record = None
+    try:
+        record = read_record(folder)
+        run = config(name, base, int(seed))
+        if run.experiment == name and is_of(record, run, record.config["corpus"] if apart else None):
+            return Entry(folder, record.status, record.metrics["reason"], record)
+        return Entry(folder, "stale", CHANGED, record)
+    except CorruptRecord as error:
+        return Entry(folder, "corrupt", str(error), None)
+    except ValueError as error:  # no such experiment at this preset
+        return Entry(folder, "stale", str(error), record)
 
 
 def is_of(record: Record, run: RunConfig, corpus: dict[str, str] | None = None) -> bool:
@@ -114,20 +138,15 @@ def is_of(record: Record, run: RunConfig, corpus: dict[str, str] | None = None) 
 
     A field that came after the record counts with its default: what a new field adds, older runs did not have.
     """
-    expected = config_dict(run)
-    made_on = record.config.get("corpus") or {}
-    wanted = {**expected, "corpus": corpus or {**made_on, "name": expected["data"]["corpus"]}}
-    return _with_defaults(record.config, config_dict(type(run)(run.experiment, run.preset))) == wanted
-
-
-def _with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`values` with what they lack of `defaults`, at every depth."""
-    inner = {
-        name: _with_defaults(value, defaults[name])
-        for name, value in values.items()
-        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
-    }
-    return {**{name: value for name, value in defaults.items() if name != "recipe"}, **values, **inner}
+    values = {name: value for name, value in record.config.items() if name not in ("corpus", "recipe")}
+    data = values["data"]
+    values["data"] = {name: data[name] for name in data if name not in RETIRED or data[name] != RETIRED[name]}
+    try:
+        same = from_dict(type(run), values) == public(run)
+    except (TypeError, ValueError):  # of another kind, or with a field that there is no more
+        return False
+    wanted = corpus or record.config["corpus"] | {"name": public_name(run.data.corpus)}
+    return same and record.config["recipe"] == RECIPE and record.config["corpus"] == wanted
 
 
 def _read(folder: Path, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:

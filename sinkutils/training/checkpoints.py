@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
 
-from sinkutils.study.record import CorruptRecord, config_hash, read_tensors, write_tensors
+from sinkutils.study.record import CorruptRecord, config_hash, not_saved, sync_folder, write_synced
 
 if TYPE_CHECKING:
     from sinkutils.training.run import Run
 
 # Of a model and its optimisers, however they are cut: whole, by name, in rank 0's memory.
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
 
 
 def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
-    weights, state = whole_state(run)
-    tensors = {f"model.{name}": weight for name, weight in weights.items()}
-    for name, moments in state.get("state", {}).items():
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-    if run.alphas:
-        tensors["alphas"] = torch.stack(run.alphas)
-    extra = {"run": identity(run), "step": run.step, "seconds": run.seconds, "curve": run.curve}
-    extra |= {"machines": run.machines, "ways": run.ways}
-    run.group.once(write_tensors, path, tensors, extra)
+    model, optimizer = dcp.get_state_dict(run.model, run.optimizers, options=WHOLE)
+    state = {"of": identity(run), "model": model, "optimizer": optimizer}
+    state |= {name: getattr(run, name) for name in run.PROGRESS}
+    run.group.once(_write, path, state)
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    data = file.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_synced(temporary, hashlib.sha256(data).digest() + data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise not_saved(path.name, error) from error
+    sync_folder(path.parent)
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start from step 0."""
-    tensors, extra = read_checkpoint(run, path) if run.group.first else ({}, None)
-    extra = run.group.once(lambda: extra)
-    if extra is None:
+    state = _state_of(run, path) if run.group.first else {}
+    progress = run.group.once(lambda: {name: state[name] for name in run.PROGRESS} if state else None)
+    if progress is None:
         return
-    weights, state = whole_state(run)  # of the start, to be filled
-    weights.update({name: tensors[f"model.{name}"] for name in weights})
-    for name, moments in state.get("state", {}).items():
-        moments.update({key: tensors[f"optimizer.{name}.{key}"] for key in moments})
+    model, optimizer = (state.pop(name, {}) for name in ("model", "optimizer"))  # on rank 0, which hands them out
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    dcp.set_model_state_dict(run.model, weights, options=options)
-    dcp.set_optimizer_state_dict(run.model, run.optimizers, state, options=options)
-    run.step, run.seconds, run.curve = extra["step"], extra["seconds"], extra["curve"]
-    run.alphas = list(tensors.get("alphas", ()))  # on rank 0, which writes the record
-    run.machines = _joined(extra.get("machines", []), run.machines)
-    run.ways = _joined(extra.get("ways", []), run.ways)
-
-
-def _joined(before: list[Any], here: list[Any]) -> list[Any]:
-    """What parts of a run were trained on, and what the one that goes on is, where that differs from the last."""
-    return [*before, *here] if before[-1:] != here else before
-
-
-def whole_state(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights by name, and the optimisers' "state" by the parameter's name; on ranks that do not write, nothing."""
-    weights, state = dcp.get_state_dict(run.model, run.optimizers, options=WHOLE)
-    return (weights, state) if run.group.first else ({}, {})
+    dcp.set_model_state_dict(run.model, model, options=options)
+    dcp.set_optimizer_state_dict(run.model, run.optimizers, optimizer, options=options)
+    for name, value in progress.items():
+        setattr(run, name, value)
 
 
 def identity(run: Run) -> list[str]:
@@ -68,16 +65,24 @@ def identity(run: Run) -> list[str]:
     return [config_hash(run.config), run.fingerprint]
 
 
-def read_checkpoint(run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The tensors and the rest of a checkpoint of this run; nothing and None where there is none that can be used."""
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte of it has changed."""
+    blob = path.read_bytes()
+    if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
+        raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
+    return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
+
+
+def _state_of(run: Run, path: Path) -> dict[str, Any]:
+    """The state in a file, empty where there is none that can be used; of one that cannot be, a warning says why."""
     if not path.exists():
-        return {}, None
+        return {}
     try:
-        tensors, extra = read_tensors(path)
-        if extra.get("run") == identity(run):
-            return tensors, extra
-        reason = f"{path.parent.name}/{path.name} is of another config or corpus, or of an older version"
+        state = read_checkpoint(path)
+        if state["of"] == identity(run):
+            return state
+        reason = f"{path.parent.name}/{path.name} is of another config or corpus"
     except CorruptRecord as error:
         reason = str(error)
     warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
-    return {}, None
+    return {}

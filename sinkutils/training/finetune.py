@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
 from sinkutils.data.tokenizer import open_tokenizer, special_ids
+from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import FinetuneConfig
-from sinkutils.study.record import Record
+from sinkutils.study.record import WEIGHTS, Record
 from sinkutils.training.run import CrossEntropy, Run
 
 
@@ -40,13 +40,12 @@ class FinetuneRun(Run):
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
-        path = self.start.folder / "model.safetensors"
         tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
         if tokenizer.to_str() != self.corpus.tokenizer.to_str():  # the same object tells `probe` that ids can be shared
             self.tokenizer = tokenizer
         model = TransformerLM(self.config.model)
-        model.load_state_dict(load_file(path))
-        self.weights_sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        model.load_state_dict(self.start.load_weights())
+        self.weights_sha256 = self.start.digests[WEIGHTS]
         return model
 
     def batches(self) -> tuple[Pairs, Pairs]:
@@ -69,10 +68,10 @@ class FinetuneRun(Run):
         more = {"pairs_sha256": self.pairs_sha256, "start_weights_sha256": self.weights_sha256}
         return super().provenance() | more
 
-    def steps(self, losses: list[float]) -> dict[str, Any]:
-        """The loss of every step since the last evaluation, and its gradient norm before clipping."""
+    def keep(self, point: dict[str, Any], report: Report, losses: list[float]) -> None:
+        """Adds the loss of every step since the last evaluation, and its gradient norm before clipping (Figure 30)."""
         norms = [float(self.group.whole(norm)) for _, norm in self.passed]
-        return {"losses": losses, "gradient_norms": norms}
+        super().keep(point | {"losses": losses, "gradient_norms": norms}, report, losses)
 
     def valid_loss(self) -> float:
         """The mean over the tokens of the held-out answers."""

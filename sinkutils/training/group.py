@@ -1,6 +1,6 @@
 """One run over the processes that torchrun started: DDP where one GPU holds the model, FSDP2 where it has to be cut.
 
-Rank 0 alone reads and writes records and checkpoints, and the others hear from it what came out (`Group.once`).
+Rank 0 alone reads and writes records and checkpoints. Where one process fails, torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,6 @@ PARALLEL = ("ddp", "fsdp")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
 
 
-def attempt(function: Callable[..., T], *arguments: Any) -> tuple[T, None] | tuple[None, Exception]:
-    """What a function returns, and what it raises: one of them."""
-    try:
-        return function(*arguments), None
-    except Exception as error:
-        return None, error
-
-
 @dataclass(frozen=True)
 class Group:
     """The processes of one run. By default this one alone, for which each method is the plain thing."""
@@ -49,38 +41,23 @@ class Group:
         return self.rank == 0
 
     def once(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function(*arguments)` returns, or raises, on rank 0, in every process; the others do not call it."""
+        """What `function(*arguments)` returns on rank 0, in every process; the others do not call it."""
         if self.size == 1:
             return function(*arguments)
-        outcome: list[Any] = [attempt(function, *arguments) if self.first else None]
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        result = [function(*arguments) if self.first else None]
+        dist.broadcast_object_list(result, src=0, group=self.control)
+        return result[0]  # type: ignore[return-value]
 
     def in_turn(self, function: Callable[[], T]) -> T:
-        """`function()` in every process, on each machine in one of them before the others: it fills a cache.
-
-        Where it fails in one of the first, all raise what that one raised.
-        """
+        """`function()` in every process, on each machine in one of them before the others: it fills a cache."""
         if self.size == 1:
             return function()
-        result, error = attempt(function) if self.local_rank == 0 else (None, None)
-        for other in filter(None, self._all(error)):
-            raise other
-        return function() if result is None else result
-
-    def agree(self, what: str, value: object) -> None:
-        """Raise RuntimeError unless `value` is the same in every process."""
-        values = self._all(value) if self.size > 1 else []
-        if len(set(values)) > 1:
-            raise RuntimeError(f"the processes do not agree on {what}: {values}")
-
-    def _all(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        if self.local_rank > 0:
+            dist.barrier(self.control)
+        result = function()
+        if self.local_rank == 0:
+            dist.barrier(self.control)
+        return result
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of x over the processes."""
@@ -104,7 +81,7 @@ class Group:
 
     def share(self, batch: Tensor) -> Tensor:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
-        return batch if self.size == 1 else batch.chunk(self.size)[self.rank]
+        return batch.chunk(self.size)[self.rank]
 
     def wrap(self, model: Any, precision: str) -> nn.Module:
         """The module to call in training. To be called before the optimiser is made: FSDP replaces the parameters.
@@ -123,9 +100,8 @@ class Group:
             half = torch.bfloat16 if precision == "bf16" else None
             # Inputs are not cast: the position tables among them need their precision.
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
             register_fsdp_forward_method(model, "hidden")  # what `measure` calls
         return model
 

@@ -21,7 +21,7 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import NotFinite, Report
+from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
@@ -31,6 +31,9 @@ from sinkutils.training.optimizers import make_optimizers
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
+CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
+ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
+NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "skipped_why", "name")  # of a report, in a record
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -74,10 +77,25 @@ def instruction_set() -> list[str]:
     return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
 
 
+def usable_precision(asked: str, device: torch.device) -> str:
+    """bf16 where the config asks for it and the device has instructions for it, else fp32."""
+    if asked != "bf16":
+        return "fp32"
+    if device.type == "cuda":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = device.type == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(instruction_set())
+    return "bf16" if able else "fp32"
+
+
 class Run:
-    """`train` drives it."""
+    """The state of one run between two optimiser steps; `train` drives it.
+
+    config, corpus: what the run is of. start: of a fine-tuning, the record whose weights it starts from.
+    """
 
     loss = staticmethod(next_token_loss)
+    PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
 
     def __init__(
         self,
@@ -85,27 +103,26 @@ class Run:
         corpus: Corpus,
         device: torch.device,
         group: Group = ALONE,
-        start: Record | None = None,  # of a fine-tuning
+        start: Record | None = None,
     ) -> None:
         self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
-        self.model = self.first_model().to(device)
         train = config.train
-        self.trained = group.wrap(self.model, train.precision)  # the model itself, or what DDP puts around it
+        self.precision = usable_precision(train.precision, device)
+        self.model = self.first_model().to(device)
+        self.trained = group.wrap(self.model, self.precision)  # the model itself, or what DDP puts around it
         self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        size = (train.eval_sequences, train.eval_length)
-        ids = probe("natural", self.tokenizer, *size, EVALUATION_SEED, bos=config.data.bos, corpus=corpus)
+        ids = probe("natural", self.tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
+        self.seconds = 0.0
         self.curve: list[dict[str, Any]] = []
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
+        self.parts: list[dict[str, Any]] = []  # on what it was trained: more than one where it moved to another machine
         self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
-        self.seconds = 0.0
-        self.machines = [instruction_set()]  # of each that trained a part of it, in their order
-        self.ways: list[dict[str, Any]] = []  # device and compilation of each part, in their order; `train` gives them
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
@@ -128,20 +145,20 @@ class Run:
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
 
     def provenance(self) -> dict[str, Any]:
-        """What the record says of the run's text beside its name and hash, and of the machines that it ran on."""
-        known: dict[str, Any] = {"instruction_set": self.machines[-1]}
-        if len(self.machines) > 1:
-            known["began_on"] = self.machines[:-1]
-        if len(self.ways) > 1:
-            known["began_as"] = self.ways[:-1]
-        return known | {"corpus_train_tokens": len(self.chunks.tokens)}
+        """What the record says beside the text's name and hash: on what it was trained, how large the text is."""
+        now = self.parts[-1] if self.parts else {}
+        before = {"began_on": self.parts[:-1]} if len(self.parts) > 1 else {}
+        return {**now, **before, "corpus_train_tokens": len(self.chunks.tokens)}
 
     def autocast(self) -> torch.autocast:
-        """bf16 where the config asks for it."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        """bf16 where it is used, as `precision` says; weights and optimiser stay fp32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device."""
+        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device.
+
+        forward: the loss as a function of model, micro-batch and unscored positions; compiled or not.
+        """
         config = self.config.train
         batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
         parts = batch.split(config.micro_batch or config.batch_size)
@@ -153,9 +170,10 @@ class Run:
                 loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        rate = learning_rate(config, self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, self.step)
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
@@ -175,25 +193,20 @@ class Run:
             report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return point, None
-        point |= {f"sink_{k}": report.sink(k) for k in self.targets[:4]} | {"excess_1": report.excess(1)}
-        if report.star is not None:
-            point |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
-        if report.length > 1:  # of the first token, by block: massive activations and small values (Section 3.1)
-            assert report.hidden_peaks is not None and report.value_norms is not None
-            others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
-            by_block = {"peak_1": report.hidden_peaks[:, 0], "value_ratio_1": report.value_norms[:, 0] / others}
-            point |= {name: [round(x, 4) for x in values.tolist()] for name, values in by_block.items()}
-        return point, report
+        return point | sinks(report), report
 
-    def steps(self, losses: list[float]) -> dict[str, Any]:
-        """What a point of the curve says of each step since the last; losses: means over the group."""
-        return {}
+    def keep(self, point: dict[str, Any], report: Report, losses: list[float]) -> None:
+        """Add a point to the curve, and to `alphas` the mean alpha of its report.
 
-    def keep(self, point: dict[str, Any], report: Report) -> None:
-        """Add a point to the curve, and to `alphas` the mean alpha of its report."""
+        losses: of each step since the last evaluation, means over the group; empty before the first step.
+        """
+        if losses:
+            point = point | {"train_loss": sum(losses) / len(losses)}
         self.curve.append(point)
-        star = [] if report.star is None else [report.star.mean(dim=0)[None]]
-        self.alphas.append(torch.cat([report.alpha.mean(dim=0), *star]).half())
+        alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
+        if report.star is not None:
+            alpha = torch.cat([alpha, report.star.mean(dim=0)[None]])
+        self.alphas.append(alpha.half())
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
@@ -219,25 +232,51 @@ class Run:
         return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
 
 
+def sinks(report: Report) -> dict[str, Any]:
+    """What a point of the curve says of attention: Sink_k in percent, the excess, and x_1 by block (Section 3.1)."""
+    numbers: dict[str, Any] = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
+    numbers["excess_1"] = report.excess(1)
+    if report.star is not None:
+        numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
+    if report.length > 1:
+        assert report.hidden_peaks is not None and report.value_norms is not None
+        others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
+        ratios = report.value_norms[:, 0] / others
+        numbers["peak_1"] = [digits(x, 4) for x in report.hidden_peaks[:, 0].tolist()]
+        numbers["value_ratio_1"] = [digits(x, 4) for x in ratios.tolist()]
+    return numbers
+
+
 def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
-    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients."""
+    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
+
+    report: of the last evaluation. reason: why the run failed, or None.
+    """
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
     if report is not None and reason is None:
-        final["report"] = report.to_dict()
+        final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
-                final["gradients"] = gradient_norms(run.model, run.probe)
+                gradients = gradient_norms(run.model, run.probe)
+            final["gradients"] = {"input": [[digits(x, 3) for x in row] for row in gradients.get("input", [])]}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
-def arrays(run: Run, report: Report | None) -> dict[str, Tensor]:
-    """What alpha.safetensors holds, float16: `curve` (evaluations, targets, L, H), means over the texts; at the end
-    `final` (texts, targets 1..3, L, H) and `star` (texts, L, H) if there is one, so that any eps can be asked later.
-    """
-    tensors = {"curve": torch.stack(run.alphas)} if run.alphas else {}
-    if report is not None:
-        tensors["final"] = report.alpha[:, :3].half()
-        if report.star is not None:
-            tensors["star"] = report.star.half()
-    return tensors
+def of_report(report: Report) -> dict[str, Any]:
+    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
+    whole = report.to_dict()
+    kept = {name: value for name, value in whole.items() if name not in NOT_KEPT}
+    shown = [str(eps) for eps in EPSILONS]
+    kept["sink"] = {k: {eps: by_eps[eps] for eps in shown} for k, by_eps in whole["sink"].items()}
+    if "sink_star" in whole:
+        kept["sink_star"] = {eps: whole["sink_star"][eps] for eps in shown}
+    for name in BY_POSITION:
+        if name in kept:
+            kept[name] = [[digits(x, 4) for x in row] for row in kept[name]]
+    return kept
+
+
+def digits(x: float, count: int) -> float:
+    """x to so many significant digits."""
+    return float(f"{x:.{count}g}")

@@ -7,6 +7,7 @@ twice at once. An engine is anything with `submit(function, *arguments)`, which 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,22 +33,10 @@ from sinkutils.study.store import Runs
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
+LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed.
-
-    detail: why it failed or crashed, or that it had to start again.
-    """
-
-    experiment: str
-    seed: int
-    status: str
-    detail: str = ""
 
 
 def run_one(
@@ -65,20 +54,24 @@ def run_one(
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
 
 
-def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
-    """The device of each worker: the one asked for, else this machine's GPUs in turn, else what the preset is made for.
+# --- engines
 
-    Raises ValueError where a GPU is asked for, or the preset is made for one, and this machine has none.
+
+def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
+    """The device of each worker: the one asked for, else what the preset is made for, so that its seeds are alike.
+
+    "cuda" on this machine means its GPUs in turn. Raises ValueError where a GPU is wanted and this machine has none.
     """
     kind = asked or preset(preset_name).device
-    if engine_name == "local":
-        gpus = torch.cuda.device_count()
-        advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
-        lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
-        require(bool(asked) or kind != "cuda" or gpus > 0, lack)
-        find_device(asked or "cpu")
-        if gpus and asked in (None, "cuda"):
-            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
+    if engine_name != "local":
+        return (kind,) * jobs
+    gpus = torch.cuda.device_count()
+    advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
+    lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
+    require(bool(asked) or kind != "cuda" or gpus > 0, lack)
+    find_device(kind)
+    if kind == "cuda":
+        return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
     return (kind,) * jobs
 
 
@@ -100,16 +93,84 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Any:
 
 
 class RayEngine:
-    """Ray behind the same `submit`."""
+    """Ray behind the same `submit`: the cluster that RAY_ADDRESS names, else one that it starts here.
+
+    Raises ValueError where the runs need a GPU and the cluster has none: such a task would wait for ever.
+    """
 
     def __init__(self, ray: Any, jobs: int, gpu: bool) -> None:
         self.ray, self.needs = ray, {"num_cpus": 1, "num_gpus": int(gpu)}
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS")
             ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
+        if gpu and ray.cluster_resources().get("GPU", 0) < 1:
+            raise ValueError("these runs need a GPU and the Ray cluster has none: add one, or give --device cpu")
 
     def submit(self, function: Any, *arguments: Any) -> Any:
         return self.ray.remote(**self.needs)(function).remote(*arguments).future()
+
+
+# --- the sweep
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed.
+
+    detail: why it failed or crashed, or that it had to start again.
+    """
+
+    experiment: str
+    seed: int
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that an engine has. size: of its log before the run, which adds to it."""
+
+    run: RunConfig
+    device: str
+    folder: Path
+    log: Path
+    size: int
+    future: Any
+
+    def said(self) -> str:
+        """What the run wrote to its log so far."""
+        return self.log.read_bytes()[self.size :].decode(errors="replace") if self.log.exists() else ""
+
+    def steps(self) -> int:
+        """The step at which the run is, as its progress bar says."""
+        bar = rf"{re.escape(self.run.experiment)} seed {self.run.seed}: [^\r]*?(\d+)/\d+ \["
+        shown = re.findall(bar, self.said())
+        return int(shown[-1]) if shown else 0
+
+    def outcome(self) -> Outcome:
+        """How the run ended, once its future is done."""
+        try:
+            status, detail = self._ended(self.future.result())
+        except CorruptRecord as error:
+            status, detail = "crashed", str(error)
+        except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
+            status, detail = "crashed", f"{type(error).__name__}: {error}; see {self.log.parent.name}/{self.log.name}"
+        return Outcome(self.run.experiment, self.run.seed, status, detail)
+
+    def _ended(self, exit_status: int) -> tuple[str, str]:
+        if exit_status == LOCKED:
+            return "elsewhere", "another worker holds its lock"
+        # Some messages stand behind a progress bar.
+        messages = [line.partition(SAID)[2] for line in self.said().splitlines() if SAID in line]
+        if exit_status != 0:
+            full = self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM
+            if full and not messages:
+                messages = ["the disk is full: free some space and run the same command again"]
+            where = f"see {self.log.parent.name}/{self.log.name}"
+            return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], where])
+        record = read_record(self.folder)
+        reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
+        return record.status, "; ".join(filter(None, reasons))
 
 
 def sweep(
@@ -127,41 +188,44 @@ def sweep(
 ) -> list[Outcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
-    A fine-tuning waits until the run that it starts from has ended.
+    A fine-tuning waits until the run that it starts from has ended. Logs go to logs/<preset> inside `runs`.
 
     jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
-    device: where runs train; None: the GPUs of this machine in turn, on a cluster what the preset is made for.
+    device: where runs train; None: what the preset is made for.
     Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)
-    logs = store.folder.parent / "logs" / preset_name
     text = identity(preset_name, corpus, progress)
     plan = store.missing(preset_name, seeds, text, only)
+    logs = store.folder / "logs" / preset_name
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
-    queue, waiting = list(plan), dict[Any, tuple[RunConfig, str, Path, int]]()
-    outcomes: list[Outcome] = []
-    total, title = sum(run.train.steps for run in plan), f"{preset_name}: 0/{len(plan)} runs"
-    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress, desc=title) as bar:
-        while queue or waiting:
-            while free and (run := _next(queue, [run for run, *_ in waiting.values()])):
+    queue, running, outcomes, ended = list(plan), list[Job](), list[Outcome](), 0
+    if plan and progress:
+        print(f"logs of the runs: {logs}", file=sys.stderr)
+    total = sum(run.train.steps for run in plan)
+    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
+        while queue or running:
+            while free and (run := _next(queue, [job.run for job in running])):
                 queue.remove(run)
-                where = free.popleft()
-                log = logs / f"{run.experiment}-{run.seed}.log"
+                log, where = logs / f"{run.experiment}-{run.seed}.log", free.popleft()
                 size = log.stat().st_size if log.exists() else 0
-                options = (str(log), checkpoint_seconds, corpus, where)
-                future = pool.submit(run_one, preset_name, run.experiment, run.seed, str(store.folder), *options)
-                waiting[future] = (run, where, log, size)
-            finished = [future for future in waiting if future.done()]
-            for future in finished:
-                run, where, log, size = waiting.pop(future)
-                free.append(where)
-                outcomes.append(_outcome(run.experiment, run.seed, store.place(run, text), log, size, future))
-                bar.update(run.train.steps)
-                bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs, last {run.experiment}")
+                task = (preset_name, run.experiment, run.seed, str(store.folder), str(log))
+                future = pool.submit(run_one, *task, checkpoint_seconds, corpus, where)
+                running.append(Job(run, where, store.place(run, text), log, size, future))
+                if engine_name == "slurm":
+                    bar.write(f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep")
+            finished = [job for job in running if job.future.done()]
+            for job in finished:
+                running.remove(job)
+                free.append(job.device)
+                outcomes.append(job.outcome())
+                ended += job.run.train.steps
+            bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs", refresh=False)
+            bar.update(ended + sum(job.steps() for job in running) - bar.n)
             if not finished:
                 time.sleep(POLL_SECONDS)
     return outcomes
@@ -180,33 +244,6 @@ def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dic
     """`Corpus.identity` of a text that was asked for in place of the preset's own, None where none was."""
     vocab_size = preset(preset_name).model.vocab_size
     return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
-
-
-def _outcome(name: str, seed: int, folder: Path, log: Path, size: int, future: Any) -> Outcome:
-    """size: of the log before the run, which adds to it."""
-    where = f"see {log.parent.name}/{log.name}"
-    try:
-        status = future.result()
-        if status == 3:
-            return Outcome(name, seed, "elsewhere", "another worker holds its lock")
-        said = _said(log, size)
-        if status != 0:
-            return Outcome(name, seed, "crashed", "; ".join([f"exit status {status}", *said[-1:], where]))
-        record = read_record(folder)
-    except CorruptRecord as error:
-        return Outcome(name, seed, "crashed", str(error))
-    except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
-        return Outcome(name, seed, "crashed", f"{type(error).__name__}: {error}; {where}")
-    reasons = [record.metrics["reason"], *(line for line in said if AGAIN in line)]
-    return Outcome(name, seed, record.status, "; ".join(filter(None, reasons)))
-
-
-def _said(log: Path, size: int) -> list[str]:
-    """The messages in a log beyond its first `size` bytes; some stand behind a progress bar."""
-    lines = log.read_bytes()[size:].decode(errors="replace").splitlines() if log.exists() else []
-    said = [line.partition(SAID)[2] for line in lines if SAID in line]
-    full = log.parent.exists() and shutil.disk_usage(log.parent).free < LEAST_ROOM
-    return said or ["the disk is full: free some space and run the same command again"] * full
 
 
 def estimate(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from sinkutils.study.store import Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.products import bf16_products
-from sinkutils.training.run import Run, arrays, summary
+from sinkutils.training.run import Run, instruction_set, summary
+
+CHECKPOINT = "checkpoint.pt"  # beside the record that the run will become
 
 
 def train(
@@ -61,122 +63,162 @@ def train(
     compile: use torch.compile; None: as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
-    store = Runs(runs)
+    store, target = Runs(runs), find_device(device)
     if corpus is None:  # a record is found without opening the text
         done = group.once(store.get, config, None, keep_weights)
         if done is not None:
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
-    target = find_device(device)
-    asked = corpus is not None
-    if not isinstance(corpus, Corpus):
-        name = corpus or config.data.corpus
-        corpus = group.in_turn(partial(load_corpus, name, config.model.vocab_size, progress=progress))
-        group.agree("the corpus", corpus.fingerprint)
-    text = corpus.identity  # also where none was asked for: a record on another text is never replaced
-    folder = group.once(store.place, config, text)
-    size, most = corpus.vocab_size, config.model.vocab_size
-    sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
-    require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
-    if asked and (corpus.name, size) != (public_name(config.data.corpus), most):
-        change = f"corpus {corpus.name!r} with {size} tokens in place of {config.data.corpus!r} with {most}"
-        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=2)
-    elif folder != store.place(config):
-        kept = f"{short_name(store.place(config))} is on another text by the name of {corpus.name!r} and stays"
-        warnings.warn(f"{kept}: the record is {short_name(folder)}", stacklevel=2)
+    text = corpus if isinstance(corpus, Corpus) else _load_text(config, corpus, group, progress)
+    folder = group.once(store.place, config, text.identity)
+    _check_text(text, config, folder, store.place(config))
     if compile is None:
-        compile = PRESETS[config.preset].compile and compiles() if config.preset in PRESETS else False
+        wanted = config.preset in PRESETS and PRESETS[config.preset].compile
+        compile = wanted and compiles()
+    options: dict[str, Any] = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds}
     start = None
     if isinstance(config, FinetuneConfig):
-        before = grid.config(config.start, config.preset, config.seed)
-        start = group.once(lambda: store.get(before, text) or store.get(before))
-        if start is None or (start.status == "done" and start.weights is None):
-            options: dict[str, Any] = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds}
-            given = corpus if asked else None
-            start = train(before, runs, corpus=given, keep_weights=True, progress=progress, group=group, **options)
-        failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
-        reason = start.metrics["reason"]
-        require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
+        options |= {"corpus": None if corpus is None else text, "progress": progress, "group": group}
+        start = _start_of(config, store, text, options)
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread(target))
         stack.enter_context(deterministic_kernels(target))
-        stack.enter_context(bf16_products(target))
         group.once(stack.enter_context, run_lock(folder))
-        done = group.once(store.get, config, text, keep_weights)  # also by whoever held the lock before
+        done = group.once(store.get, config, text.identity, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        kind = Run if start is None else FinetuneRun
-        run = kind(config, corpus, target, group, start)
-        checkpoint = partial_folder(folder) / "checkpoint.safetensors"
-        way = {"device": device_name(target), "compiled": compile}
-        run.ways = [way]
+        run = Run(config, text, target, group) if start is None else FinetuneRun(config, text, target, group, start)
+        loop = Loop(run, partial_folder(folder) / CHECKPOINT, checkpoint_seconds, progress, compile)
+        reason, report = loop.train()
+        return _write(run, folder, reason, report, keep_weights)
+
+
+def _load_text(config: RunConfig, name: str | None, group: Group, progress: bool) -> Corpus:
+    """The text of that name, by default the config's own; the same in every process."""
+    name = name or config.data.corpus
+    corpus = group.in_turn(lambda: load_corpus(name, config.model.vocab_size, progress=progress))
+    same = group.once(lambda: corpus.fingerprint) == corpus.fingerprint
+    require(same, f"the processes do not agree on the corpus {corpus.name!r}")
+    return corpus
+
+
+def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
+    """Warn where a run is not on the text that its config means, and say where its record will be.
+
+    Raises ValueError where the text has more kinds of tokens than the model.
+    """
+    size, most = corpus.vocab_size, config.model.vocab_size
+    sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
+    require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
+    if folder != usual or size != most:
+        own = f"{public_name(config.data.corpus)!r} with {most}"
+        change = f"corpus {corpus.name!r} with {size} tokens in place of {own}, its own text"
+        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=3)
+
+
+def _start_of(config: FinetuneConfig, store: Runs, corpus: Corpus, options: dict[str, Any]) -> Record:
+    """The record that a fine-tuning starts from, with its weights; trained, with these options, if it is not there."""
+    before = grid.config(config.start, config.preset, config.seed)
+    start = options["group"].once(lambda: store.get(before, corpus.identity) or store.get(before))
+    if start is None or (start.status == "done" and start.weights is None):
+        start = train(before, store.root, keep_weights=True, **options)
+    failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
+    reason = start.metrics["reason"]
+    require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
+    return start
+
+
+def _write(run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool) -> Record:
+    """Write the record of a run that has ended, on rank 0; every process gets it."""
+    provenance = {
+        **run.provenance(),
+        "wall_seconds": round(run.seconds, 1),
+        "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
+        "processes": run.group.size,
+        "parallel": run.group.parallel,
+    }
+    weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
+    tokenizer = run.tokenizer if keep_weights else None
+    arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
+    parts = (summary(run, report, reason), provenance, weights, tokenizer, run.corpus.identity, arrays)
+    return run.group.once(write_record, folder, run.config, *parts)
+
+
+class Loop:
+    """The way of a run from its last checkpoint, or from its start, to its last step."""
+
+    def __init__(self, run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool) -> None:
+        self.run, self.progress = run, progress
+        self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
+        model, train = run.config.model, run.config.train
+        if compile:
+            dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+            check_kernels(model.attention, run.device, dtype, model.head_dim)
+        self.forward = torch.compile(run.loss) if compile else run.loss
+        self.hopeless = 2 * math.log(model.vocab_size)  # twice the loss of a uniform guess
+        self.steps, self.eval_every = train.steps, train.eval_every
         load_checkpoint(run, checkpoint)
-        reason, report = _loop(run, checkpoint, checkpoint_seconds, progress, compile)
-        provenance = {
-            **run.provenance(),
-            **way,
-            "wall_seconds": round(run.seconds, 1),
-            "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
-            "processes": group.size,
-            "parallel": group.parallel,
-        }
-        weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None  # on rank 0
-        tokenizer = run.tokenizer if keep_weights else None
-        parts = (summary(run, report, reason), provenance, weights, tokenizer, corpus.identity, arrays(run, report))
-        return group.once(write_record, folder, config, *parts)
+        way = {"device": device_name(run.device), "compiled": compile, "precision_used": run.precision}
+        way["instruction_set"] = instruction_set()
+        if run.parts[-1:] != [way]:
+            run.parts.append(way)
 
+    def train(self) -> tuple[str | None, Report | None]:
+        """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
+        run, report = self.run, None
+        if not run.curve:  # an untrained control: what position terms and biases do by themselves
+            point, report = run.evaluate()
+            if report is not None:
+                run.keep(point, report, [])
+        saved = started = time.monotonic()
+        before, first = run.seconds, run.step
+        with self.bar() as bar:
+            while run.step < self.steps:
+                run.advance(self.forward)
+                bar.update()
+                ended = run.step == self.steps
+                if run.step % self.eval_every and not ended:
+                    continue
+                reason, report = self.evaluate()
+                run.seconds = before + time.monotonic() - started
+                if reason is not None:
+                    return f"{reason} by step {run.step}", None
+                point = run.curve[-1]
+                rate = int((run.step - first) * run.tokens_per_step / (run.seconds - before))
+                bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
+                # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+                due = time.monotonic() - saved > self.checkpoint_seconds
+                if not ended and run.group.once(bool, due):
+                    save_checkpoint(run, self.checkpoint)
+                    saved = time.monotonic()
+        return None, report
 
-def _loop(
-    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool
-) -> tuple[str | None, Report | None]:
-    """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
-    config, report = run.config, None
-    if compile:
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        check_kernels(config.model.attention, run.device, dtype, config.model.head_dim)
-    forward = torch.compile(run.loss) if compile else run.loss
-    hopeless = 2 * math.log(config.model.vocab_size)  # twice the loss of a uniform guess
-    saved = started = time.monotonic()
-    before, first = run.seconds, run.step
-    if not run.curve:  # an untrained control: what position terms and biases do by themselves
+    def evaluate(self) -> tuple[str | None, Report | None]:
+        """A point of the curve; why the run has failed, or None, and the report."""
+        run = self.run
+        losses = run.group.mean(torch.stack([loss for loss, _ in run.passed])).tolist()
+        reason = divergence(losses, self.hopeless)
+        if reason is not None:
+            return reason, None
         point, report = run.evaluate()
-        if report is not None:
-            run.keep({**point, **run.steps([])}, report)
-    name, steps = f"{config.experiment} seed {config.seed}", config.train.steps
-    with tqdm(
-        total=steps, initial=first, disable=not progress, unit="step", leave=False, desc=name, mininterval=1
-    ) as bar:
-        while run.step < steps:
-            run.advance(forward)
-            bar.update()
-            ending = run.step == steps
-            if run.step % config.train.eval_every and not ending:
-                continue
-            losses = run.group.mean(torch.stack([loss for loss, _ in run.passed])).tolist()
-            failure = divergence(losses, hopeless)
-            if not failure:
-                point, report = run.evaluate()
-                failure = divergence([point["valid_loss"]], hopeless)
-                failure = failure or (None if report is not None else "the model computed what is not finite")
-            passed = time.monotonic() - started
-            run.seconds = before + passed
-            if failure:
-                return f"{failure} by step {run.step}", None
-            assert report is not None
-            run.keep({**point, **run.steps(losses), "train_loss": sum(losses) / len(losses)}, report)
-            run.passed.clear()
-            rate = int((run.step - first) * run.tokens_per_step / passed)
-            bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
-            # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
-            if not ending and run.group.once(lambda since=saved: time.monotonic() - since > checkpoint_seconds):
-                save_checkpoint(run, checkpoint)
-                saved = time.monotonic()
-    return None, report
+        if report is None:
+            return "the model computed what is not finite", None
+        run.keep(point, report, losses)
+        run.passed.clear()
+        return None, report
+
+    def bar(self) -> tqdm:
+        """Progress in steps, on a terminal every second, in a log every few; a sweep reads it there."""
+        config = self.run.config
+        every = 1.0 if sys.stderr.isatty() else 5.0
+        name = f"{config.experiment} seed {config.seed}"
+        options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": every}
+        return tqdm(total=self.steps, initial=self.run.step, desc=name, disable=not self.progress, **options)
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
-    """Why a run with these losses has failed, or None: a loss that is not finite, or far above a uniform guess."""
+    """Why a run with these training losses has failed, or None: one is not finite, or all are far above a guess."""
     if not all(map(math.isfinite, losses)):
         return "the loss was not finite"
     if min(losses) > hopeless:

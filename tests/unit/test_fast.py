@@ -1,20 +1,19 @@
-"""The fast forms against the dense reference: values, gradients, memory, and which form is trusted when."""
+"""The fast forms against the dense reference: values, gradients, and which form is trusted when."""
 
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, Largest, draw, name_of, spoil
+from helpers import CPU, draw, name_of, spoil
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from sinkutils.model import fast, flash
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend, features, visible
+from sinkutils.model.attention import LOGARITHMS, SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
     {},
@@ -55,22 +54,16 @@ SPECS = [
 
 
 @pytest.fixture
-def long_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the forms of long sequences at any length, with blocks and chunks that short ones fill."""
-    for constant, value in (("DENSE_LENGTH", {"cpu": 0}), ("BLOCK", 8), ("ROWS", 8), ("CHUNK", 4)):
-        monkeypatch.setattr(fast, constant, value)
-
-
-@pytest.fixture
-def flex_forms(long_forms: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
 
     @functools.cache
     def traced(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
-        return torch.compile(function, **flash.FLEX_COMPILE, backend="eager")
+        return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager")
 
-    monkeypatch.setattr(flash, "_flex_kernel", traced)
-    monkeypatch.setattr(fast, "FORM", "flex")
+    monkeypatch.setattr(flash, "_compiled", traced)
+    monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
+    monkeypatch.setattr(flash, "flex_trusted", lambda *_: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
 
 
@@ -91,17 +84,13 @@ def assert_same_as_dense(
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-@pytest.mark.parametrize("form", ["one dense block", "blocks and chunks"])
-def test_a_form_equals_the_reference(spec, form, request):
-    long = form == "blocks and chunks"
-    if long:
-        request.getfixturevalue("long_forms")
-    for length, position in ((1, "none"), (29, "none"), (21, "heads")) if long else ((17, "none"), (17, "heads")):
+def test_a_form_equals_the_reference(spec):
+    for length, position in ((1, "none"), (17, "none"), (17, "heads")):
         assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
 
 
 FLEX = zip(
-    [o for o in OPERATIONS if o.get("similarity") not in ("linear", "relu", "softpick")],
+    [o for o in OPERATIONS if o.get("similarity", "exp") in LOGARITHMS],
     itertools.cycle([("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}),
                      ("shared", {"bias": "v"})]),
     strict=False,
@@ -110,18 +99,14 @@ FLEX = zip(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "more"), FLEX, ids=str)
-def test_flex_attention_over_the_logarithm_equals_the_reference(operation, more, flex_forms):
+def test_flex_attention_over_the_logarithm_equals_the_reference(operation, more, flex_form):
     position, changes = more
     spec = AttentionSpec(**operation, **changes)
-    assert fast.choose_form(spec, "cpu", torch.float64, 13, 6, position != "none") == "flex"
     assert_same_as_dense(spec, *draw(spec, 13, position), 1e-10)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
-@pytest.mark.parametrize("form", ["short", "long"])
-def test_lower_precision_stays_near_the_reference(spec, form, request):
-    if form == "long":
-        request.getfixturevalue("long_forms")
+def test_lower_precision_stays_near_the_reference(spec):
     inputs, extras = draw(spec, 33, dtype=torch.float32)
     assert_same_as_dense(spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -133,7 +118,7 @@ def test_lower_precision_stays_near_the_reference(spec, form, request):
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
 
 
-def test_minus_infinity_in_the_position_term_gives_zero_rows_in_every_form(long_forms):
+def test_minus_infinity_in_the_position_term_gives_zero_rows():
     g = torch.full((1, 20), -math.inf, dtype=torch.float64)
     for spec in (AttentionSpec(), AttentionSpec(normalizer="p_norm", p=0.5), AttentionSpec(similarity="sigmoid")):
         (q, k, v), _ = draw(spec, 20)
@@ -142,7 +127,7 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows_in_every_form(long_
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_large_logits_neither_overflow_nor_differ(long_forms):
+def test_large_logits_neither_overflow_nor_differ():
     for fields in ({}, {"window": 7}, {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}):
         spec = AttentionSpec(**fields)
         (q, k, v), _ = draw(spec, 20)
@@ -174,59 +159,12 @@ def test_refusals_are_those_of_the_reference():
     for quick in (fast.attend, attend):
         with pytest.raises(ValueError, match=r"q must have shape \(B, H, T, D\), got \(5, 6\)"):
             quick(q[0, 0], k[0, 0], v[0, 0], AttentionSpec())
-    with pytest.raises(ValueError, match="k and v must have the shape of q"):
-        fast.log_mass(q, k[:, :, 1:], AttentionSpec())
-    with pytest.raises(ValueError, match="needs the argument key_bias"):
-        fast.log_mass(q, k, AttentionSpec(bias="kv"))
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(window=5), AttentionSpec(bias="k")], ids=name_of)
-def test_no_sequences_have_no_output_as_of_the_reference(spec, long_forms):
+def test_no_sequences_have_no_output_as_of_the_reference(spec):
     (q, k, v), extras = draw(spec, 20, shape=(0, 2, 6))
     assert fast.attend(q, k, v, spec, **extras).shape == attend(q, k, v, spec, **extras)[0].shape == (0, 2, 20, 6)
-
-
-def dense_mass(q: Tensor, k: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
-    """The sum of |f(s_ij)| over what row i sees, from f itself, and its logarithm."""
-    phi = [features(x, spec, extras.get("mlp")) for x in (q, k)]
-    logits, positions = phi[0] @ phi[1].mT * q.shape[-1] ** -0.5, torch.arange(q.shape[2])
-    if "distance_bias" in extras:
-        logits = logits + extras["distance_bias"][:, (positions[:, None] - positions).clamp(min=0)]
-    f = torch.expm1 if spec.similarity == "softpick" else spec.f.value
-    mass = f(logits).abs().masked_fill(~visible(positions, positions, spec), 0).sum(-1)
-    if "key_bias" in extras:
-        star = features(extras["key_bias"], spec, extras.get("mlp"))
-        mass = mass + f((phi[0] * star[:, None]).sum(-1) * q.shape[-1] ** -0.5).abs()
-    return mass.log()
-
-
-MASSES = {
-    (s.similarity, s.kernel, s.window, s.prefix, s.has_key_bias): s
-    for s in SPECS
-    if s.normalizer in ("sum", "none") and s.sink_logit == "none" and not s.differential
-}
-
-
-@pytest.mark.parametrize("spec", MASSES.values(), ids=name_of)
-def test_log_mass_is_the_logarithm_of_the_row_sum_of_absolute_similarities(spec):
-    for length, position in ((1, "none"), (70, "none"), (70, "heads")):
-        (q, k, *_), extras = draw(spec, length, position)
-        extras.pop("value_bias", None)
-        mass = fast.log_mass(q, k, spec, **extras)
-        assert not mass.requires_grad
-        torch.testing.assert_close(mass, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
-
-
-def test_log_mass_is_float32_or_better_knows_no_mass_and_how_its_inputs_lie_in_memory():
-    (q, k, _), _ = draw(AttentionSpec(), 9, dtype=torch.bfloat16)
-    mass = fast.log_mass(q, k, AttentionSpec())
-    assert mass.dtype == torch.float32
-    torch.testing.assert_close(mass, dense_mass(q.float(), k.float(), AttentionSpec()), rtol=0, atol=1e-5)
-    spec = AttentionSpec(similarity="linear", normalizer="none")
-    assert (fast.log_mass(0 * q, k, spec) == -math.inf).all()
-    across = [x.float().transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k)]
-    assert across[0].stride(-1) != 1  # the last dimension is not contiguous
-    torch.testing.assert_close(fast.log_mass(*across, AttentionSpec()), mass, rtol=0, atol=1e-5)
 
 
 @pytest.fixture
@@ -238,7 +176,7 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 SPOILT = [
     *(("fused", "in row 3", *of) for of in itertools.product(
         flash.KINDS["fused"], (torch.float32, torch.float64, torch.bfloat16))),
-    *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "full", "mask")),
+    *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
     *(("flex", "in base 2", kind, torch.float32) for kind in flash.KINDS["flex"]),
 ]  # fmt: skip
 
@@ -247,32 +185,10 @@ SPOILT = [
 @pytest.mark.parametrize(("kernel", "where", "kind", "dtype"), SPOILT, ids=str)
 def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kernel, where, kind, dtype, untried, monkeypatch):
     assert flash.trusted(kernel, kind, CPU, dtype, 16)
-    asked = spoil(monkeypatch, kernel, where)
+    spoil(monkeypatch, kernel, where)
     flash.TRUST.clear()
     with pytest.warns(UserWarning, match=f"{kernel} kernel .*{kind} attention.* other row sums"):
         assert not flash.trusted(kernel, kind, CPU, dtype, 16)
-    shapes = {"causal": (False, True, True), "full": (False, False, True)}
-    if kernel == "fused":  # under a mask it gets a block of queries
-        assert asked[-1] == shapes.get(kind, (True, True, False))
-
-
-@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(prefix=5), AttentionSpec(bias="k")], ids=name_of)
-@pytest.mark.parametrize("kernel", ["in base 2", AttributeError, RuntimeError])  # not in this build, not on this device
-def test_row_sums_do_not_come_from_a_kernel_that_is_wrong_or_not_there(spec, kernel, untried, monkeypatch):
-    (q, k, _), extras = draw(spec, 30)
-
-    def missing(*_: Any, **__: Any) -> None:
-        raise kernel("missing")
-
-    if kernel == "in base 2":
-        spoil(monkeypatch, "fused", kernel)
-    else:
-        monkeypatch.setattr(flash, "fused", missing)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mass = fast.log_mass(q, k, spec, **extras)
-    assert any("using blocks of queries instead" in str(w.message) for w in caught) == (kernel == "in base 2")
-    torch.testing.assert_close(mass, dense_mass(q, k, spec, **extras), rtol=0, atol=1e-10)
 
 
 def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
@@ -288,26 +204,16 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_flex_attention_serves_where_it_fits_and_was_found_right(right, long_forms, monkeypatch):
-    spec, asked, served = AttentionSpec(similarity="sigmoid", window=5), [], []
-
-    def trusted(*arguments: Any) -> bool:
-        asked.append(arguments)
-        return right
-
-    def of(form: str, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *arguments: served.append(form) or compute(*arguments)
-
+def test_flex_attention_serves_where_it_fits_and_was_found_right(right, monkeypatch):
+    spec, asked = AttentionSpec(similarity="sigmoid", window=5), []
+    monkeypatch.setattr(fast, "DENSE_LENGTH", {})
     monkeypatch.setattr(flash, "flex_fits", lambda *_: True)
-    monkeypatch.setattr(flash, "flex_trusted", trusted)
+    monkeypatch.setattr(flash, "flex_trusted", lambda *arguments: asked.append(arguments) or right)
+    monkeypatch.setattr(flash, "flex", lambda q, *_: q)
     fast.check_kernels(spec, CPU, torch.float64, 6)  # before a graph is compiled
-    assert asked == [(spec, CPU, torch.float64, 6)]
-    monkeypatch.setattr(flash, "flex", of("flex", lambda q, *_: q))
-    monkeypatch.setattr(fast, "_blocks", of("blocks", fast._blocks))
     (q, k, v), _ = draw(spec, 20)
-    out = fast.attend(q, k, v, spec)
-    assert asked[1:] == [(spec, CPU, torch.float64, 6)] and set(served) == {"flex" if right else "blocks"}
-    torch.testing.assert_close(out, q if right else attend(q, k, v, spec)[0])
+    torch.testing.assert_close(fast.attend(q, k, v, spec), q if right else attend(q, k, v, spec)[0])
+    assert asked == [(spec, CPU, torch.float64, 6)] * 2
     monkeypatch.setattr(flash, "flex_fits", lambda *_: False)
     fast.check_kernels(spec, CPU, torch.float64, 6)
     assert len(asked) == 2, "a kernel that does not fit is not compared"
@@ -333,89 +239,30 @@ def test_which_kernel_serves_where():
 @pytest.mark.parametrize(
     ("form", "fields", "device", "dtype", "length", "term"),
     [
-        ("fused", {}, "cpu", torch.float32, 64, False),
-        ("fused", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
-        ("fused", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
+        ("sdpa", {}, "cpu", torch.float32, 64, False),
+        ("sdpa", {"prefix": 5, "bias": "kv"}, "cuda", torch.bfloat16, 4096, False),
+        ("sdpa", {"window": 64}, "cpu", torch.float32, 64, False),  # which sees everything
         ("dense", {"window": 63}, "cpu", torch.float32, 64, False),
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
-        ("fused", {}, "cpu", torch.bfloat16, 4096, False),
+        ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        ("linear", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
-        ("blocks", {"similarity": "linear", "normalizer": "none", "window": 5}, "cuda", torch.float32, 4096, False),
-        ("blocks", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
+        ("dense", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
         ("flex", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
         ("flex", {}, "cuda", torch.float32, 4096, True),
-        ("blocks", {"window": 512}, "cuda", torch.float64, 4096, False),
+        ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    for triton, expected in ((True, form), (False, form.replace("flex", "blocks"))):
+    for triton, expected in ((True, form), (False, form.replace("flex", "dense"))):
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
         assert fast.choose_form(AttentionSpec(**fields), device, dtype, length, 64, term) == expected
 
 
-LONG = {
-    "softmax": ({}, "none"),
-    "key and value bias": ({"bias": "kv"}, "none"),
-    "prefix": ({"prefix": 1000}, "none"),
-    "window": ({"window": 100}, "none"),
-    "position term": ({}, "heads"),
-    "sigmoid": ({"similarity": "sigmoid", "normalizer": "none"}, "none"),
-    "identity": ({"similarity": "linear", "normalizer": "none"}, "none"),
-    "elu kernel": ({"similarity": "linear", "kernel": "elu"}, "none"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG)
-def test_no_tensor_of_a_training_step_grows_with_the_square_of_the_length(case):
-    (fields, position), length, dim = LONG[case], 4096, 16
-    spec = AttentionSpec(**fields)
-    inputs, extras = draw(spec, length, position, torch.float32, shape=(1, 2, dim))
-    given = {k: x for k, x in extras.items() if k != "value_bias"}
-    fast.log_mass(*(x[:, :, :2] for x in inputs[:2]), spec, **given)  # a kernel's trial is of a length of its own
-    for what in (
-        lambda: fast.attend(*inputs, spec, **extras).sum().backward(),
-        lambda: fast.log_mass(*inputs[:2], spec, **given),
-    ):
-        with Largest() as largest:
-            what()
-        assert largest.elements <= 2 * (length + 1) * max(fast.BLOCK, 2 * dim)
-
-
-def test_what_the_backward_pass_keeps_grows_linearly_with_the_length():
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none")
-
-    def kept(length: int) -> int:
-        storages: dict[int, int] = {}
-
-        def pack(x: Tensor) -> Tensor:
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        inputs, _ = draw(spec, length, dtype=torch.float32, shape=(1, 2, 6))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            assert fast.attend(*inputs, spec).requires_grad
-        return sum(storages.values())
-
-    assert kept(2048) <= 2.2 * kept(1024)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "operation"),
-    [
-        ("short", {"bias": "kv"}),
-        ("short", {"similarity": "sigmoid", "normalizer": "none"}),
-        ("long", {"window": 9}),
-        ("long", {"similarity": "linear", "kernel": "elu"}),
-    ],
-    ids=str,
-)
-def test_it_compiles_as_one_graph(form, operation, request):
-    if form == "long":
-        request.getfixturevalue("long_forms")
+@pytest.mark.parametrize("operation", [{"bias": "kv"}, {"similarity": "sigmoid", "normalizer": "none"}], ids=str)
+def test_it_compiles_as_one_graph(operation):
     spec = AttentionSpec(**operation)
     torch.compiler.reset()
     compiled = torch.compile(fast.attend, fullgraph=True, backend="aot_eager")
@@ -439,16 +286,10 @@ def test_cuda_equals_the_reference(operation):
         out = fast.attend(*inputs, spec, **there(given, "cuda"))
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
         gradients = (torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide)))
-        given.pop("value_bias", None)
-        masses = (
-            fast.log_mass(*inputs[:2], spec, **there(given, "cuda")).cpu(),
-            fast.log_mass(*(x.cpu() for x in wide[:2]), spec, **there(given, "cpu", torch.float32)),
-        )
-        masses = [x.nan_to_num(nan=math.nan, neginf=0) for x in masses]  # of rows without mass
-        by_row = [masses, (out.detach(), expected.detach())]
+        by_row = [(out.detach(), expected.detach())]
         whole = [(x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)]  # some rows of them are near zero
         if spec.signed and dtype == torch.bfloat16:
-            by_row, whole = [masses], []  # signed sums cancel: 8 bits of each logit leave none of a small sum
+            continue  # signed sums cancel: 8 bits of each logit leave none of a small sum
         for got, want in by_row + whole:
             errors = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
             assert errors.max() < (5e-3 if dtype == torch.float32 else 0.1), (spec, position, float(errors.max()))

@@ -25,7 +25,7 @@ from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config, keeps_weights, plan
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import history
+from sinkutils.study.record import history, rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
 from sinkutils.training.run import Run
@@ -277,9 +277,9 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     weights = load_file(state.start.weights)
     assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
     before, _ = state.evaluate()
-    assert before["step"] == 0 and state.steps([]) == {"losses": [], "gradient_norms": []}
+    assert before["step"] == 0
     assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
-    assert before["sink_1"] == state.start.metrics["final"]["sink_1"]
+    assert rounded(before["sink_1"]) == state.start.metrics["final"]["sink_1"]
     held_out = state_of(small("sft_softmax", chats, valid_chunks=40), started, corpus)
     with torch.no_grad():  # a token of the last 8 conversations counts as much as one of the 32 before
         loss = float(answer_loss(held_out.model, held_out.valid))
@@ -352,7 +352,7 @@ def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_faile
 ):
     quick = dataclasses.replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
     monkeypatch.setitem(PRESETS, "smoke", quick)
-    for name in ("_all", "_build"):  # with caches of their own
+    for name in ("_all", "_build", "resolve"):  # with caches of their own
         monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))
     run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
     made_up(tmp_path, "sigmoid")

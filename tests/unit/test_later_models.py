@@ -6,7 +6,8 @@ from helpers import own_model, tokens
 from small_models import build
 from torch import Tensor
 
-from sinkutils.measuring.later import gate_openness, secondary_sinks
+from sinkutils.measuring.destinations import secondary_sinks
+from sinkutils.measuring.gates import gate_openness
 from sinkutils.measuring.measure import measure
 
 

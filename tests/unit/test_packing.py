@@ -20,9 +20,6 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     assert ids.dtype == torch.int64 and ids.shape[1] == C + 1
     assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
     assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])  # targets: all but the first, once
-    with_bos = all_of(corpus, bos=True)
-    assert with_bos[0, 0] == corpus.bos_id and (tokens == corpus.bos_id).sum() == 0
-    assert torch.equal(with_bos[:, :-1] == corpus.eos_id, with_bos[:, 1:] == corpus.bos_id)
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):

@@ -1,13 +1,17 @@
-"""The three kinds of probes of Section 3.3, for both kinds of tokenizer."""
+"""Probes of Section 3.3 and of one's own texts, for every kind of tokenizer; special tokens are never drawn or read."""
+
+import json
 
 import pytest
 import torch
 import transformers as tf
 from helpers import word_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
+from sinkutils.data.external import read_texts
 from sinkutils.data.probes import KINDS, probe
-from sinkutils.data.tokenizer import bos_id, special_ids
+from sinkutils.data.tokenizer import bos_id, encode, marked_special, special_ids, train_tokenizer
 
 RAW = word_tokenizer(40)
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
@@ -45,6 +49,10 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
         (("random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, 0, True), "this one has none"),
         (("random", RAW, 5, 1, 0, True), "length must be at least 2"),
         (("random", RAW, 0), "n must be at least 1"),
+        (
+            ("the text that I should like to measure, " * 9, RAW),
+            r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=",
+        ),
         (("natural", RAW, 12, 29), r"has 11 documents of at least 29 tokens \(of 30\), n=12"),
     ],
 )
@@ -52,6 +60,111 @@ def test_bad_requests_are_clear(arguments, message):
     *rest, bos = arguments if len(arguments) == 6 else (*arguments, False)
     with pytest.raises(ValueError, match=message):
         probe(*rest, bos=bos, texts=TEXTS)
+
+
+def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
+    ids = [encode(RAW, text) for text in TEXTS]
+    windows = [row[i : i + 8] for row in ids for i in (0, 8, 16, 24, 32) if len(row) >= i + 8]
+    assert probe(texts=TEXTS, tokenizer=RAW, length=8).tolist() == windows
+    with_bos = probe(texts=(text for text in TEXTS), tokenizer=RAW, length=9, bos=True)
+    assert with_bos[:, 1:].tolist() == windows and (with_bos[:, 0] == bos_id(RAW)).all()
+    few = probe(texts=TEXTS, tokenizer=RAW, length=8, n=5)
+    assert few.shape == (5, 8) and all(row in windows for row in few.tolist())
+    assert not torch.equal(few, probe(texts=TEXTS, tokenizer=RAW, length=8, n=5, seed=1))
+    with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"):
+        probe(texts=TEXTS, tokenizer=RAW)
+    with pytest.raises(ValueError, match="texts must be several strings"):
+        probe(texts="one text", tokenizer=RAW)
+
+
+def test_texts_are_read_from_files(tmp_path):
+    (tmp_path / "a.md").write_text("long " * 1000)
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
+    assert read_texts(tmp_path / "b.jsonl") == ["one", "two"]
+    assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two"]
+    (tmp_path / "c.jsonl").write_text('{"text": 5}')
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 1: expected an object with a string under"):
+        read_texts(tmp_path / "c.jsonl")
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        read_texts(tmp_path / "none.txt")
+
+
+def byte_level(tmp_path):
+    """Llama 3 in small: reserved tokens without a role, one added token that is not special."""
+    raw = train_tokenizer(["hello reserved world " * 9], 300)
+    raw.encode_special_tokens = False
+    raw.add_special_tokens(["<|reserved_0|>", "<|reserved_1|>"])
+    raw.add_tokens(["worldly"])
+    return raw
+
+
+def fast(tmp_path):
+    return tf.PreTrainedTokenizerFast(tokenizer_object=byte_level(tmp_path), bos_token="<bos>", eos_token="<eos>")
+
+
+def unigram(tmp_path):
+    """Holds </s> as a piece of its own, which no option of the library keeps from being found."""
+    pieces = ["<unk>", "</s>", "▁", "▁hello", "<", "/", "s", ">", "worldly"]
+    raw = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    raw.add_special_tokens(["</s>"])
+    return raw
+
+
+def put_around(tmp_path):
+    """Marks its [CLS] as what it puts before a text, and nowhere else."""
+    words = {word: i for i, word in enumerate(["[UNK]", "[CLS]", "hello", "worldly"])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    return raw
+
+
+def slow(tmp_path):
+    """Written in Python, with a reserved token in the list of added tokens only."""
+    words = ["<unk>", "worldly", *"<>|helopwrdy", *(f"{letter}@@" for letter in "<>|helopwrdy")]
+    (tmp_path / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    made = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    made.add_tokens([AddedToken("<|hop|>", special=True), AddedToken("worldly")])
+    return made
+
+
+SPECIAL = {
+    byte_level: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
+    fast: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
+    unigram: ["</s>"],
+    put_around: ["[CLS]"],
+    slow: ["<unk>", "<|hop|>"],
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL)
+def test_special_tokens_are_not_drawn_nor_read_in_a_text_and_the_tokenizer_stays_as_it_was(make, tmp_path):
+    tokenizer = make(tmp_path)
+    vocabulary = tokenizer.get_vocab()
+    special = {vocabulary[name] for name in SPECIAL[make]}
+    assert marked_special(tokenizer) == special
+    drawn = probe("random", tokenizer, 50, 64).unique().tolist()
+    assert drawn == sorted(set(vocabulary.values()) - special)
+    written = f"hello {SPECIAL[make][-1]} worldly"
+    plain = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    before = [getattr(plain.encode(written), "ids", plain.encode(written)), getattr(plain, "truncation", None)]
+    ids = encode(tokenizer, written)
+    assert not special & {*ids} and ids[0] == encode(tokenizer, "hello")[0]
+    assert vocabulary["worldly"] in ids or make is slow or make is unigram
+    assert vocabulary["worldly"] in encode(tokenizer, "hello worldly")
+    assert probe("natural", tokenizer, 1, 3, texts=[written]).tolist() == [ids[:3]]
+    assert before[0] == getattr(plain.encode(written), "ids", plain.encode(written))
+
+
+def test_what_cuts_and_pads_a_text_does_not_do_so_to_a_probe(tmp_path):
+    raw = byte_level(tmp_path)
+    ids = encode(raw, "hello world")
+    raw.enable_truncation(2)
+    raw.enable_padding(length=40, pad_id=0)
+    kept = raw.truncation, raw.padding
+    assert encode(raw, "hello world") == ids and (raw.truncation, raw.padding) == kept
 
 
 @pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])

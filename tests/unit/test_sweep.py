@@ -17,12 +17,14 @@ import torch
 from helpers import made_up
 
 from sinkutils.__main__ import main
+from sinkutils.data.corpus import load_corpus
 from sinkutils.study import record as records_module
 from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
+from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
 from sinkutils.training.run import Run
-from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
+from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sweep
 from sinkutils.training.trainer import train
 
 pytestmark = pytest.mark.slow
@@ -151,7 +153,7 @@ class Command:
         return main(self.arguments)
 
     def folder(self, seed):
-        (preset,) = self.runs.iterdir()
+        (preset,) = self.runs.glob("smoke*")
         return preset / "k_bias" / str(seed)
 
     def results(self, *seeds):
@@ -171,7 +173,7 @@ def command(undisturbed, text_folder, runs, monkeypatch):
 
 
 FULL = {  # the file for which there is no room: how it is called, and the step that stays saved
-    "checkpoint.safetensors.tmp": ("checkpoint.safetensors", 20),
+    "checkpoint.pt.tmp": ("checkpoint.pt", 20),
     "metrics.json": ("record smoke@[^ ]+/k_bias/0", 40),
 }
 
@@ -182,21 +184,22 @@ def test_a_run_with_a_full_disk_is_named_stops_no_other_and_goes_on_when_there_i
 ):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
-    def write(path, *parts, really=records_module._write_synced):
+    def write(path, data, really=records_module.write_synced):
         if path.name == file and path.parent.name.startswith(("0", ".0")) and sweep.steps[0] > 20:
-            path.write_bytes(parts[0][: len(parts[0]) // 2])
+            path.write_bytes(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        really(path, *parts)
+        really(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records_module, "_write_synced", write)
+        patch.setattr(records_module, "write_synced", write)
+        patch.setattr(checkpoints, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
     assert re.fullmatch(said, capsys.readouterr().out)
     partial = partial_folder(sweep.folder(0))
     assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
-    assert {path.name for path in partial.iterdir()} == {"checkpoint.safetensors", "lock"}
+    assert {path.name for path in partial.iterdir()} == {"checkpoint.pt", "lock"}
     assert sweep.results(1) == expected[1:2]
     assert sweep.status() == 0 and sweep.steps == {0: 60 - saved}
     assert re.fullmatch(r"k_bias +seed 0  done  \n", capsys.readouterr().out)
@@ -219,14 +222,14 @@ def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_says_so_and_goes_on_
     sweep.stop = 50
     assert sweep.status() == 1
     assert capsys.readouterr().out.count("crashed  exit status 130; stopped; run the same command again") == 3
-    flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.safetensors" for seed in range(3))
+    flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.pt" for seed in range(3))
     blob = flipped.read_bytes()
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
     sweep.stop = None
     assert sweep.status() == 0 and sweep.steps == {0: 60, 1: 60, 2: 20}
     said = [line.partition("done")[2].strip() for line in capsys.readouterr().out.splitlines()]
-    damage = "{}.partial/checkpoint.safetensors is truncated or changed; training starts again from step 0"
+    damage = "{}.partial/checkpoint.pt is truncated or changed; training starts again from step 0"
     assert said == [damage.format(0), damage.format(1), ""]
     assert sweep.results(0, 1, 2) == expected
 
@@ -246,8 +249,9 @@ def gpus(monkeypatch):
     ("preset", "engine_name", "count", "asked", "expected"),
     [
         ("laptop", "local", 0, None, ("cpu", "cpu")),
-        ("laptop", "local", 1, None, ("cuda:0", "cuda:0")),
-        ("laptop", "local", 4, None, ("cuda:0", "cuda:1")),
+        ("laptop", "local", 4, None, ("cpu", "cpu")),
+        ("laptop", "local", 1, "cuda", ("cuda:0", "cuda:0")),
+        ("laptop", "local", 4, "cuda", ("cuda:0", "cuda:1")),
         ("laptop", "local", 2, "cpu", ("cpu", "cpu")),
         ("gpu", "local", 1, None, ("cuda:0", "cuda:0")),
         ("gpu", "local", 2, "cuda", ("cuda:0", "cuda:1")),
@@ -297,11 +301,11 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
     pool = SimpleNamespace(submit=lambda function, *arguments: Done(arguments[-1]))
     monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
-    of_smoke(jobs=2)
+    of_smoke(jobs=2, device="cuda")
     assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
     interrupted.append(True)
     with pytest.raises(KeyboardInterrupt):
-        of_smoke(jobs=2)
+        of_smoke(jobs=2, device="cuda")
     assert len(seen) == 3 + 2
 
 
@@ -319,7 +323,45 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
     slurm, ray = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "submitit", slurm)
     monkeypatch.setitem(sys.modules, "ray", ray)
+    ray.cluster_resources.return_value = {"CPU": 2.0, "GPU": 1.0}
     engine("slurm", 1, tmp_path, gpu)
     engine("ray", 1, tmp_path, gpu).submit(print)
     assert slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs["gpus_per_node"] == gpu
     assert ray.remote.call_args.kwargs["num_gpus"] == gpu
+    ray.cluster_resources.return_value = {"CPU": 2.0}
+    if gpu:
+        with pytest.raises(ValueError, match="need a GPU and the Ray cluster has none"):
+            engine("ray", 1, tmp_path, gpu)
+
+
+def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
+    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: 3)
+    pool = SimpleNamespace(submit=lambda function, *arguments: job)
+    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
+    of_smoke("k_bias", engine_name="slurm")
+    assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
+
+
+def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(runs, tmp_path, text_folder, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
+    load_corpus(f"path:{text_folder}", 512, progress=False)
+    try:
+        with pytest.raises(ValueError, match="the Ray cluster has none"):
+            engine("ray", 2, tmp_path, gpu=True)
+        options = {"corpus": f"path:{text_folder}", "jobs": 2, "engine_name": "ray", "progress": False}
+        outcomes = sweep("smoke", seeds=(0,), only=("fixed_1", "k_bias"), **options)
+    finally:
+        ray.shutdown()
+    assert {(outcome.experiment, outcome.status) for outcome in outcomes} == {("fixed_1", "done"), ("k_bias", "done")}
+
+
+def test_a_job_knows_its_step_by_its_log(tmp_path):
+    log = tmp_path / "k_bias-0.log"
+    job = Job(config("k_bias", "smoke"), "cpu", tmp_path, log, 30, None)
+    assert job.steps() == 0
+    earlier = "k_bias seed 0: 9%| | 9/60 [00:0"  # of 30 characters and a few
+    log.write_text(
+        earlier[:30] + "\rinstructions: 50%| | 84/168 [00:01<00:01]\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]"
+    )
+    assert job.steps() == 15

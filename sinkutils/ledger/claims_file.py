@@ -1,0 +1,119 @@
+"""The claims of data/claims.yaml as Python objects: what each says, and the checks that decide it.
+
+    checks:
+      - {present: [kv_bias, k_bias], of: excess_star}   each has a sink; `absent`: none has
+      - {more: [lr_x2, base, lr_half]}                  each has more than the next
+      - {more: base, than: [gate_head, gate_element]}   the one has more than each of the others
+      - {kept: post_norm}                               no less than the base; `same`: neither less nor more
+      - {loss: [sigmoid, elu]}                          no worse a validation loss than the base's; `worse`: a worse one
+      - {alike: sft_sigmoid, than: sft_softmax, of: end}   within a factor of two
+      - {together: dyt}                                 sink and large element, or neither; `apart`: one of the two
+      - {fails: linear}                                 training fails; `trains`: it does not
+      - {real: sink_natural, above: 2.9}                a number of each model in `real_models`; or `below` the bar
+`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where nothing stands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+from sinkutils import paths
+from sinkutils.ledger.quantities import QUANTITIES
+
+KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
+KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
+PARTS = ("paper", "later", "ours")  # the paper's claims, those of later papers, those of this project
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question about one or two experiments, or about real models (kinds "above" and "below", no runs)."""
+
+    kind: str
+    runs: tuple[str, ...]
+    quantity: str
+    fresh: bool = False  # only seeds that came after the claim count
+    bar: float = math.nan  # of a question about real models
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim. given: what it takes for granted, without which nothing is tested. remark: by hand.
+
+    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
+    an untrained model ("untrained"), by "mathematics", or by "construction".
+    """
+
+    id: str
+    source: str
+    claim: str
+    checks: tuple[Check, ...]
+    given: tuple[Check, ...]
+    paper: str = ""  # its numbers as printed
+    part: str = "paper"
+    gate: str = "trained"
+    trivial: str = ""
+    fresh: bool = False
+    remark: str = ""
+
+
+def read_claims(path: Path | None = None) -> tuple[Claim, ...]:
+    """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
+    path = path or paths.ROOT / "data" / "claims.yaml"
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, written: int) -> tuple[Claim, ...]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+    claims = tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
+    if len({claim.id for claim in claims}) < len(claims):
+        raise ValueError(f"{path.name} has two claims with the same id")
+    return claims
+
+
+def _claim(entry: dict[str, Any]) -> Claim:
+    """A claim from its entry in the file."""
+    try:
+        lines = {field: entry.get(field) or [] for field in ("checks", "given")}
+        checks = {field: tuple(_checks(lines[field], entry.get("fresh", False))) for field in lines}
+        return Claim(**{**entry, **checks})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
+
+
+def _checks(lines: list[dict[str, Any]], fresh: bool) -> list[Check]:
+    """One check for each run, or pair of runs, of each line of YAML."""
+    checks = []
+    for line in lines:
+        if "real" in line:
+            kind = "above" if "above" in line else "below"
+            checks.append(Check(kind, (), line["real"], bar=float(line[kind])))
+            continue
+        kind, *more = [key for key in line if key not in ("of", "than")]
+        quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
+        if more or kind not in KINDS or quantity not in QUANTITIES:
+            raise ValueError(f"no such check: {line}")
+        checks += [Check(kind, runs, quantity, fresh) for runs in _groups(kind, line)]
+    return checks
+
+
+def _groups(kind: str, line: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The runs, or pairs of runs, that a line asks about."""
+    names = _listed(line[kind])
+    if kind in KINDS_OF_ONE:
+        return [(name,) for name in names]
+    if kind == "more" and "than" not in line:
+        return list(pairwise(names))
+    return list(product(names, _listed(line.get("than", "base"))))
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return value if isinstance(value, list) else [value]

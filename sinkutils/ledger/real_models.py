@@ -1,0 +1,88 @@
+"""What the measurements of finished language models in data/open_lms say, one number per question and model.
+
+T = 64, without BOS where the paper says so (Section 3.3), else with what stood first in the model's training. The bars
+that the numbers are held against stand in data/claims.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkutils import paths
+from sinkutils.ledger.quantities import norm_ratio
+
+EPSILON = "0.3"
+WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hidden from them
+SHORTEST = 32  # tokens: at 16, uniform attention alone exceeds eps = 0.2
+
+
+@lru_cache(maxsize=1)
+def answers(folder: Path = paths.OPEN_LMS) -> dict[str, dict[str, tuple[float, float]]]:
+    """By model and question: a number as the two ends of its interval, which are one where there is none."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        sections = json.loads(path.read_text(encoding="utf-8"))
+        numbers = _of_probes(sections) | _of_lengths_and_domains(sections)
+        found[sections["about"]["title"]] = numbers | _of_heads(sections)
+    return found
+
+
+def _usual(sections: dict[str, Any]) -> str:
+    """What stood first in the model's training."""
+    return "BOS" if sections["about"]["trained_with_bos"] else "text"
+
+
+def _once(number: float) -> tuple[float, float]:
+    return float(number), float(number)
+
+
+def _of_probes(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Sink_1 in percent with its 95 % interval over texts (Table 1 left), and the norm of a repeated token."""
+    probes = sections["probes"]
+    reports = {"natural": probes["natural"][_usual(sections)]}
+    reports |= {"random": probes["random"]["text"], "repeated": probes["repeat"]["text"]}
+    numbers = {f"sink_{kind}": tuple(report["interval"]["1"][EPSILON]) for kind, report in reports.items()}
+    # The least norm of a repeated token over that of natural text's later tokens, in the block where it is largest.
+    repeated = np.min(reports["repeated"]["hidden_norms"][:-1], axis=1)
+    natural = np.array(probes["natural"]["text"]["hidden_norms"][:-1])[:, 1:].mean(axis=1)
+    return numbers | {"repeated_norm": _once(max(repeated / natural))}
+
+
+def _of_lengths_and_domains(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Figures 3 and 9: how Sink_1 goes with T, within the model's windows, and with the text."""
+    known = sections["lengths"][_usual(sections)]
+    longest = WINDOWS.get(sections["about"]["model"], math.inf)
+    lengths = sorted(int(length) for length in known if SHORTEST <= int(length) <= longest)
+    sinks = [known[str(length)]["sink"]["1"] for length in lengths]
+    ranks = np.argsort(np.argsort([sink[EPSILON] for sink in sinks]))
+    left = {eps: sinks[-1][eps] / sinks[0][eps] for eps in ("0.2", "0.4")}
+    domains = sections["domains"]["by"].values()
+    by_domain = np.array([reports[_usual(sections)]["sink"]["1"][EPSILON] for reports in domains])
+    return {
+        "rank_with_length": _once(np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]),
+        "left_at_large_eps": _once(left["0.4"] - left["0.2"]),  # shares of Sink_1 that are left at the largest T
+        "domain_deviation": _once(abs(by_domain - by_domain.mean()).max()),  # points
+    }
+
+
+def _of_heads(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Figures 2 and 11 to 24: norms where the sink is strongest, angles in heads with a sink, alpha_1 by block."""
+    report = sections["probes"]["natural"][_usual(sections)]
+    alpha = np.array(report["alpha"][0])  # (blocks, heads)
+    block = int(np.argmax(alpha.mean(axis=1)))
+    numbers = {"h_norm": _once(norm_ratio(report["hidden_norms"][:-1]).max())}
+    for name in ("key", "value"):
+        numbers[f"{name}_norm"] = _once(norm_ratio([report[f"{name}_norms"][block]])[0])
+    strong = alpha > float(EPSILON)
+    for name in ("cosine", "norm_product"):
+        first, others = (np.array(sections["angles"][name][which])[strong].mean() for which in ("first", "others"))
+        numbers[f"{name}_difference"] = _once(first - others)
+    quarter = len(alpha) // 4
+    numbers["later_less_first"] = _once(alpha[quarter:].mean() - alpha[:quarter].mean())
+    return numbers

@@ -1,0 +1,128 @@
+"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth 2004).
+
+Three seeds say little about their own spread, and settings do not all scatter alike, so neither a setting's own
+variance nor one pooled over all will do. Each setting's variance is shrunk towards a common one, as much as the
+variances of all settings tell: with d0 degrees of freedom for the common s0^2 and d for its own s^2,
+
+    s~^2 = (d0 s0^2 + d s^2) / (d0 + d),    t with d0 + d degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import digamma, polygamma, stdtr, stdtrit
+
+from sinkutils.checks import require
+from sinkutils.ledger.readings import Readings
+
+LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
+ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its standard error: a level, or a paired difference; of a ratio, of its logarithm."""
+
+    mean: float
+    error: float
+    freedom: float  # degrees of freedom of its t interval
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} (95 %: {self.low:+.3f} to {self.high:+.3f}, {self.seeds} seeds)"
+
+    @property
+    def low(self) -> float:
+        """Where the 95 % interval begins."""
+        return self.mean - float(stdtrit(self.freedom, 0.975)) * self.error
+
+    @property
+    def high(self) -> float:
+        """Where it ends."""
+        return 2 * self.mean - self.low
+
+    def p_above(self, bar: float = 0.0) -> float:
+        """The one-sided p-value of "not above the bar"."""
+        if self.error == 0:
+            return float(self.mean <= bar)
+        return float(stdtr(self.freedom, (bar - self.mean) / self.error))
+
+    def p_below(self, bar: float = 0.0) -> float:
+        """The one-sided p-value of "not below the bar"."""
+        if self.error == 0:
+            return float(self.mean >= bar)
+        return float(stdtr(self.freedom, (self.mean - bar) / self.error))
+
+
+def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate:
+    """The mean of a quantity over an experiment's seeds. Raises ValueError where fewer than two hold it."""
+    values = list(ours.values(name, quantity, fresh).values())
+    require(len(values) > 1, f"fewer than two seeds of {name} hold {quantity} at preset {ours.preset!r}")
+    variance, freedom = moderated(values, prior(ours, quantity))
+    return Estimate(float(np.mean(values)), math.sqrt(variance / len(values)), freedom, len(values))
+
+
+def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate:
+    """One experiment's quantity less another's, seed by seed. Raises ValueError where they share fewer than two.
+
+    Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a fifth
+    of the variance at most, is given away: the differences' own variances could not be moderated, since they all share
+    the base's seeds and so are not independent.
+    """
+    values = ours.differences(name, other, quantity, fresh)
+    require(len(values) > 1, f"{name} and {other} share fewer than two seeds at preset {ours.preset!r}: train more")
+    common = prior(ours, quantity)
+    settings = [ours.values(setting, quantity, fresh) for setting in (name, other)]
+    (a, freedom_a), (b, freedom_b) = (moderated(list(values.values()), common) for values in settings)
+    freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b) if a + b > 0 else freedom_a + freedom_b
+    return Estimate(float(np.mean(values)), math.sqrt((a + b) / len(values)), freedom, len(values))
+
+
+def moderated(values: Sequence[float], common: tuple[float, float, float]) -> tuple[float, float]:
+    """The moderated variance of at least two values, and its freedom; common: as `fit_prior` gives it."""
+    own = len(values) - 1
+    d0, s0_squared, most = common
+    variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
+    return variance, max(own, min(d0 + own, most))
+
+
+def prior(ours: Readings, quantity: str) -> tuple[float, float, float]:
+    """`fit_prior` on the variances of all settings of a preset."""
+    if quantity not in ours.priors:
+        samples = [list(ours.values(name, quantity).values()) for name in ours.runs]
+        several = [sample for sample in samples if len(sample) > 1]
+        variances = np.array([np.var(sample, ddof=1) for sample in several])
+        ours.priors[quantity] = fit_prior(variances, np.array([len(sample) - 1.0 for sample in several]))
+    return ours.priors[quantity]
+
+
+def fit_prior(variances: np.ndarray, freedoms: np.ndarray) -> tuple[float, float, float]:
+    """d0 and s0^2 of the settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
+
+    Also the most degrees of freedom that an estimate can have, those of all settings together. A log variance scatters
+    by trigamma(d / 2) through its few seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
+    """
+    together = float(freedoms.sum())
+    if len(variances) < LEAST_SETTINGS or not (variances > 0).any():
+        return 0.0, 0.0, together
+    # A variance of exactly nothing would have no logarithm.
+    logs = np.log(np.maximum(variances, 1e-5 * np.median(variances[variances > 0])))
+    centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
+    beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
+    if beyond <= 0:
+        return ALIKE, float(np.exp(centred.mean())), together
+    d0 = 2 * inverse_trigamma(beyond)
+    return d0, float(np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))), together
+
+
+def inverse_trigamma(x: float) -> float:
+    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, which is nearly a line."""
+    y = 0.5 + 1 / x
+    for _ in range(50):
+        value = float(polygamma(1, y))
+        y += value * (1 - value / x) / float(polygamma(2, y))
+    return y

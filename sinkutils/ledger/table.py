@@ -1,0 +1,131 @@
+"""The ledger as tables: one row per claim, one row per check, and one line for a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkutils.ledger.claims_file import read_claims
+from sinkutils.ledger.judge import Judged, judge_claims
+from sinkutils.ledger.outcome import HOLDS, Outcome
+from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
+from sinkutils.ledger.readings import Readings, readings
+from sinkutils.ledger.statistics import Estimate, difference, level
+
+
+def claims(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
+    """The ledger at a preset: one row per claim.
+
+    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed. ours, interval:
+    the levels that the checks read, and their 95 % intervals, excess in blocks 2 to L. block_1, sink_1: of those runs,
+    the excess in block 1 and the paper's Sink_1 over all blocks, in percent. verdict: reproduced, partly, not
+    reproduced, inconclusive, not visible (such models cannot show it), not run, or by mathematics. holds: "k of n"
+    checks. effect, low, high: of the first check that has a number, with its 95 % interval; of a ratio, its logarithm.
+    trivial: why the claim could not have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
+    """
+    ours = readings(preset, folder)
+    return pd.DataFrame([_claim_row(one, ours) for one in judge_claims(read_claims(), ours)])
+
+
+def claim_checks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
+    """One row per check of every claim: kind, runs, quantity and state, and the numbers behind it.
+
+    mean, low, high: of the level or paired difference, over `seeds`. bar: what it is held against, a threshold or a
+    margin. p: after Holm, of directional checks. passes: of a "no effect" check, the largest effect that would still
+    pass. All of ratios as logarithms. premise: whether the claim takes it for granted.
+    """
+    rows = []
+    for one in judge_claims(read_claims(), readings(preset, folder)):
+        rows += [{"id": one.claim.id, **_check_row(outcome), "premise": False} for outcome in one.outcomes]
+        rows += [{"id": one.claim.id, **_check_row(outcome), "premise": True} for outcome in one.premises]
+    return pd.DataFrame(rows)
+
+
+def verdict(id: str, preset: str = "laptop", folder: Path | str | None = None) -> str:
+    """The verdict on one claim, such as "reproduced (3 of 3 checks)". Raises ValueError for an unknown id."""
+    for one in judge_claims(read_claims(), readings(preset, folder)):
+        if one.claim.id == id:
+            return f"{one.verdict} ({_holds(one)} checks)" if one.outcomes else one.verdict
+    raise ValueError(f"no claim {id!r} in data/claims.yaml")
+
+
+def effect(
+    name: str, reference: str, preset: str = "laptop", quantity: str = "excess", folder: Path | str | None = None
+) -> Estimate:
+    """One experiment's quantity less another's, over the seeds that both have, with its 95 % interval.
+
+    Ratios are compared by their logarithms. Raises ValueError for an unknown quantity or preset, and where the two
+    share fewer than two seeds.
+    """
+    if quantity not in QUANTITIES:
+        raise ValueError(f"quantity must be one of {', '.join(QUANTITIES)}; got {quantity!r}")
+    return difference(readings(preset, folder), name, reference, quantity)
+
+
+def _holds(one: Judged) -> str:
+    held = [outcome for outcome in one.outcomes if outcome.state == HOLDS]
+    return f"{len(held)} of {len(one.outcomes)}"
+
+
+def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
+    """A claim as a row; see `claims`."""
+    claim = one.claim
+    read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
+    lines = []
+    for outcome in one.outcomes:
+        if outcome.quantity in QUANTITIES:
+            read.setdefault(outcome.quantity, {}).update(dict.fromkeys(outcome.runs))
+        else:
+            lines.append(f"{outcome.runs[0]} {outcome.quantity} {outcome.words}")
+    excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
+    lines += [f"{quantity}: {_levels(quantity, runs, ours)}" for quantity, runs in read.items()]
+    intervals = [f"{quantity}: {_levels(quantity, runs, ours, True)}" for quantity, runs in read.items()]
+    row: dict[str, Any] = {
+        "id": claim.id,
+        "part": claim.part,
+        "source": claim.source,
+        "claim": claim.claim,
+        "paper": claim.paper,
+    }
+    row |= {"ours": "; ".join(lines), "interval": "; ".join(intervals)}
+    row |= {"block_1": _levels("block_1", excesses, ours), "sink_1": _levels("sink_1", excesses, ours)}
+    row |= {"verdict": one.verdict, "holds": _holds(one)}
+    first = next((outcome.estimate for outcome in one.outcomes if outcome.estimate), None)
+    return row | _numbers("effect", first) | {"trivial": claim.trivial, "remark": claim.remark}
+
+
+def _check_row(outcome: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "kind": outcome.kind,
+        "runs": ", ".join(outcome.runs),
+        "quantity": outcome.quantity,
+        "state": outcome.state,
+    }
+    row |= _numbers("mean", outcome.estimate)
+    seeds = outcome.estimate.seeds if outcome.estimate else 0
+    row |= {"seeds": seeds, "bar": outcome.bar, "p": outcome.p, "passes": outcome.passes, "words": outcome.words}
+    return row
+
+
+def _numbers(name: str, estimate: Estimate | None) -> dict[str, Any]:
+    if estimate is None:
+        return {name: math.nan, "low": math.nan, "high": math.nan}
+    return {name: estimate.mean, "low": estimate.low, "high": estimate.high}
+
+
+def _levels(quantity: str, runs: Iterable[str], ours: Readings, interval: bool = False) -> str:
+    """Each run's level, or its 95 % interval, as text."""
+    cells = []
+    for run in runs:
+        if len(ours.values(run, quantity)) < 2:
+            continue
+        estimate = level(ours, run, quantity)
+        numbers = [estimate.low, estimate.high] if interval else [estimate.mean]
+        if quantity in RATIOS:
+            numbers = [math.exp(number) for number in numbers]
+        cells.append(f"{run} {' to '.join(f'{number:.3g}' for number in numbers)}")
+    return ", ".join(cells)

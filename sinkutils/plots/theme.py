@@ -1,0 +1,117 @@
+"""How every figure looks, and how one is saved and shown: small, with a text for those who cannot see it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from sinkutils.paths import FIGURES, RENDERED
+
+COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
+
+# Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by their lightness.
+COLORS = {
+    "first": "#de8f05",  # attention to the first token, x_1
+    "star": "#029e73",  # attention to k*, a key that no token owns
+    "other": "#0173b2",  # text, any other token; a model of ours
+    "baseline": "#949494",
+    "paper": "#555555",  # what the paper prints
+}
+
+STYLE: dict[Any, Any] = {
+    "figure.figsize": (7.0, 3.6),  # inches
+    "figure.dpi": 90,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 144,
+    "savefig.bbox": "tight",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that a figure is the same on every machine
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": "medium",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+def theme() -> dict[str, str]:
+    """Set the style of all figures, once, at the top of a notebook; returns the named colours.
+
+    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`).
+    """
+    import matplotlib.pyplot as plt
+    import seaborn as sns
+
+    others = [color for color in sns.color_palette("colorblind").as_hex() if color not in COLORS.values()]
+    cycle = [COLORS["other"], COLORS["first"], COLORS["star"], *others]
+    sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        plt.switch_backend(mpl.get_backend())  # loads the inline backend, which sets its own formatters when it loads
+        formatters = shell.display_formatter.formatters
+        formatters["image/png"].for_type(Figure, _shown)
+        formatters["text/plain"].for_type(Figure, _as_text)
+    return dict(COLORS)
+
+
+def save(figure: Figure | Axes, name: str, alt: str = "") -> Path:
+    """Save a figure as a PNG in 256 colours, the same bytes for the same picture; returns its path.
+
+    It goes to figures/ where `run --in-place` makes what is committed, else to rendered/figures/, which git ignores.
+    alt: the text for those who cannot see it, kept as the figure's label.
+    """
+    of = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
+    if not isinstance(of, Figure):
+        raise ValueError(f"save takes a figure or its axes, got {type(figure).__name__}")
+    if alt:
+        of.set_label(alt)
+    folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    path.write_bytes(png(of))
+    return path
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG in 256 colours of its own, a third of the bytes: all that lines and maps need."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
+        figure.savefig(drawn, format="png", metadata={"Software": None})
+    few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def alt_text(figure: Figure) -> str:
+    """The figure's label, if it was given one; else its titles and what stands on its axes."""
+    parts = [str(figure.get_label())]
+    if not parts[0]:
+        parts = [figure.get_suptitle()]
+        for ax in figure.axes:
+            parts += [ax.get_title("left"), ax.get_title("center"), ax.get_xlabel(), ax.get_ylabel()]
+    return "; ".join(dict.fromkeys(part.replace("\n", " ") for part in parts if part)) or "a figure"
+
+
+def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
+    """A figure as a notebook keeps it: PNG in base64, and its metadata (alt text, width on the page in pixels)."""
+    picture = png(figure)
+    drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
+    width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
+    return base64.b64encode(picture).decode(), {"alt": alt_text(figure), "width": width}
+
+
+def _as_text(figure: Figure, printer: Any, cycle: bool) -> None:
+    """A figure where there are no pictures."""
+    printer.text(f"[figure: {alt_text(figure)}]")

@@ -1,1 +1,0 @@
-"""Tables, figures, notebooks, README."""

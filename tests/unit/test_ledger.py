@@ -1,0 +1,314 @@
+"""The ledger: its statistics against numbers by hand, its rules on made-up readings, its claims on the records."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import made_up
+from scipy import special, stats
+
+import sinkutils as su
+from sinkutils.ledger import judge as rules
+from sinkutils.ledger.claims_file import KINDS, Check, read_claims
+from sinkutils.ledger.judge import judge, judge_claims, verdict
+from sinkutils.ledger.quantities import as_judged, excess, norm_ratio, of_run, uniform_alpha
+from sinkutils.ledger.readings import Readings, label
+from sinkutils.ledger.real_models import answers
+from sinkutils.ledger.statistics import Estimate, difference, fit_prior, inverse_trigamma, level, moderated
+from sinkutils.study.experiments import BY_NAME
+
+
+def made(excesses, quantity="excess", least=3, preset="laptop", **more):
+    """Readings with one quantity by experiment and seed; a base with a sink unless it is given."""
+    runs = {"fixed_1": {seed: {"excess": 0.3 + 0.002 * (seed - 1)} for seed in range(3)}}
+    for name, values in excesses.items():
+        seeds = runs.setdefault(name, {})
+        for seed, value in enumerate(values):
+            if value is None:
+                seeds[seed] = None
+            else:
+                seeds[seed] = {**(seeds.get(seed) or {}), quantity: value, **more}
+    return Readings(preset, runs, least)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_prior_a_level_is_that_of_a_t_test():
+    values = [0.21, 0.25, 0.17, 0.2]
+    found, known = level(made({"elu": values}), "elu", "excess"), stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((np.mean(values), known.low, known.high))
+    assert found.p_above(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="greater").pvalue)
+    assert found.p_below(0.19) == pytest.approx(stats.ttest_1samp(values, 0.19, alternative="less").pvalue)
+    with pytest.raises(ValueError, match="fewer than two seeds of elu hold excess"):
+        level(made({"elu": [0.2]}), "elu", "excess")
+
+
+def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
+    # Own variance of 1, 2, 3: 1 with 2 degrees of freedom; common 0.25 with 6: (6 * 0.25 + 2 * 1) / 8 = 0.4375.
+    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 100.0)) == pytest.approx((0.4375, 8))
+    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5  # no more than all settings have together
+
+
+def test_the_prior_is_smyths_moment_estimate():
+    # By hand: log variances 0, 1, 2, 3, 4 (variance 2.5), each with 4 degrees of freedom. trigamma(2) = pi^2/6 - 1,
+    # digamma(2) = 1 - gamma; trigamma(d0 / 2) = 2.5 - 0.644934 = 1.855066.
+    d0, s0_squared, most = fit_prior(np.exp([0.0, 1, 2, 3, 4]), np.full(5, 4.0))
+    assert special.polygamma(1, d0 / 2) == pytest.approx(2.5 - (math.pi**2 / 6 - 1))
+    centre = 2 - (1 - np.euler_gamma) + math.log(2)
+    assert math.log(s0_squared) == pytest.approx(centre + special.digamma(d0 / 2) - math.log(d0 / 2))
+    assert most == 20
+
+
+def test_the_prior_is_found_again_in_variances_that_were_drawn_from_it():
+    draw = np.random.default_rng(0)
+    true = 6 * 0.01 / draw.chisquare(6, 4000)  # d0 = 6, s0^2 = 0.01
+    d0, s0_squared, _ = fit_prior(true * draw.chisquare(2, 4000) / 2, np.full(4000, 2.0))
+    assert d0 == pytest.approx(6, rel=0.2) and s0_squared == pytest.approx(0.01, rel=0.1)
+    alike = fit_prior(0.01 * draw.chisquare(2, 4000) / 2, np.full(4000, 2.0))
+    assert alike[0] > 50 and alike[1] == pytest.approx(0.01, rel=0.1)
+
+
+def test_few_settings_have_no_common_variance_and_none_is_no_error():
+    assert fit_prior(np.array([1.0, 2.0]), np.array([2.0, 2.0]))[0] == 0
+    assert fit_prior(np.zeros(9), np.full(9, 2.0))[0] == 0
+    same = Estimate(0.25, 0.0, 2.0, 3)  # in all seeds: what is on the bar is not beyond it
+    assert (same.p_above(0.1), same.p_above(0.25), same.p_below(0.25), same.p_below(0.3)) == (0, 1, 1, 0)
+    for x in (1e-3, 0.6, 50.0):
+        assert special.polygamma(1, inverse_trigamma(x)) == pytest.approx(x)
+
+
+def test_a_difference_is_paired_and_has_the_variance_of_both_settings():
+    ours = made({"k_bias": [0.1, 0.13, 0.1], "v_bias": [0.2, 0.2, 0.26, 9.0]})
+    found = difference(ours, "v_bias", "k_bias", "excess")
+    assert found.mean == pytest.approx((0.1 + 0.07 + 0.16) / 3) and found.seeds == 3
+    a, b = np.var([0.2, 0.2, 0.26, 9.0], ddof=1), np.var([0.1, 0.13, 0.1], ddof=1)
+    assert found.error == pytest.approx(math.sqrt((a + b) / 3))
+    assert found.freedom == pytest.approx((a + b) ** 2 / (a**2 / 3 + b**2 / 2))  # Welch
+    with pytest.raises(ValueError, match="k_bias and softpick share fewer than two seeds"):
+        difference(ours, "k_bias", "softpick", "excess")
+
+
+def test_results_that_differ_share_no_prior():
+    ours = made({name: [0.1, 0.2, 0.15] for name in ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu")})
+    before = level(ours, "k_bias", "excess")
+    quiet = {name: {seed: {"excess": 0.1} for seed in range(3)} for name in ours.runs}
+    other = dataclasses.replace(ours, runs=quiet)
+    assert level(other, "k_bias", "excess").error != before.error
+    assert level(ours, "k_bias", "excess") == before
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+SINK, MARGIN, LOSS = 0.3 * rules.SINK, 0.3 * rules.MARGIN, 2.8 * rules.LOSS
+
+
+def around(centre, spread=0.001):
+    return [centre - spread, centre, centre + spread]
+
+
+@pytest.mark.parametrize("kind, value, state", [
+    ("present", SINK + 0.02, "holds"), ("absent", SINK + 0.02, "fails"),
+    ("present", SINK - 0.02, "fails"), ("absent", SINK - 0.02, "holds"),
+    ("present", SINK, "open"), ("absent", SINK, "open"),
+])  # fmt: skip
+def test_a_sink_is_there_where_its_interval_lies_above_its_share_of_the_bases(kind, value, state):
+    assert judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": around(value)}), {}).state == state
+
+
+@pytest.mark.parametrize("kind, quantity, value, state", [
+    ("same", "excess", 0.31, "holds"), ("same", "excess", 0.3 - MARGIN, "open"), ("same", "excess", 0.6, "fails"),
+    ("kept", "excess", 0.6, "holds"), ("kept", "excess", 0.1, "fails"), ("kept", "excess", 0.3 - MARGIN, "open"),
+    ("more", "excess", 0.4, "holds"), ("more", "excess", 0.3, "fails"), ("more", "excess", 0.2, "fails"),
+    ("loss", "valid_loss", 2.8 + LOSS / 2, "holds"), ("loss", "valid_loss", 2.0, "holds"),
+    ("loss", "valid_loss", 2.8 + LOSS, "open"), ("loss", "valid_loss", 2.8 + 2 * LOSS, "fails"),
+    ("worse", "valid_loss", 2.8 + 2 * LOSS, "holds"), ("worse", "valid_loss", 2.8, "fails"),
+])  # fmt: skip
+def test_a_comparison_is_held_against_its_margin(kind, quantity, value, state):
+    ours = made({"sigmoid": around(value)}, quantity)
+    for seed in range(3):
+        ours.runs["fixed_1"][seed]["valid_loss"] = 2.8 + 0.001 * (1 - seed)
+    assert judge(Check(kind, ("sigmoid", "base"), quantity), ours, {}).state == state
+
+
+def test_no_effect_says_the_largest_effect_that_would_still_pass():
+    outcome = judge(Check("same", ("sigmoid", "base"), "excess"), made({"sigmoid": [0.29, 0.31, 0.3]}), {})
+    t = stats.t.ppf(0.95, outcome.estimate.freedom)
+    assert outcome.passes == pytest.approx(outcome.bar - t * outcome.estimate.error)
+    assert outcome.bar == pytest.approx(MARGIN)
+
+
+def test_without_a_base_with_a_sink_nothing_is_measured_by_it():
+    ours = made({"fixed_1": [0.03, 0.04, 0.05], "sigmoid": around(0.0)})
+    assert judge(Check("absent", ("sigmoid",), "excess"), ours, {}).state == "open"
+    assert judge(Check("present", ("base",), "excess"), ours, {}).state == "fails" or rules.BASE > 0.04
+
+
+def test_too_few_seeds_are_not_run_and_failed_training_is_open():
+    check = Check("absent", ("sigmoid",), "excess")
+    assert judge(check, made({"sigmoid": [0.0, 0.0]}), {}).state == "not run"
+    assert judge(check, made({"sigmoid": [0.0, None, None]}), {}).state == "open"
+    for kind, values, state in (
+        ("fails", [None] * 3, "holds"),
+        ("trains", [None] * 3, "fails"),
+        ("trains", [0.1] * 2, "not run"),
+    ):
+        assert judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": values}), {}).state == state
+    assert judge(Check("fails", ("sigmoid",), "excess"), made({"sigmoid": [None, 0.1, 0.1]}), {}).state == "open"
+
+
+def test_an_onset_that_never_comes_is_left_out_and_said():
+    ours = made({"lr_half": [0.5, 0.6, 0.55], "lr_quarter": [0.9]}, "onset", excess=0.2)
+    for seed in (1, 2):
+        ours.runs["lr_quarter"][seed] = {"excess": 0.0}
+    outcome = judge(Check("more", ("lr_quarter", "lr_half"), "onset"), ours, {})
+    assert outcome.state == "open" and outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
+
+
+@pytest.mark.parametrize("element, state", [(40.0, "holds"), (5.0, "fails"), (12.3, "open")])
+def test_sink_and_element_go_together_or_apart(element, state):
+    ours = made({"dyt": around(0.3)}, element_1=math.log(element))
+    for seed in range(3):
+        ours.runs["dyt"][seed]["element_1"] += 0.01 * seed - 0.01
+    assert judge(Check("together", ("dyt",), "excess"), ours, {}).state == state
+
+
+def test_directional_checks_are_corrected_for_their_number():
+    ours = made({"k_bias": [0.31, 0.33, 0.32], "v_bias": [0.4, 0.41, 0.42], "elu": [0.29, 0.32, 0.3]})
+    checks = [Check("more", (name, "base"), "excess") for name in ("k_bias", "v_bias", "elu")]
+    p = {check: judge(check, ours, {}).p for check in checks}
+    corrected, ordered = rules._holm(checks, ours), sorted(p, key=p.get)
+    assert corrected[ordered[0]] == pytest.approx(min(1, 3 * p[ordered[0]]))
+    assert corrected[ordered[1]] == pytest.approx(min(1, max(3 * p[ordered[0]], 2 * p[ordered[1]])))
+
+
+@pytest.mark.parametrize("states, premises, expected", [
+    (["holds", "holds"], [], "reproduced"), (["holds", "fails"], [], "partly"),
+    (["fails", "open"], [], "not reproduced"),
+    (["holds", "open"], [], "inconclusive"), (["holds", "not run"], [], "not run"), ([], [], "not run"),
+    (["holds"], ["fails"], "inconclusive"), (["holds"], ["holds"], "reproduced"), (["holds"], ["not run"], "not run"),
+])  # fmt: skip
+def test_a_verdict_follows_from_the_states(states, premises, expected):
+    assert verdict(states, premises) == expected
+
+
+def test_margins_are_the_papers_own():
+    paper = {e.name: e.paper for e in BY_NAME.values()}
+    assert rules.SINK == pytest.approx(paper["lr_quarter"]["sink_1"] / paper["default"]["sink_1"])
+    between = (paper["heads_4"]["sink_1"] + paper["scale_0.2"]["sink_1"]) / 2
+    assert rules.MARGIN == pytest.approx(1 - between / paper["default"]["sink_1"])
+    losses = (paper["nope"]["valid_loss"] + paper["weight_decay_1"]["valid_loss"]) / 2
+    assert rules.LOSS == pytest.approx(losses / paper["default"]["valid_loss"] - 1)
+
+
+# --- quantities ------------------------------------------------------------------------------------------------------
+
+
+def test_uniform_attention_has_no_excess_whatever_the_mask():
+    for window in (None, 3):
+        weights = np.tril(np.ones((8, 8))) * (1 if window is None else np.triu(np.ones((8, 8)), 1 - window))
+        weights /= weights.sum(axis=1, keepdims=True)
+        for target in (1, 3):
+            alpha = weights[target - 1 :, target - 1].mean()
+            assert excess(alpha, uniform_alpha(8, target, window)) == pytest.approx(0)
+    assert uniform_alpha(4, None) == pytest.approx(np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5]))  # one key more
+
+
+def test_a_run_is_read_by_block():
+    alpha = np.full((10, 3, 2), 0.1)  # targets, blocks, heads
+    alpha[0] = [[0.9, 0.7], [0.4, 0.2], [0.2, 0.4]]
+    norms = [[6.0, 2.0, 2.0, 2.0], [8.0, 2.0, 2.0, 2.0], [99.0, 1.0, 1.0, 1.0]]
+    report = {"T": 64, "targets": list(range(1, 11)), "alpha": alpha.tolist(), "hidden_norms": norms}
+    report |= {"hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]], "key_norms": norms, "value_norms": norms}
+    curve = np.stack([np.full((10, 3, 2), 0.1), alpha])
+    points = [{"step": 0, "sink_1": 0.0, "valid_loss": 7.0}, {"step": 100, "sink_1": 20.0, "valid_loss": 3.0}]
+    config = {"model": {"attention": {"window": None}}}
+    numbers = of_run(config, {"final": {"report": report, **points[1]}, "curve": points}, curve)
+    u = uniform_alpha(64)
+    assert numbers["block_1"] == pytest.approx((0.8 - u) / (1 - u))
+    assert numbers["excess"] == pytest.approx((0.3 - u) / (1 - u))
+    assert numbers["learned"] == pytest.approx(0.2 / (1 - u))
+    assert np.exp([numbers["element_1"], numbers["element"], numbers["hidden"]]) == pytest.approx([20, 30, 4])
+    assert numbers["onset"] == 1.0 and "learned_star" not in numbers
+    points[1]["sink_1"] = 1.0
+    assert "onset" not in of_run(config, {"final": points[1], "curve": points}, None)  # it never came
+
+
+def test_a_ratio_of_nothing_is_not_held():
+    assert as_judged({"value": 0.0, "excess": math.nan, "key": 2.0}) == {"key": math.log(2)}
+    assert np.isnan(norm_ratio([[1.0, 0.0, 0.0]])).all()
+
+
+def test_records_are_read_once_and_again_when_one_is_added(tmp_path):
+    made_up(tmp_path, "fixed_1", 0, "laptop")
+    first = su.claims("laptop", tmp_path)
+    assert set(first["verdict"]) <= {"not run", "not visible", "by mathematics", "reproduced", "partly"}
+    made_up(tmp_path, "fixed_1", 1, "laptop")
+    from sinkutils.ledger.readings import readings
+
+    assert readings("laptop", tmp_path) is readings("laptop", tmp_path)
+    assert len(readings("laptop", tmp_path).runs["fixed_1"]) == 2
+
+
+# --- the claims ------------------------------------------------------------------------------------------------------
+
+
+def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
+    asked = {check.kind for claim in read_claims() for check in claim.checks if check.runs}
+    assert asked <= set(KINDS)
+    for claim in read_claims():
+        assert claim.source and claim.claim.endswith("."), claim.id
+        for check in (*claim.checks, *claim.given):
+            assert set(check.runs) <= {"base", *BY_NAME}, claim.id
+            assert check.runs or all(check.quantity in numbers for numbers in answers().values()), claim.id
+
+
+@pytest.mark.parametrize("entry, says", [
+    ("{id: a, source: s, claim: c., checks: [{presnt: base}]}", "claim a: no such check"),
+    ("{id: a, source: s, claim: c., checks: [{present: base, of: nothing}]}", "claim a: no such check"),
+    ("{id: a, source: s, claim: c., verdit: x}", "claim a: .*verdit"),
+    ("{source: s, claim: c.}", "claim without id"),
+])  # fmt: skip
+def test_a_wrong_entry_is_named_in_one_line(entry, says, tmp_path):
+    path = tmp_path / "claims.yaml"
+    path.write_text(f"- {entry}\n")
+    with pytest.raises(ValueError, match=says):
+        read_claims(path)
+
+
+def test_experiments_that_coincide_at_a_preset_are_not_asked():
+    claim = next(claim for claim in read_claims() if claim.id == "heads")
+    assert label("heads_4", "laptop") == "fixed_1"
+    judged = judge_claims([claim], made({"heads_8": around(0.3), "heads_2": around(0.3)}))[0]
+    assert "heads_4" not in {run for outcome in judged.outcomes for run in outcome.runs}
+
+
+def test_public_calls_say_what_is_wrong():
+    with pytest.raises(ValueError, match="no claim 'nothing'"):
+        su.verdict("nothing")
+    with pytest.raises(ValueError, match="quantity must be one of"):
+        su.effect("k_bias", "base", quantity="nothing")
+    with pytest.raises(ValueError, match="preset must be one of"):
+        su.claims("desktop")
+
+
+@pytest.mark.slow
+def test_the_ledger_on_the_records():
+    ledger = su.claims("laptop").set_index("id")
+    assert ledger.loc["key_biases", "verdict"] == "reproduced"
+    assert su.verdict("key_biases") == "reproduced (6 of 6 checks)"
+    assert ledger.loc["proposition_1", "verdict"] == "by mathematics"
+    assert ledger.loc["random_first", "verdict"] == "not visible"
+    assert ledger.loc["jamba", "verdict"] == "not run"
+    assert set(su.claims("minute")["id"]) == set(ledger.index)
+    checks = su.claim_checks("laptop")
+    assert {"holds", "fails", "open"} <= set(checks["state"])
+    assert checks.loc[checks["kind"] == "same", "passes"].notna().all()
+
+
+def test_the_ledger_itself_imports_no_torch():
+    code = "import sys; from sinkutils.ledger import quantities, real_models; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
