@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
-from sinkutils.ledger import open_models
-from sinkutils.measuring import real, saved, scores, surgery
+from sinkutils.measuring import real, scores, surgery
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
@@ -176,13 +175,11 @@ def made(index, corpus, tmp_path, monkeypatch):
     return measured, recorded(NAME)
 
 
-def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(made, corpus):
+def test_all_sections_of_a_record_are_made(made, corpus):
     _, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
     assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
-    (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
-    assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
 
 
 def test_a_record_says_what_each_operation_does_to_the_model(made):
@@ -211,23 +208,6 @@ def test_a_record_says_how_near_a_key_is_to_its_mean_over_texts(made):
     near = sections["first_token"][BOS]
     assert near["cosine_k_middle_to_mean"] == pytest.approx(by_hand, rel=1e-3) and max(by_hand) < 0.99
     assert near["cosine_k_1_to_mean"] == pytest.approx([1, 1], rel=1e-3)  # the same BOS
-
-
-def test_scores_put_first_what_training_did_unless_asked_otherwise_and_say_so(index, tmp_path, monkeypatch):
-    install(NAME)
-    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
-    asked = []
-
-    def evaluate(model, tokenizer, task, *, limit, bos):  # lm-eval's tasks need a network
-        asked.append(bos)
-        return {"task": task, "acc_norm": 30.0}
-
-    monkeypatch.setattr(scores, "evaluate", evaluate)
-    for options, bos in (([], True), (["--no-bos"], False), (["--bos"], True)):
-        assert cli.main(["scores", "Tiny", *options]) == 0
-        assert asked[-1] == saved.saved_scores()["Tiny"]["bos"] == bos
-    monkeypatch.setitem(REAL_MODELS, NAME, replace(REAL_MODELS[NAME], bos=False))
-    assert cli.main(["scores", NAME]) == 0 and not asked[-1]
 
 
 TASK = """task: mine
