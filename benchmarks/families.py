@@ -288,7 +288,7 @@ def operated(model: nn.Module, ids: Tensor) -> str:
             return "wrong transplant"
         pair = [surgery.hide(model, torch.cat([one, ids], dim=1)).losses[:, 1:] for one in (first, first + 1)]
     except ValueError as error:
-        return f"right; not given or hidden keys: {error}"
+        return f"right where no keys are changed; else {error}"
     return "wrong where x_1 is hidden" if off(*pair) else "right"
 
 

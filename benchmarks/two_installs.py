@@ -36,7 +36,8 @@ def hashes(folder: Path, more: list[str]) -> dict[str, object]:
     """Install the project and `more` into a new venv below `folder`; what its texts are there."""
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", str(ROOT), *more], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, "--editable", f"{ROOT}[text]", *more], check=True)
     out = subprocess.run([python, "-c", HASHES], check=True, capture_output=True, text=True, cwd=folder)
     return json.loads(out.stdout)
 

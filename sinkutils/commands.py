@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     option("model", nargs="+", **model)
     option("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"], help="kinds of input")
     option("--text", type=Path, metavar="FILE", help="your own text (txt, md, jsonl), cut into windows of T tokens")
+    option("--corpus", default="docstrings", help="where natural text comes from")
     option("-n", type=COUNT, help="sequences (default: 100; of --text all)")
     option("-T", "--length", type=COUNT, default=64, help="tokens per sequence")
     option("--targets", type=COUNT, nargs="+", default=[1], help="positions, counted from 1")
@@ -129,7 +131,9 @@ def parser() -> argparse.ArgumentParser:
     option("model", **model)
     option("--task", default="hellaswag", help="a task of lm-eval")
     option("--include-path", metavar="FOLDER", help="where a task of your own is described")
-    option("--bos", action="store_true", help="put a BOS before each question")
+    option(
+        "--bos", action="store_true", default=None, help="put a BOS before each question, also where training had none"
+    )
     option("--limit", type=COUNT, help="only so many questions")
     option("--device", **device)
     option("--dtype", **dtype)
@@ -272,7 +276,7 @@ def measure_command(options: argparse.Namespace) -> None:
     texts = own_texts(options.text)
     results = {}
     for name in options.model:
-        measured = subject(name, options.device, **given)
+        measured = replace(subject(name, options.device, **given), corpus=options.corpus)
         # A record whose training fixed a token is measured with that token, unless asked otherwise.
         first = X_FIX if X_FIX in measured.firsts and not options.any_first else TEXT
         if options.bos:

@@ -13,7 +13,6 @@ HOME = Path(os.environ.get("SINKUTILS_HOME") or CHECKOUT or ".").resolve()
 ROOT = CHECKOUT or HOME
 DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME
 RUNS = DATA / "runs"
-MEASUREMENTS = DATA / "measurements"
 PAPER = CHECKOUT / "data" / "paper" if CHECKOUT else PACKAGE / "paper_data"
 OPEN_LMS = ROOT / "data" / "open_lms"
 FIGURES = ROOT / "figures"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import flash
-from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
@@ -156,7 +156,8 @@ def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, An
         logits = torch.cat([star, logits], dim=-1)
         seen = torch.cat([torch.ones(q.shape[2], 1, dtype=torch.bool), seen], dim=-1)
     logits = (logits + spec.logit_bias).masked_fill(~seen, -math.inf)
-    sizes = SIZES[spec.similarity](logits).masked_fill(~seen, 0)
+    size_of = SIZES.get(spec.similarity, SIMILARITIES[spec.similarity])
+    sizes = size_of(logits).abs().masked_fill(~seen, 0)
     total = sizes.sum(dim=-1, keepdim=True)
     if spec.similarity == "softpick":  # negative ones count in the sum alone
         sizes = sizes.masked_fill(logits < 0, 0)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ class RealModel:
     licence: str
     hub_id: str  # the same model in full precision, from the hub
     bos: bool  # whether its texts began with a BOS in training
-    window: float = math.inf  # the keys that most of its blocks see
 
     @property
     def pins(self) -> list[str]:
@@ -73,15 +70,8 @@ REAL_MODELS = {
         "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
         "google/gemma-3-270m",
         bos=True,
-        window=512,
     ),
 }
-
-
-def window_of(sections: Mapping[str, Any]) -> float:
-    """The keys that most blocks of a real model see, by its measurements; infinite where they see all."""
-    known = REAL_MODELS.get(sections.get("about", {}).get("model", ""))
-    return known.window if known else math.inf
 
 
 def folder_of(name: str) -> Path:

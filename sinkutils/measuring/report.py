@@ -192,19 +192,19 @@ class Report:
     def summary(self) -> dict[str, float]:
         """The numbers that tell one model from another, as scalars; what was not measured is left out.
 
-        sink_1 in percent at the first eps; excess_block_1 and excess_later, the mean excess of alpha_1 in the first
-        attention layer and in the later ones; massive, the largest element of h_1 over the median, with the block
+        sink_1 in percent at the first eps; block_1 and later_blocks, the mean excess of alpha_1 in the first attention
+        layer and in the later ones; element, the largest element of h_1 over the median of |h|, with the block
         (from 1) after which and the dimension (from 0) in which it stands; value_ratio, the least over layers of
         ||v_1|| over the others' mean.
         """
         by_layer = self._excess(1).mean(dim=(0, 2))
-        numbers = {"sink_1": self.sink(1, self.epsilons[0]), "excess_block_1": float(by_layer[0])}
+        numbers = {"sink_1": self.sink(1, self.epsilons[0]), "block_1": float(by_layer[0])}
         if len(by_layer) > 1:
-            numbers["excess_later"] = float(by_layer[1:].mean())
+            numbers["later_blocks"] = float(by_layer[1:].mean())
         if self.first_elements is not None:
             block, dimension = divmod(int(self.first_elements.argmax()), self.first_elements.shape[1])
             largest = float(self.first_elements.max())
-            numbers |= {"massive": largest, "massive_block": block + 1, "massive_dimension": dimension}
+            numbers |= {"element": largest, "element_block": block + 1, "element_dimension": dimension}
         if self.value_norms is not None and self.length > 1:
             numbers["value_ratio"] = min(self.norm_ratio("value_norms"))
         return numbers

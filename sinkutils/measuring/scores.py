@@ -11,6 +11,7 @@ from torch import nn
 
 from sinkutils.checks import require
 from sinkutils.measuring.load import hub_reachable
+from sinkutils.measuring.real import REAL_MODELS
 
 TASK = "hellaswag"
 METRICS = ("acc", "acc_norm")
@@ -23,13 +24,13 @@ def evaluate(
     *,
     limit: int | None = None,
     include_path: str | Path | None = None,
-    bos: bool = False,
+    bos: bool | None = None,
 ) -> dict[str, Any]:
     """Zero-shot accuracy and length-normalised accuracy in percent, with standard errors, of a causal LM.
 
     model, tokenizer: of transformers. limit: only so many questions (the paper: all).
-    bos: whether the tokenizer's BOS stands before each question, as Gemma's training has it. An answer without a
-        question is scored after a BOS, or EOS where there is none, in any case.
+    bos: whether the tokenizer's BOS stands before each question; None: as a model of REAL_MODELS was trained, else no.
+        An answer without a question is scored after a BOS, or EOS where there is none, in any case.
     include_path: a folder with tasks of one's own in lm-eval's format, which are then the only ones known.
 
     Raises ImportError where lm-eval is not installed, ConnectionError where a task's questions are neither here nor on
@@ -49,6 +50,9 @@ def evaluate(
     tasks = TaskManager(**own)
     if task not in tasks.all_tasks:
         raise ValueError(f"task must be one that lm-eval knows, such as {TASK!r}; got {task!r}")
+    if bos is None:
+        known = REAL_MODELS.get(str(getattr(model, "name_or_path", "")))
+        bos = known is not None and known.bos
     if bos:
         require(tokenizer.bos_token_id is not None, "bos=True needs a tokenizer with a BOS token, and this has none")
 
@@ -68,10 +72,12 @@ def evaluate(
         raise ConnectionError(f"task {task!r} {why}") from error
     results = output["results"][task]
     scores: dict[str, Any] = {"task": task, "lm_eval": version, "questions": output["n-samples"][task]["effective"]}
+    scores["bos"] = bos
     for metric in METRICS:
         if f"{metric},none" in results:
             scores[metric] = round(100 * results[f"{metric},none"], 3)
-            scores[f"{metric}_stderr"] = round(100 * float(results[f"{metric}_stderr,none"]), 3)
+            stderr = results[f"{metric}_stderr,none"]  # "N/A" of one question
+            scores[f"{metric}_stderr"] = None if stderr == "N/A" else round(100 * float(stderr), 3)
     if not set(METRICS) & set(scores):
         raise ValueError(f"task {task!r} reports neither of {', '.join(METRICS)}: give a multiple-choice task")
     return scores

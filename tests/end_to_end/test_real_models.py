@@ -1,6 +1,7 @@
 """Real models from pinned packages: a made-up one through the whole way, and the committed measurements."""
 
 import hashlib
+import json
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -10,14 +11,16 @@ import numpy as np
 import open_lms
 import pytest
 import torch
+import transformers as tf
+from helpers import word_tokenizer
+from small_models import build
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
 import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
-from sinkutils.ledger import open_models
-from sinkutils.measuring import real, saved, scores, surgery
+from sinkutils.measuring import real, scores, surgery
 from sinkutils.measuring.open_lms import recorded
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
@@ -172,13 +175,11 @@ def made(index, corpus, tmp_path, monkeypatch):
     return measured, recorded(NAME)
 
 
-def test_all_sections_of_a_record_are_made_and_read_by_the_ledger(made, corpus):
+def test_all_sections_of_a_record_are_made(made, corpus):
     _, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
     assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
-    (one,) = [one for one in open_models.measured() if one.name == "Tiny"]
-    assert one.usual == BOS and one.report("random", TEXT) == sections["probes"]["random"][TEXT]
 
 
 def test_a_record_says_what_each_operation_does_to_the_model(made):
@@ -209,21 +210,40 @@ def test_a_record_says_how_near_a_key_is_to_its_mean_over_texts(made):
     assert near["cosine_k_1_to_mean"] == pytest.approx([1, 1], rel=1e-3)  # the same BOS
 
 
-def test_scores_put_first_what_training_did_unless_asked_otherwise_and_say_so(index, tmp_path, monkeypatch):
-    install(NAME)
-    monkeypatch.setattr(saved, "MEASUREMENTS", tmp_path / "measurements")
-    asked = []
+TASK = """task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{text}"
+target_delimiter: ""
+doc_to_target: 0
+doc_to_choice: "{{{{[a, b]}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
 
-    def evaluate(model, tokenizer, task, *, limit, bos):  # lm-eval's tasks need a network
-        asked.append(bos)
-        return {"task": task, "acc_norm": 30.0}
 
-    monkeypatch.setattr(scores, "evaluate", evaluate)
-    for options, bos in (([], True), (["--no-bos"], False), (["--bos"], True)):
-        assert cli.main(["scores", "Tiny", *options]) == 0
-        assert asked[-1] == saved.saved_scores()["Tiny"]["bos"] == bos
-    monkeypatch.setitem(REAL_MODELS, NAME, replace(REAL_MODELS[NAME], bos=False))
-    assert cli.main(["scores", NAME]) == 0 and not asked[-1]
+@pytest.mark.parametrize("text", ["", "w5 w6"], ids=["no context", "a context"])
+def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, tmp_path, monkeypatch):
+    lm = pytest.importorskip("lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed")
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>")
+    (tmp_path / "q.jsonl").write_text(json.dumps({"a": " w1 w2 w3", "b": " w4 w2 w3"}))
+    (tmp_path / "t.yaml").write_text(TASK.format(file=tmp_path / "q.jsonl", text=text))
+    model, seen, compute = build("llama"), [], lm.HFLM._loglikelihood_tokens
+
+    def note(self, requests, **options):
+        seen.extend(zip(requests, compute(self, requests, **options), strict=True))
+        return [answer for _, answer in seen]
+
+    monkeypatch.setattr(lm.HFLM, "_loglikelihood_tokens", note)
+    assert scores.evaluate(model, tokenizer, "mine", include_path=tmp_path, bos=True)["questions"] == 1
+    words = [tokenizer.convert_tokens_to_ids(word) for word in text.split()]
+    for (_, context, answer), (found, _) in seen:
+        assert context == [1, *words] and len(answer) == 3
+        with torch.no_grad():
+            log_p = model(torch.tensor([context + answer])).logits[0].log_softmax(dim=-1)
+        expected = sum(float(log_p[len(context) + i - 1, token]) for i, token in enumerate(answer))
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", COMMITTED)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from sinkutils.model import fast, flash
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.attention import LOGARITHMS, SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
     {},
@@ -90,7 +90,7 @@ def test_a_form_equals_the_reference(spec):
 
 
 FLEX = zip(
-    [o for o in OPERATIONS if o.get("similarity") not in ("linear", "relu", "softpick")],
+    [o for o in OPERATIONS if o.get("similarity", "exp") in LOGARITHMS],
     itertools.cycle([("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}),
                      ("shared", {"bias": "v"})]),
     strict=False,

@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from helpers import DONE
+from helpers import DONE, word_tokenizer
+from safetensors.torch import load_file, save_file
+from small_models import build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
+from sinkutils import __main__ as cli
 from sinkutils import paths
+from sinkutils.data.probes import probe
 from sinkutils.measuring import load
 from sinkutils.measuring.load import MODELS, ModelUnavailable, load_lm
+from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import RunConfig
 from sinkutils.study.record import write_record
@@ -190,3 +195,72 @@ def test_remote_code_is_never_run_unless_asked_for(monkeypatch):
         with pytest.raises(ModelUnavailable):
             load_lm("owner/model", **options)
     assert asked == [False, True, False]
+
+
+# --- files
+
+
+def saved(folder, tokenizer: bool = True):
+    model = build("llama")
+    model.save_pretrained(folder)
+    if tokenizer:
+        made = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>")
+        made.save_pretrained(folder)
+    return model
+
+
+RENAMED = {
+    "_orig_mod.": (lambda name: f"_orig_mod.{name}", "without .* and [0-9]+ more, with unused _orig_mod"),
+    "a layer missing": (lambda name: None if "layers.1" in name else name, r"without model\.layers\.1"),
+    "one weight missing": (lambda name: None if "layers.0.mlp.up" in name else name, "without .*up_proj.weight;"),
+    "one renamed": (lambda name: name.replace("0.mlp.up", "0.mlp.upper"), "with unused .*upper_proj"),
+}
+
+
+@pytest.mark.parametrize("way", RENAMED)
+def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way, tmp_path, capsys):
+    saved(tmp_path)
+    rename, says = RENAMED[way]
+    weights = {rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    weights.pop(None, None)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnavailable, match=f"weights of .* are not those of its config.json: .*{says}"):
+        load_lm(tmp_path)
+    assert cli.main(["measure", str(tmp_path), "--probe", "random", "-n", "2", "-T", "8"]) == 2
+    assert "are not those of its config.json" in capsys.readouterr().err
+
+
+def test_a_layer_too_many_in_the_file_is_refused_and_an_unused_head_warned_of(tmp_path):
+    saved(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    with pytest.raises(ModelUnavailable, match=r"with unused model\.layers\.1"):
+        load_lm(tmp_path)
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | {"score.weight": torch.ones(2, 32)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="with unused score.weight"):
+        load_lm(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys):
+    model = saved(tmp_path, tokenizer=False)
+    loaded, tokenizer = load_lm(tmp_path)
+    ids = probe("random", tokenizer, 50, 40)
+    special = {model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id}
+    assert 0 <= ids.min() and ids.max() < 96 and not special & set(ids.flatten().tolist())
+    torch.testing.assert_close(measure(loaded, ids[:3]).alpha, measure(model, ids[:3]).alpha)
+    assert cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"]) == 0
+    with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
+        probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
+
+
+def test_a_gguf_file_and_an_adapter_say_how_they_are_read(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(ModelUnavailable, match=r"GGUF file: load it by .*gguf_file='model.gguf'"):
+            load_lm(name)
+    (tmp_path / "model.gguf").rename(tmp_path / "adapter_config.json")
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelUnavailable, match="adapter of another model: pip install peft"):
+        load_lm(tmp_path)
