@@ -131,9 +131,7 @@ def parser() -> argparse.ArgumentParser:
     option("model", **model)
     option("--task", default="hellaswag", help="a task of lm-eval")
     option("--include-path", metavar="FOLDER", help="where a task of your own is described")
-    option(
-        "--bos", action="store_true", default=None, help="put a BOS before each question, also where training had none"
-    )
+    option("--bos", action="store_true", default=None, help="put a BOS before each question")
     option("--limit", type=COUNT, help="only so many questions")
     option("--device", **device)
     option("--dtype", **dtype)
