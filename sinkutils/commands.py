@@ -168,8 +168,13 @@ def list_command(options: argparse.Namespace) -> None:
     from sinkutils.study.experiments import experiments
     from sinkutils.study.frames import runs
     from sinkutils.study.grid import resolve, unavailable
+    from sinkutils.study.store import Runs
 
     rows = experiments(options.section)
+    folder = Runs(options.runs).folder
+    if not folder.is_dir():
+        advice = "give --runs, set SINKUTILS_HOME, or train some"
+        print(f"sinkutils: there are no records in {folder}: {advice}", file=sys.stderr)
     table, refused = runs(options.preset, options.runs), unavailable(options.preset)
     counts = table[table.status.isin(["done", "failed"])].groupby("experiment").seed.count()
     width = shutil.get_terminal_size((100, 24)).columns
