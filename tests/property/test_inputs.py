@@ -154,7 +154,7 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
     torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
 
