@@ -26,7 +26,7 @@ from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_t
 SHARE = 0.02  # of the documents for probing, and as many for validation, by the hash of the text
 HELD_OUT = 120  # documents for each of the two if those shares were fewer: the sink metric takes 100
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
-BATCH_CHARACTERS = 2_000_000
+BATCH_DOCUMENTS = 200  # tokenised at once
 BLOCK_TOKENS = 1_000_000  # read at once when documents are looked for
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
 FORMAT = 4  # raised when the files or the way they are made change
@@ -224,12 +224,18 @@ def _build(
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
     documents = _unique(source.documents())
-    sample = next(_batches(documents, SAMPLE_CHARACTERS))
+    sample: list[tuple[bytes, str]] = []
+    characters = 0
+    for digest, text in documents:
+        sample.append((digest, text))
+        characters += len(text)
+        if characters >= SAMPLE_CHARACTERS:
+            break
     if len(sample) < len(SPLITS):
         few = f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one a split"
         raise ValueError(f"{few}: give more text, or cut it into more files or lines")
-    complete = sum(len(text) for _, text in sample) < SAMPLE_CHARACTERS
-    probe_below, valid_below = _thresholds([split_fraction(digest) for digest, _ in sample], complete)
+    fractions = [split_fraction(digest) for digest, _ in sample]
+    probe_below, valid_below = _thresholds(fractions, complete=characters < SAMPLE_CHARACTERS)
 
     def split_of(digest: bytes) -> str:
         fraction = split_fraction(digest)
@@ -277,23 +283,12 @@ def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
             yield digest, text
 
 
-def _batches(documents: Iterable[tuple[bytes, str]], characters: int) -> Iterator[list[tuple[bytes, str]]]:
-    """The documents in lists of at least so many characters; the last has what is left."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _encode(tokenizer: Tokenizer, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
+def _encode(tokenizer: Tokenizer, documents: Iterator[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
     """The token ids of each document, without special tokens; many at once, because the tokenizer has threads."""
-    for batch in _batches(documents, BATCH_CHARACTERS):
+    while batch := list(islice(documents, BATCH_DOCUMENTS)):
         encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        yield from ((digest, encoding.ids) for (digest, _), encoding in zip(batch, encodings, strict=True))
+        for (digest, _), encoding in zip(batch, encodings, strict=True):
+            yield digest, encoding.ids
 
 
 def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:

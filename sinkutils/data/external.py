@@ -47,23 +47,13 @@ PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its shar
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
-    field = None
     for row in _stream(dataset, config):
+        field = next((name for name in TEXT_FIELDS if name in row), None)
         if field is None:
-            field = _text_field(dataset, row)
-        if field is not None and row[field] is not None:  # else a document without text
+            fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
+            raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
+        if isinstance(row[field], str):  # else a document without text
             yield row[field]
-
-
-def _text_field(dataset: str, row: dict[str, Any]) -> str | None:
-    """Which field of a row holds its text; None where it has one without text. Raises ValueError if it has none."""
-    for name in TEXT_FIELDS:
-        if isinstance(row.get(name), str):
-            return name
-    if any(name in row and row[name] is None for name in TEXT_FIELDS):
-        return None
-    fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
-    raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
 
 
 def pile() -> Iterator[str]:
@@ -194,7 +184,7 @@ def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("hub corpora need the package datasets: pip install datasets") from error
+        raise ImportError("hub corpora need the package datasets: pip install 'sinkutils[hub]'") from error
     asked = f"{dataset}/{config}" if config else dataset
     try:
         yield from datasets.load_dataset(dataset, config, split=split, streaming=True)

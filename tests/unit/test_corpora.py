@@ -233,7 +233,7 @@ def test_a_hub_data_set_is_read_as_owner_name_and_config_and_its_text_field_foun
 
 def test_a_stream_is_read_no_further_than_max_tokens_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(corpora, "SAMPLE_CHARACTERS", 50_000)
-    monkeypatch.setattr(corpora, "BATCH_CHARACTERS", 10_000)
+    monkeypatch.setattr(corpora, "BATCH_DOCUMENTS", 100)
     monkeypatch.setattr(corpora, "HUB_TOKENS", 30_000)
     read = itertools.count()
     rng = random.Random(0)

@@ -54,7 +54,7 @@ def test_the_models_of_the_page_are_what_it_says(page):
         sums = attention.A.sum(dim=-1)
         assert torch.allclose(sums, torch.ones_like(sums)) == (kind is not page.Sigmoid)
         assert attention.A.shape[-1] == 20 + (kind is page.KeyOfItsOwn)
-        assert page.alphas(model, ids).sum(dim=-1).allclose(torch.ones(4, 1, 4))
+        assert page.alphas(model, ids).sum(dim=-1).allclose(torch.ones(page.Config.blocks, 1, 4))
 
 
 def test_its_loss_falls(page):
