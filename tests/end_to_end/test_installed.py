@@ -44,7 +44,7 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     assert notebooks.stderr.splitlines()[-1] == (
         "sinkutils: the notebooks are in a checkout of the repository: run this command in one"
     )
-    where = "from sinkutils import paths; print(paths.RUNS, paths.MEASUREMENTS, paths.RENDERED)"
+    where = "from sinkutils import paths; print(paths.RUNS, paths.RENDERED)"
     for home in ("", str(tmp_path)):
         folders = call("-c", where, SINKUTILS_HOME=home).stdout.split()
         assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
