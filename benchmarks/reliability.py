@@ -103,7 +103,7 @@ class Sweeps:
 
     def trainings(self, name: str) -> dict[str, int]:
         """How often each run was begun: every training shows a progress bar, which the log of the run keeps."""
-        logs = {one: self.folder / name / "logs" / self.preset / f"{one}-0.log" for one in self.only}
+        logs = {one: self.runs(name) / "logs" / self.preset / f"{one}-0.log" for one in self.only}
         return {one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", log.read_text())) for one, log in logs.items()}
 
 

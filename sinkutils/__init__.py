@@ -39,7 +39,7 @@ _HOMES = {
     "report_model": "plots.report",
 }
 # Which extra of pyproject.toml brings a package; what is not here is a dependency of the core.
-_EXTRAS = {"IPython": "notebooks", "nbformat": "notebooks", "papermill": "notebooks", "statsmodels": "notebooks"}
+_EXTRAS = {"nbclient": "notebooks", "nbformat": "notebooks", "papermill": "notebooks", "datasets": "hub"}
 __all__ = [*_HOMES]
 __version__ = "0.1.0"
 
@@ -50,14 +50,18 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "sinkutils"):
-            raise
-        extra = _EXTRAS.get(package)
-        install = f"'sinkutils[{extra}]'" if extra else package
-        raise ImportError(f"{package} is needed for su.{name}: pip install {install}") from error
+        raise ImportError(missing(error, f"su.{name}")) from error
     globals()[name] = value
     return value
+
+
+def missing(error: ModuleNotFoundError, purpose: str) -> str:
+    """In one line, which package is not installed and what brings it. Raises `error` again if it is a part of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "sinkutils"):
+        raise error
+    install = f"'sinkutils[{_EXTRAS[package]}]'" if package in _EXTRAS else package
+    return f"{package} is needed for {purpose}: pip install {install}"
 
 
 def __dir__() -> list[str]:

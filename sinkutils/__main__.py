@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from sinkutils import __version__
+from sinkutils import __version__, missing
 
 COMMANDS = ("list", "train", "sweep", "measure", "report", "models", "scores", "claims", "run")
 WRONG, LOCKED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141  # exit statuses
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunLocked as error:
         print(f"sinkutils: {error}", file=sys.stderr)
         return LOCKED
+    except ModuleNotFoundError as error:
+        print(f"sinkutils: {missing(error, 'this command')}", file=sys.stderr)
+        return WRONG
     except (ValueError, OSError, ImportError, CorruptRecord, MemoryError) as error:
         print("sinkutils:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
         return WRONG

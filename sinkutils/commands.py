@@ -131,9 +131,7 @@ def parser() -> argparse.ArgumentParser:
     option("model", **model)
     option("--task", default="hellaswag", help="a task of lm-eval")
     option("--include-path", metavar="FOLDER", help="where a task of your own is described")
-    option(
-        "--bos", action="store_true", default=None, help="put a BOS before each question, also where training had none"
-    )
+    option("--bos", action="store_true", default=None, help="put a BOS before each question")
     option("--limit", type=COUNT, help="only so many questions")
     option("--device", **device)
     option("--dtype", **dtype)
@@ -170,8 +168,13 @@ def list_command(options: argparse.Namespace) -> None:
     from sinkutils.study.experiments import experiments
     from sinkutils.study.frames import runs
     from sinkutils.study.grid import resolve, unavailable
+    from sinkutils.study.store import Runs
 
     rows = experiments(options.section)
+    folder = Runs(options.runs).folder
+    if not folder.is_dir():
+        advice = "give --runs, set SINKUTILS_HOME, or train some"
+        print(f"sinkutils: there are no records in {folder}: {advice}", file=sys.stderr)
     table, refused = runs(options.preset, options.runs), unavailable(options.preset)
     counts = table[table.status.isin(["done", "failed"])].groupby("experiment").seed.count()
     width = shutil.get_terminal_size((100, 24)).columns

@@ -184,7 +184,7 @@ def _stream(dataset: str, config: str | None, split: str = "train") -> Iterable[
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("hub corpora need the package datasets: pip install datasets") from error
+        raise ImportError("hub corpora need the package datasets: pip install 'sinkutils[hub]'") from error
     asked = f"{dataset}/{config}" if config else dataset
     try:
         yield from datasets.load_dataset(dataset, config, split=split, streaming=True)

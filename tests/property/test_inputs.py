@@ -154,7 +154,7 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
     torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
 
@@ -299,7 +299,7 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtyp
     assert not broken and vocabulary >= 30
     rows = ids.long() if mask is None else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
     rows = [row for row in rows if len(row) >= max(report.targets)]
-    expected = torch.stack([alpha_of(model, row, report.targets) for row in rows])
+    expected = torch.stack([alpha_of(model, row, report.targets).float() for row in rows])
     torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k, eps) <= 100 for k in report.targets for eps in report.epsilons)
     assert str(report) and json.dumps(report.to_dict(), allow_nan=False)
