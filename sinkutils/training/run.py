@@ -242,8 +242,8 @@ def sinks(report: Report) -> dict[str, Any]:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = [digits(x, 4) for x in report.hidden_peaks[:, 0].tolist()]
-        numbers["value_ratio_1"] = [digits(x, 4) for x in ratios.tolist()]
+        numbers["peak_1"] = [digits(x, 3) for x in report.hidden_peaks[:, 0].tolist()]
+        numbers["value_ratio_1"] = [digits(x, 3) for x in ratios.tolist()]
     return numbers
 
 
@@ -273,7 +273,7 @@ def of_report(report: Report) -> dict[str, Any]:
         kept["sink_star"] = {eps: whole["sink_star"][eps] for eps in shown}
     for name in BY_POSITION:
         if name in kept:
-            kept[name] = [[digits(x, 4) for x in row] for row in kept[name]]
+            kept[name] = [[digits(x, 3) for x in row] for row in kept[name]]
     return kept
 
 
