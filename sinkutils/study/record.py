@@ -153,7 +153,7 @@ def write_record(
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
-    metrics: numbers are rounded to six significant digits. corpus: `Corpus.identity` of the text; None: the config's
+    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text; None: the config's
     own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError with advice when the disk is full.
     """
     values = config_dict(config)
@@ -192,9 +192,9 @@ def write_record(
 
 
 def rounded(value: Any) -> Any:
-    """Every float in lists and dicts to six significant digits."""
+    """Every float in lists and dicts to five significant digits."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
