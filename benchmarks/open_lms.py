@@ -29,7 +29,7 @@ TARGETS = (1, 2, 3)
 LENGTHS = {16: 100, 32: 50, 64: 25, 128: 16, 256: 8, 512: 4, 1024: 2, 2048: 1}  # T, and how many texts
 SAMPLES = 100  # texts of 64 tokens, as in the paper
 FEW = 16  # texts, where a mean over texts hardly moves
-LONG = (4, 512)  # texts and T of streaming
+LONG = (20, 512)  # texts and T of streaming
 STREAMS = ((128, 0), (127, 1), (124, 4))  # windows and kept first keys, one cache size
 MASSIVE = 1000  # times the median dimension
 NUMBERS = ("sink", "interval", "alpha")
@@ -208,10 +208,6 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     reached = (largest > MASSIVE).nonzero()[:, 0].tolist()
     blocks = sorted({reached[0], reached[len(reached) // 2], reached[-1]}) if reached else []
     layers = len(largest)
-    long = measured.inputs("natural", *LONG, first=first)
-    windows = {f"{window} + {sinks}": surgery.stream(model, long, window, sinks) for window, sinks in STREAMS}
-    after = 2 * STREAMS[0][0]
-    windows["full"] = surgery.untouched(model, long, shares=False)
     return {
         "samples": FEW,
         "T": 64,
@@ -229,16 +225,24 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
             str(bits): [surgery.rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
             for bits in (8, 6, 5, 4, 3)
         },
-        "stream": {
-            "samples": LONG[0],
-            "T": LONG[1],
-            "after": after,
-            "loss": {name: float(outcome.losses[:, after:].mean()) for name, outcome in windows.items()},
-        },
     }
 
 
-SECTIONS = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, operations)}
+@torch.no_grad()
+def streaming(measured: Subject, samples: int) -> dict[str, Any]:
+    """What a cache of the last keys costs, with and without the first: the mean loss of each text (notebook 08)."""
+    from sinkutils.measuring import surgery
+
+    first = usual_first(measured)
+    ids = measured.inputs("natural", *LONG, first=first)
+    after = 2 * STREAMS[0][0]
+    windows = {f"{window} + {sinks}": surgery.stream(measured.model, ids, window, sinks) for window, sinks in STREAMS}
+    windows["full"] = surgery.untouched(measured.model, ids, shares=False)
+    losses = {name: outcome.losses[:, after:].mean(dim=1).tolist() for name, outcome in windows.items()}
+    return {"samples": LONG[0], "T": LONG[1], "after": after, "first": first, "loss": losses}
+
+
+SECTIONS = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, operations, streaming)}
 
 
 def _length(measured: Subject) -> int:

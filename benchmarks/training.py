@@ -44,7 +44,7 @@ def peers(size: int, compiled: bool) -> dict[str, Callable[[], None]]:
     ids, chunks = torch.randint(0, VOCAB, (batch, context)), torch.randint(0, VOCAB, (batch, context + 1))
     llama = LlamaForCausalLM(theirs)
     steps = {"llama fp32": _step(llama, lambda: llama(input_ids=ids, labels=ids).loss)}
-    for name in ("ours fp32", "ours bf16", *(["ours compiled bf16"] if compiled else [])):
+    for name in ("ours fp32", "ours bf16", *(["ours compiled fp32", "ours compiled bf16"] if compiled else [])):
         steps[name] = _our_step(TransformerLM(ours), chunks, name)
     return steps
 

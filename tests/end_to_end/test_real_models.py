@@ -194,8 +194,10 @@ def test_a_record_says_what_each_operation_does_to_the_model(made):
     assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
     coarse = [surgery.rounded(model, ids, 3, first_exact=exact).loss for exact in (False, True)]
     assert done["rounded to bits"]["3"] == close(coarse) and coarse[0] != close(coarse[1])
-    assert set(done["stream"]["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"} and done["stream"]["after"] == 16
-    assert done["stream"]["loss"]["7 + 1"] == close(float(surgery.stream(model, long, 7, 1).losses[:, 16:].mean()))
+    streamed = sections["streaming"]
+    assert set(streamed["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"} and streamed["after"] == 16
+    by_text = surgery.stream(model, long, 7, 1).losses[:, 16:].mean(dim=1)
+    assert streamed["loss"]["7 + 1"] == close(by_text.tolist())
 
 
 def test_a_record_says_how_near_a_key_is_to_its_mean_over_texts(made):
@@ -290,6 +292,7 @@ def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models()
     assert moved["sink_star"] == pytest.approx(before["sink_1"], abs=5) and moved["sink_1"] < 1
     assert max(hidden["loss"], moved["loss"]) < before["loss"] + 0.3
     assert smol["transplant, v* = 0 from layer"]["0"]["loss"] > before["loss"] + 0.5  # its value counts
-    none, one, full = (smol["stream"]["loss"][name] for name in ("128 + 0", "127 + 1", "full"))
-    assert none - one > 0.3 * (none - full)
+    losses = recorded("smollm2")["streaming"]["loss"]
+    for none, one, full in zip(losses["128 + 0"], losses["127 + 1"], losses["full"], strict=True):  # text by text
+        assert none - one > 0.3 * (none - full)
     assert gemma["plain"]["sink_1"] < 1 < 50 < min(gemma["untouched"]["sink_1"], gemma["transplant"]["sink_star"])
