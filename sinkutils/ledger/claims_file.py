@@ -64,7 +64,7 @@ class Claim:
 
 def read_claims(path: Path | None = None) -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
-    path = path or paths.ROOT / "data" / "claims.yaml"
+    path = path or paths.LEDGER / "claims.yaml"
     return _read(path, path.stat().st_mtime_ns)
 
 
