@@ -257,7 +257,8 @@ def claims_command(options: argparse.Namespace) -> None:
         for line in lines:
             print(textwrap.fill(line, width, subsequent_indent=" " * 16))
     counts = ledger.verdict.value_counts().sort_index()
-    print(f"{len(ledger)} claims at {options.preset}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    print(textwrap.fill(f"{len(ledger)} claims at {options.preset}: {summary}", width))
 
 
 # --- models
