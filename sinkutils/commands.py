@@ -55,17 +55,22 @@ def parser() -> argparse.ArgumentParser:
     def add(function: Callable[[argparse.Namespace], int | None]) -> Callable[..., argparse.Action]:
         """A command, named and described by its function; what comes back takes its arguments."""
         name, text = function.__name__.removesuffix("_command"), (function.__doc__ or "").strip()
-        command = commands.add_parser(name, help=text, description=text, formatter_class=Help)
+        command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(function=function)
         return command.add_argument
 
-    preset = {"default": "laptop", "choices": list(PRESETS), "help": "scale of the study"}
+    preset = {"default": "laptop", "choices": list(PRESETS), "help": "scale of the study (default: laptop)"}
     runs = {"type": Path, "help": "folder of the records (default: data/runs)"}
     model = {"help": "smollm2, gemma-3-270m, a hub id, a local folder, or a record: laptop/base/0"}
     device = {"help": "cpu, cuda, mps, or auto: over several (default: cuda where there is one)"}
     dtype = {"help": "float32, bfloat16, float16 or float64 (default: float32 on a CPU, else the model's)"}
     text = {"help": "train on this text instead: path:FILE or path:FOLDER of your own"}
-    saving = {"type": SECONDS, "default": 20.0, "metavar": "SECONDS", "help": "how often an unfinished run is saved"}
+    saving = {
+        "type": SECONDS,
+        "default": 20.0,
+        "metavar": "SECONDS",
+        "help": "how often an unfinished run is saved (default: 20)",
+    }
 
     option = add(list_command)
     option("--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers")
@@ -74,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
     option = add(train_command)
     option("experiment", help="a name that `list` shows, or base")
-    option("--seed", type=int, default=0)
+    option("--seed", type=int, default=0, help="(default: 0)")
     option("--device", **device)
     option("--keep-weights", action="store_true", help="keep the trained weights in the record")
     option("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: as the preset says)")
@@ -85,10 +90,10 @@ def parser() -> argparse.ArgumentParser:
     option("--runs", **runs)
 
     option = add(sweep_command)
-    option("--jobs", type=COUNT, default=1, help="workers, one thread each")
+    option("--jobs", type=COUNT, default=1, help="workers, one thread each (default: 1)")
     option("--seeds", type=int, nargs="+", help="only these seeds (default: those of the study's plan)")
     option("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    option("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go")
+    option("--engine", default="local", choices=["local", "slurm", "ray"], help="where the runs go (default: local)")
     option("--device", help="cpu, cuda, .. (default: what the preset is made for)")
     option("--corpus", **text)
     option("--checkpoint-seconds", **saving)
@@ -98,16 +103,22 @@ def parser() -> argparse.ArgumentParser:
 
     option = add(measure_command)
     option("model", nargs="+", **model)
-    option("--probe", nargs="+", default=["natural"], choices=["natural", "random", "repeat"], help="kinds of input")
+    option(
+        "--probe",
+        nargs="+",
+        default=["natural"],
+        choices=["natural", "random", "repeat"],
+        help="kinds of input (default: natural)",
+    )
     option("--text", type=Path, metavar="FILE", help="your own text (txt, md, jsonl), cut into windows of T tokens")
-    option("--corpus", default="docstrings", help="where natural text comes from")
+    option("--corpus", default="docstrings", help="where natural text comes from (default: docstrings)")
     option("-n", type=COUNT, help="sequences (default: 100; of --text all)")
-    option("-T", "--length", type=COUNT, default=64, help="tokens per sequence")
-    option("--targets", type=COUNT, nargs="+", default=[1], help="positions, counted from 1")
-    option("--eps", type=THRESHOLD, nargs="+", default=[0.3], help="thresholds")
+    option("-T", "--length", type=COUNT, default=64, help="tokens per sequence (default: 64)")
+    option("--targets", type=COUNT, nargs="+", default=[1], help="positions, counted from 1 (default: 1)")
+    option("--eps", type=THRESHOLD, nargs="+", default=[0.3], help="thresholds (default: 0.3)")
     option("--bos", action="store_true", help="put a BOS first (the paper does not)")
     option("--any-first", action="store_true", help="of a record trained with a fixed token: leave that token out")
-    option("--seed", type=int, default=0)
+    option("--seed", type=int, default=0, help="(default: 0)")
     option("--batch-size", type=COUNT, help="sequences per forward pass (default: by their length)")
     option("--revision", help="of a hub id, such as step1000 of Pythia")
     option("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -118,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
     option = add(report_command)
     option("model", **model)
-    option("-o", "--output", type=Path, default=Path("report.html"))
+    option("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
     option("--beside", metavar="MODEL", help="a second model to compare with")
     option("--text", type=Path, metavar="FILE", help="your own text (txt, md, jsonl)")
     option("--device", **device)
@@ -129,8 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
     option = add(scores_command)
     option("model", **model)
-    option("--task", default="hellaswag", help="a task of lm-eval")
-    option("--include-path", metavar="FOLDER", help="where a task of your own is described")
+    option("--task", default="hellaswag", help="a task of lm-eval (default: hellaswag)")
     option("--bos", action="store_true", default=None, help="put a BOS before each question")
     option("--limit", type=COUNT, help="only so many questions")
     option("--device", **device)
@@ -145,19 +155,9 @@ def parser() -> argparse.ArgumentParser:
     option = add(run_command)
     option("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter")
     option("--only", nargs="+", metavar="NOTEBOOK", help="names or numbers, such as 02")
-    option("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go")
+    option("--output", type=Path, default=Path("rendered"), help="where the executed notebooks go (default: rendered)")
     option("--in-place", action="store_true", help="rewrite the committed outputs and figures/ instead")
     return top
-
-
-class Help(argparse.HelpFormatter):
-    """Help that names a default where there is one and the text does not."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
-        if action.default in (None, False, [], argparse.SUPPRESS) or "(default" in text:
-            return text
-        return f"{text} (default: %(default)s)".strip()
 
 
 # --- the study
@@ -250,22 +250,15 @@ def claims_command(options: argparse.Namespace) -> None:
     if options.csv:
         print(ledger.to_csv(index=False), end="")
         return
-    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    width = shutil.get_terminal_size((100, 24)).columns
     for row in ledger.fillna("").to_dict("records"):
-        start = f"{row['verdict']:<16}"
-        print(
-            textwrap.fill(
-                f"{row['id']}: {row['claim']} ({row['source']})",
-                width,
-                initial_indent=start,
-                subsequent_indent=" " * 16,
-            )
-        )
-        for name in ("paper", "ours", "remark") if options.long else ():
-            if row.get(name):
-                print(textwrap.fill(f"{name}: {row[name]}", width, initial_indent=" " * 18, subsequent_indent=" " * 18))
+        lines = [f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})"]
+        lines += [f"{'':<15} {name}: {row[name]}" for name in ("paper", "ours", "remark") if options.long and row[name]]
+        for line in lines:
+            print(textwrap.fill(line, width, subsequent_indent=" " * 16))
     counts = ledger.verdict.value_counts().sort_index()
-    print(f"{len(ledger)} claims at {options.preset}:", ", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    print(textwrap.fill(f"{len(ledger)} claims at {options.preset}: {summary}", width))
 
 
 # --- models
@@ -273,10 +266,11 @@ def claims_command(options: argparse.Namespace) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """measure the attention sink of causal language models"""
+    from sinkutils.data.external import read_texts
     from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
 
     given = {name: getattr(options, name) for name in ("dtype", "revision", "runs", "trust_remote_code")}
-    texts = own_texts(options.text)
+    texts = read_texts(options.text) if options.text else None
     results = {}
     for name in options.model:
         measured = replace(subject(name, options.device, **given), corpus=options.corpus)
@@ -300,10 +294,11 @@ def measure_command(options: argparse.Namespace) -> None:
 
 def report_command(options: argparse.Namespace) -> None:
     """write one page about a model: a self-contained HTML file"""
+    from sinkutils.data.external import read_texts
     from sinkutils.measuring.load import load_lm
     from sinkutils.plots.report import report_model
 
-    texts = own_texts(options.text)
+    texts = read_texts(options.text) if options.text else None
     beside = None
     if options.beside:
         beside = (*load_lm(options.beside, options.device, options.dtype), options.beside)
@@ -333,15 +328,8 @@ def scores_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.scores import evaluate
 
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
-    given = {name: getattr(options, name) for name in ("limit", "bos", "include_path")}
+    given = {name: getattr(options, name) for name in ("limit", "bos")}
     print(json.dumps(evaluate(model, tokenizer, options.task, **given)))
-
-
-def own_texts(path: Path | None) -> list[str] | None:
-    """The texts of a file of one's own, if there is one."""
-    from sinkutils.data.external import read_texts
-
-    return None if path is None else read_texts(path)
 
 
 # --- pages
@@ -351,9 +339,9 @@ def run_command(options: argparse.Namespace) -> int:
     """execute every notebook headlessly with papermill"""
     from sinkutils.pages import refresh_notebooks, run_notebooks
 
+    if options.in_place and options.parameter:
+        raise ValueError("--in-place runs notebooks with what stands in them: leave out -p, or --in-place")
     if options.in_place:
-        if options.parameter:
-            raise ValueError("--in-place runs notebooks with what stands in them: leave out -p, or --in-place")
         refresh_notebooks(options.only)
         return 0
     parameters = {}

@@ -1,7 +1,8 @@
 """Where things are: the one place that knows the folders.
 
-In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers come with the package, and
-what is made goes below $SINKUTILS_HOME, or else below the folder in which Python was started, never into site-packages.
+In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers and the claims come with the
+package, and what is made goes below $SINKUTILS_HOME, or else below the folder in which Python was started, never into
+site-packages.
 """
 
 import os
@@ -14,6 +15,7 @@ ROOT = CHECKOUT or HOME
 DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME
 RUNS = DATA / "runs"
 PAPER = CHECKOUT / "data" / "paper" if CHECKOUT else PACKAGE / "paper_data"
+LEDGER = CHECKOUT / "data" if CHECKOUT else PACKAGE / "ledger_data"  # claims.yaml and trials.csv
 OPEN_LMS = ROOT / "data" / "open_lms"
 FIGURES = ROOT / "figures"
 RENDERED = HOME / "rendered"

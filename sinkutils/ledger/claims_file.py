@@ -62,16 +62,12 @@ class Claim:
     remark: str = ""
 
 
+@lru_cache(maxsize=2)
 def read_claims(path: Path | None = None) -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
-    path = path or paths.ROOT / "data" / "claims.yaml"
-    return _read(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=2)
-def _read(path: Path, written: int) -> tuple[Claim, ...]:
     import yaml
 
+    path = path or paths.LEDGER / "claims.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
     claims = tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
     if len({claim.id for claim in claims}) < len(claims):

@@ -216,9 +216,7 @@ def _more(
     p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))
     p = corrected.get(check, p)
     bar = SINK * _base(ours).mean if check.quantity in EXCESSES else 0.0
-    state = FAILS if estimate.high <= bar else OPEN
-    if estimate.mean > 0 and p <= ALPHA:
-        state = HOLDS
+    state = HOLDS if estimate.mean > 0 and p <= ALPHA else FAILS if estimate.high <= bar else OPEN
     return replace(outcome, state=state, estimate=estimate, bar=bar, p=p)
 
 
@@ -238,11 +236,7 @@ def _within(check: Check, ours: Readings, outcome: Outcome, estimate: Estimate) 
     if check.kind in ("same", "alike", "loss", "worse"):  # a rise counts
         inside.append(estimate.p_below(margin))
         beyond.append(estimate.p_above(margin))
-    state = OPEN
-    if max(inside) <= ALPHA:
-        state = HOLDS
-    elif min(beyond) <= ALPHA:
-        state = FAILS
+    state = HOLDS if max(inside) <= ALPHA else FAILS if min(beyond) <= ALPHA else OPEN
     if check.kind == "worse":
         state = flipped(state)
     passes = margin - float(stdtrit(estimate.freedom, 1 - ALPHA)) * estimate.error

@@ -94,7 +94,7 @@ def _curve(record: Record) -> np.ndarray | None:
 def _trials(preset: str) -> dict[tuple[str, int], Numbers]:
     """What was measured on the weights that some records keep, by experiment and seed (benchmarks/trials.py)."""
     trials: dict[tuple[str, int], Numbers] = {}
-    with (paths.ROOT / "data" / "trials.csv").open(encoding="utf-8") as file:
+    with (paths.LEDGER / "trials.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["preset"] == preset:
                 run = row["experiment"], int(row["seed"])

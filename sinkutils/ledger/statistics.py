@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
@@ -53,9 +53,7 @@ class Estimate:
 
     def p_below(self, bar: float = 0.0) -> float:
         """The one-sided p-value of "not below the bar"."""
-        if self.error == 0:
-            return float(self.mean >= bar)
-        return float(stdtr(self.freedom, (self.mean - bar) / self.error))
+        return replace(self, mean=-self.mean).p_above(-bar)
 
 
 def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkutils.checks import choice
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.ledger.judge import Judged, judge_claims
 from sinkutils.ledger.outcome import HOLDS, Outcome
@@ -38,11 +39,12 @@ def claim_checks(preset: str = "laptop", folder: Path | str | None = None) -> pd
     margin. p: after Holm, of directional checks. passes: of a "no effect" check, the largest effect that would still
     pass. All of ratios as logarithms. premise: whether the claim takes it for granted.
     """
-    rows = []
-    for one in judge_claims(read_claims(), readings(preset, folder)):
-        rows += [{"id": one.claim.id, **_check_row(outcome), "premise": False} for outcome in one.outcomes]
-        rows += [{"id": one.claim.id, **_check_row(outcome), "premise": True} for outcome in one.premises]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {"id": one.claim.id, **_check_row(outcome), "premise": premise}
+        for one in judge_claims(read_claims(), readings(preset, folder))
+        for premise, outcomes in ((False, one.outcomes), (True, one.premises))
+        for outcome in outcomes
+    )
 
 
 def verdict(id: str, preset: str = "laptop", folder: Path | str | None = None) -> str:
@@ -61,8 +63,7 @@ def effect(
     Ratios are compared by their logarithms. Raises ValueError for an unknown quantity or preset, and where the two
     share fewer than two seeds.
     """
-    if quantity not in QUANTITIES:
-        raise ValueError(f"quantity must be one of {', '.join(QUANTITIES)}; got {quantity!r}")
+    choice("quantity", quantity, QUANTITIES)
     return difference(readings(preset, folder), name, reference, quantity)
 
 
@@ -84,31 +85,29 @@ def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
     excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
     lines += [f"{quantity}: {_levels(quantity, runs, ours)}" for quantity, runs in read.items()]
     intervals = [f"{quantity}: {_levels(quantity, runs, ours, True)}" for quantity, runs in read.items()]
-    row: dict[str, Any] = {
-        "id": claim.id,
-        "part": claim.part,
-        "source": claim.source,
-        "claim": claim.claim,
-        "paper": claim.paper,
-    }
-    row |= {"ours": "; ".join(lines), "interval": "; ".join(intervals)}
-    row |= {"block_1": _levels("block_1", excesses, ours), "sink_1": _levels("sink_1", excesses, ours)}
-    row |= {"verdict": one.verdict, "holds": _holds(one)}
     first = next((outcome.estimate for outcome in one.outcomes if outcome.estimate), None)
-    return row | _numbers("effect", first) | {"trivial": claim.trivial, "remark": claim.remark}
+    return {
+        **{name: getattr(claim, name) for name in ("id", "part", "source", "claim", "paper")},
+        "ours": "; ".join(lines),
+        "interval": "; ".join(intervals),
+        **{name: _levels(name, excesses, ours) for name in ("block_1", "sink_1")},
+        "verdict": one.verdict,
+        "holds": _holds(one),
+        **_numbers("effect", first),
+        "trivial": claim.trivial,
+        "remark": claim.remark,
+    }
 
 
 def _check_row(outcome: Outcome) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    return {
         "kind": outcome.kind,
         "runs": ", ".join(outcome.runs),
-        "quantity": outcome.quantity,
-        "state": outcome.state,
+        **{name: getattr(outcome, name) for name in ("quantity", "state")},
+        **_numbers("mean", outcome.estimate),
+        "seeds": outcome.estimate.seeds if outcome.estimate else 0,
+        **{name: getattr(outcome, name) for name in ("bar", "p", "passes", "words")},
     }
-    row |= _numbers("mean", outcome.estimate)
-    seeds = outcome.estimate.seeds if outcome.estimate else 0
-    row |= {"seeds": seeds, "bar": outcome.bar, "p": outcome.p, "passes": outcome.passes, "words": outcome.words}
-    return row
 
 
 def _numbers(name: str, estimate: Estimate | None) -> dict[str, Any]:

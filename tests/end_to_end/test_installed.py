@@ -19,8 +19,8 @@ def installed(tmp_path_factory):
     elsewhere.mkdir()
     for name in ("sinkutils", "data/paper"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "data/claims.yaml", "data/trials.csv"):
+        shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
 
@@ -39,6 +39,8 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     listing = call("-m", "sinkutils", "list", "--section", "6")
     assert listing.returncode == 0 and "weight_decay_0.5" in listing.stdout and "41.08" in listing.stdout
     assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
+    ledger = call("-m", "sinkutils", "claims", "--preset", "minute")
+    assert ledger.returncode == 0 and "claims at minute" in ledger.stdout.splitlines()[-1], ledger.stderr
     notebooks = call("-m", "sinkutils", "run")
     assert notebooks.returncode == 2
     assert notebooks.stderr.splitlines()[-1] == (

@@ -80,7 +80,12 @@ def test_no_file_names_a_machine_path():
 
 def test_every_room_is_packaged_and_the_version_is_one():
     rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {"sinkutils", "sinkutils.paper_data", *rooms}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {
+        "sinkutils",
+        "sinkutils.paper_data",
+        "sinkutils.ledger_data",
+        *rooms,
+    }
     assert PROJECT["project"]["version"] == sinkutils.__version__
 
 
