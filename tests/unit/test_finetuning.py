@@ -127,7 +127,7 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
         assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {IGNORED}
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
-    with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens \(of 3\), and 4 are needed"):
+    with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
         make_pairs(iter(few), layout, (1, 3), "made up", progress=False)
 
 
@@ -153,7 +153,8 @@ def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats,
     (tmp_path / "data").mkdir()
     frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
     frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
-    monkeypatch.setattr(instructions, "ULTRACHAT", (str(tmp_path), "train_sft"))
+    monkeypatch.chdir(tmp_path.parents[1])
+    monkeypatch.setattr(instructions, "ULTRACHAT", "/".join([*tmp_path.parts[-2:], "train_sft"]))
     assert list(conversations("ultrachat")) == local
 
 
@@ -161,7 +162,7 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     for name in ("docstring", "hub:someone", "path:", "ultrachat:train", ""):
         with pytest.raises(ValueError, match="there are: docstrings, ultrachat, hub:"):
             conversations(name)
-    with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
+    with pytest.raises(ConnectionError, match=r"could not be read .*none\.jsonl"):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
     unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -176,21 +177,13 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     assert asked.call_args_list == [call(*each) for each in arguments]
 
 
-ODD = (
-    "{",
-    "[]",
-    '{"messages": "hello"}',
-    '{"messages": [{"role": "robot", "content": "x"}]}',
-    '{"text": "x"}',
-    '{"messages": [{"role": "user", "content": null}]}',
+@pytest.mark.parametrize(
+    "messages", ["hello", [], [{"role": "robot", "content": "x"}], [{"role": "user", "content": None}]]
 )
-
-
-@pytest.mark.parametrize("line", ODD)
-def test_a_line_that_is_no_chat_is_named(tmp_path, line):
+def test_rows_that_are_no_chats_are_shown(tmp_path, messages):
     path = tmp_path / "odd.jsonl"
-    path.write_text(json.dumps({"messages": chat("a", "b")}) + "\n\n" + line + "\n")
-    with pytest.raises(ValueError, match=r"odd\.jsonl, line 3: (not JSON|expected \"messages\")"):
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ValueError, match=r"expected \"messages\".*got .*messages"):
         list(conversations(f"path:{path}"))
 
 
