@@ -61,7 +61,7 @@ class Corpus:
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""
         tokens, start = self.tokens(split), 0
-        for end in np.flatnonzero(tokens == self.eos_id):
+        for end in np.flatnonzero(tokens == self.eos_id).tolist():
             yield np.asarray(tokens[start:end])
             start = end + 1
 

@@ -89,15 +89,9 @@ class Experiment:
         return [row for row in paper_rows() if row.experiment in names]
 
     @property
-    def items(self) -> tuple[str, ...]:
-        """The tables, then the figures and sections of the paper that report this run."""
-        items = dict.fromkeys(row.item for row in self.rows)
-        return tuple(sorted(items, key=lambda item: not item.startswith("Table")))
-
-    @property
     def item(self) -> str:
-        """The first of `items`, or nothing for what the paper does not report."""
-        return next(iter(self.items), "")
+        """The first table of the paper that reports this run, else its first figure or section, else nothing."""
+        return min((row.item for row in self.rows), key=lambda item: not item.startswith("Table"), default="")
 
     @property
     def paper(self) -> dict[str, float]:

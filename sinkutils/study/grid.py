@@ -2,7 +2,7 @@
 
 At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and `resolve` says which. A
 window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the window experiments
-measure at T <= C / 4 (the paper: 64 of 2048), and `largest_alpha` tells which of them can reach epsilon at all.
+measure at T <= C / 4 (the paper: 64 of 2048).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
-from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.config import FinetuneConfig, RunConfig, from_dict
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
@@ -70,12 +70,6 @@ def unavailable(preset: str) -> dict[str, str]:
     return dict(_all(preset)[1])
 
 
-def largest_alpha(run: RunConfig) -> float:
-    """The most that alpha_1 can be under the run's mask: min(w, T) / T with a window w, else 1."""
-    window, length = run.model.attention.window, run.train.eval_length
-    return 1.0 if window is None else min(window, length) / length
-
-
 @lru_cache
 def _all(preset_name: str) -> tuple[dict[str, RunConfig], dict[str, str]]:
     """What a preset can hold, by name and in the table's order, and the reasons for what it cannot."""
@@ -101,8 +95,8 @@ def _build(name: str, preset_name: str) -> RunConfig:
         if row.start is not None:
             run = _finetuning(row, scale)
         elif row.base:
-            run = _override(run, experiment(scale.base).overrides, run, scale)
-        return _override(run, row.overrides, run, scale)
+            run = _override(run, experiment(scale.base).overrides, scale)
+        return _override(run, row.overrides, scale)
     except ValueError as error:
         raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
 
@@ -126,18 +120,13 @@ def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
     return FinetuneConfig(row.name, scale.name, 0, *rest)
 
 
-def _override(part: Any, values: dict[str, Any], run: RunConfig, scale: Preset) -> Any:
-    """A frozen config with the fields at dotted paths replaced, all at once, so that only the whole is checked.
-
-    run: what a `Scaled` value is of.
-    """
-    changes: dict[str, Any] = {}
-    inner: dict[str, dict[str, Any]] = {}
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            inner.setdefault(name, {})[rest] = value
-        else:
-            changes[name] = value.apply(getattr(part, name), run, scale) if isinstance(value, Scaled) else value
-    changes |= {name: _override(getattr(part, name), below, run, scale) for name, below in inner.items()}
-    return dataclasses.replace(part, **changes)
+def _override(run: RunConfig, overrides: dict[str, Any], scale: Preset) -> RunConfig:
+    """The run with the fields at dotted paths replaced; `Scaled` values are of the run. Only the whole is checked."""
+    values = dataclasses.asdict(run)
+    for path, value in overrides.items():
+        *parts, name = path.split(".")
+        inner = values
+        for part in parts:
+            inner = inner[part]
+        inner[name] = value.apply(inner[name], run, scale) if isinstance(value, Scaled) else value
+    return from_dict(type(run), values)
