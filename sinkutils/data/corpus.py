@@ -35,18 +35,20 @@ FORMAT = 4  # raised when the files or the way they are made change
 class Corpus:
     """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS."""
 
+    name: str
+    fingerprint: str  # SHA-256 of text and tokenizer
+    vocab_size: int
+    dtype: str
+    eos_id: int
+    bos_id: int
+    fix_id: int  # x_fix of Section 5, a token that occurs in no text
+    first_text_id: int  # the first that is not special
+
     def __init__(self, folder: Path) -> None:
-        """Open a cache folder. Raises ValueError where it is not complete and intact."""
-        self.folder, meta = folder, verified(folder)
-        self.name: str = meta["name"]
-        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of text and tokenizer
-        self.vocab_size: int = meta["vocab_size"]
-        self.eos_id: int = meta["eos_id"]
-        self.bos_id: int = meta["bos_id"]
-        self.fix_id: int = meta["fix_id"]  # x_fix of Section 5, a token that occurs in no text
-        self.first_text_id: int = meta["first_text_id"]  # the first that is not special
+        """Open a cache folder: what its meta.json says. Raises ValueError where it is not complete and intact."""
+        self.folder = folder
+        vars(self).update(verified(folder))
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
-        self._tokens = {split: np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
 
     @property
     def identity(self) -> dict[str, str]:
@@ -56,7 +58,7 @@ class Corpus:
     def tokens(self, split: str) -> np.ndarray:
         """The documents of a split, each followed by EOS: (N,) unsigned, on disk."""
         choice("split", split, SPLITS)
-        return self._tokens[split]
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.dtype, mode="r")
 
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""

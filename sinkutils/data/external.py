@@ -51,12 +51,9 @@ PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its shar
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
     for row in _stream(dataset, config):
-        field = next((name for name in TEXT_FIELDS if name in row), None)
-        if field is None:
-            fields = f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
-            raise ValueError(f"{fields}: save its text as .jsonl and use path:<folder>")
-        if isinstance(row[field], str):  # else a document without text
-            yield row[field]
+        if row.keys().isdisjoint(TEXT_FIELDS):
+            raise ValueError(f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text")
+        yield row.get("text", row.get("content")) or ""
 
 
 def pile(domain: str = "") -> Iterator[str]:
@@ -118,8 +115,10 @@ def _texts_of(file: Path) -> Iterator[str]:
     data = file.read_bytes()
     if file.suffix.lower() == ".jsonl":
         for number, line in enumerate(data.splitlines(), start=1):
+            if not line.strip():
+                continue
             try:
-                text = json.loads(line)["text"] if line.strip() else ""
+                text = json.loads(line)["text"]
             except (ValueError, TypeError, KeyError):
                 text = None
             if not isinstance(text, str):

@@ -178,12 +178,8 @@ def write_record(
 
 
 def rounded(value: Any) -> Any:
-    """Every float in lists and dicts to five significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+    """What JSON makes of a value, with every float to five significant digits."""
+    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
 
 
 def versions() -> dict[str, Any]:
