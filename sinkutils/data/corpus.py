@@ -9,7 +9,6 @@ import shutil
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -29,6 +28,7 @@ HELD_OUT = 120  # documents for each of the two if those shares were fewer: the 
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_DOCUMENTS = 200  # tokenised at once
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
+STREAMED = "hub"  # the version of such a text, which nobody here can tell
 FORMAT = 4  # raised when the files or the way they are made change
 
 
@@ -70,15 +70,6 @@ class Corpus:
     def decode(self, ids: np.ndarray) -> str:
         """The text of some tokens."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The documents of a corpus, what they depend on, and a default cap on the tokens."""
-
-    documents: Callable[[], Iterator[str]]
-    version: object
-    max_tokens: int | None = None
 
 
 EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
@@ -129,10 +120,11 @@ def load_corpus(
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     name = located(name)
-    source = _source(name, progress)
-    max_tokens = max_tokens or source.max_tokens
+    documents, version = _source(name, progress)
+    if version == STREAMED:
+        max_tokens = max_tokens or HUB_TOKENS
     # What the token files depend on gives their folder its name.
-    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, source.version])
+    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     root = Path(cache_dir) if cache_dir else cache_root()
     folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -145,44 +137,44 @@ def load_corpus(
     if name.startswith("packed:"):
         write_whole(folder, partial(unpack, Path(name.removeprefix("packed:"))))
     else:
-        write_whole(folder, partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress))
+        write_whole(folder, partial(_build, name, documents, vocab_size, tokenizer, max_tokens, progress))
     return Corpus(folder)
 
 
-def _source(name: str, progress: bool) -> Source:
-    """What `load_corpus` reads for a name. Raises ValueError for an unknown one, with what there is."""
+def _source(name: str, progress: bool) -> tuple[Callable[[], Iterator[str]], object]:
+    """The documents of a corpus, and what they depend on. Raises ValueError for an unknown name, with what there is."""
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return Source(partial(EMBEDDED[name], progress), embedded.installed_versions())
+        return partial(EMBEDDED[name], progress), embedded.installed_versions()
     if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
-        return Source(partial(external.pile, rest), "hub", HUB_TOKENS)
+        return partial(external.pile, rest), STREAMED
     if kind == "hub" and rest:
         parts = rest.split("/")  # a config may have a slash in its name
-        return Source(partial(external.hub, "/".join(parts[:2]), "/".join(parts[2:]) or None), "hub", HUB_TOKENS)
+        return partial(external.hub, "/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
     if kind in ("path", "packed") and rest:
         files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
         states = [(file.resolve(), file.stat()) for file in files]
         version = [[str(file), state.st_size, state.st_mtime_ns] for file, state in states]
-        return Source(partial(external.local, files), version)
+        return partial(external.local, files), version
     here = f"; for the text in that folder or file say 'path:{name}'" if Path(name or "-").expanduser().exists() else ""
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(NAMES)}{here}")
 
 
 def _build(
     name: str,
-    source: Source,
+    source: Callable[[], Iterator[str]],
     vocab_size: int,
     tokenizer_name: str | None,
     max_tokens: int | None,
     progress: bool,
     folder: Path,
 ) -> None:
-    """Split, tokenise and write the documents of `source` into `folder`.
+    """Split, tokenise and write the documents of a source into `folder`.
 
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    documents = _unique(source.documents())
+    documents = _unique(source())
     sample: list[tuple[bytes, str]] = []
     characters = 0
     for digest, text in documents:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, get_type_hints
 
-from sinkutils.checks import choice, instance, integer, real, require
+from sinkutils.checks import choice, integer, real, require
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.config import LMConfig
 
@@ -66,9 +66,6 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"experiment": str, "preset": str, "model": LMConfig, "data": DataConfig, "train": TrainConfig}
-        for name, kind in kinds.items():
-            instance(name, getattr(self, name), kind)
         integer("seed", self.seed, least=0, most=LARGEST_SEED)
         length, longest = self.train.eval_length, self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")

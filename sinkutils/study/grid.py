@@ -110,14 +110,21 @@ def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
     """
     known = scale.base if row.start == "base" else str(row.start)
     start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
-    tuning, before = scale.tuning, start.train
+    tuning = scale.tuning
     steps = tuning.pairs // tuning.batch_size
-    sizes: dict[str, Any] = {"steps": steps, "batch_size": tuning.batch_size, "eval_every": tuning.eval_every}
-    rates: dict[str, Any] = {"learning_rate": TUNING_RATE * before.learning_rate, "lr_floor": 0.0, "beta2": 0.999}
-    warmup = int(TUNING_WARMUP * steps)
-    train = dataclasses.replace(before, **sizes, **rates, warmup_steps=warmup, weight_decay=0.0)
-    rest = (start.model, start.data, train, start.experiment, "", tuning.instructions, tuning.pairs)
-    return FinetuneConfig(row.name, scale.name, 0, *rest)
+    train = dataclasses.replace(
+        start.train,
+        steps=steps,
+        batch_size=tuning.batch_size,
+        eval_every=tuning.eval_every,
+        learning_rate=TUNING_RATE * start.train.learning_rate,
+        lr_floor=0.0,
+        warmup_steps=int(TUNING_WARMUP * steps),
+        beta2=0.999,
+        weight_decay=0.0,
+    )
+    parts = (start.model, start.data, train)
+    return FinetuneConfig(row.name, scale.name, 0, *parts, start.experiment, "", tuning.instructions, tuning.pairs)
 
 
 def _override(run: RunConfig, overrides: dict[str, Any], scale: Preset) -> RunConfig:
