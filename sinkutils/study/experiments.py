@@ -293,9 +293,10 @@ BY_NAME = {e.name: e for e in EXPERIMENTS}
 
 def experiments(section: str | None = None) -> list[Experiment]:
     """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
-    if section is not None:
-        choice("section", str(section), SECTIONS)
-    return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
+    if section is None:
+        return list(EXPERIMENTS)
+    choice("section", str(section), SECTIONS)
+    return [e for e in EXPERIMENTS if e.section == str(section)]
 
 
 def experiment(name: str) -> Experiment:

@@ -16,7 +16,6 @@ from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Sc
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
-SEEDS = (0, 1, 2)
 TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
 TUNING_WARMUP = 0.1  # of the steps
 
@@ -42,27 +41,26 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
-    All at each of `seeds`; None: each at its own number of seeds, the first three together: base, the headline, the
-    others, then further seeds of the headline; what came after the paper, likewise, last.
+    At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
+    then further seeds; what came after the paper, likewise, last.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
-    rows = {run.experiment: experiment(run.experiment) for run in (config(name, preset) for name in names)}
+    rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
+    runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
-    first = sorted(rows, key=lambda name: (rows[name].section == AFTER_PAPER, name != base, rows[name].seeds < 6))
-    if seeds is not None:
-        return [config(name, preset, seed) for seed in seeds for name in first]
-    pairs = [(name, seed) for name in first for seed in range(rows[name].seeds)]
-    pairs.sort(key=lambda pair: (rows[pair[0]].section == AFTER_PAPER, pair[1] not in SEEDS))
-    return [config(name, preset, seed) for name, seed in pairs]
+
+    def turn(run: RunConfig) -> tuple[bool, ...]:
+        row = experiment(run.experiment)
+        return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
+
+    return sorted(runs, key=turn)
 
 
 @lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)
-    same = {**vars(own), "experiment": ""}
-    runs = ((first, run) for first, run in _all(preset)[0].items() if type(run) is type(own))
-    return next(first for first, run in runs if {**vars(run), "experiment": ""} == same)
+    return next(first for first, run in _all(preset)[0].items() if dataclasses.replace(own, experiment=first) == run)
 
 
 def unavailable(preset: str) -> dict[str, str]:

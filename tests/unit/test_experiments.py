@@ -197,19 +197,15 @@ def test_windows_are_measured_where_the_paper_measures_them():
     assert config("window_1_8", "laptop").train.eval_length == config("window_none", "laptop").train.eval_length == 16
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda: experiment("k_biass"), r"did you mean .*k_bias.*sinkutils list"),
-        (lambda: preset("lap"), "smoke, minute, laptop, desk, gpu, paper"),
-        (lambda: config("softmax_1b", "laptop"), "belongs to preset paper-1b"),
-        (lambda: config("k_bias", "paper-1b"), "belongs to preset smoke"),
-        (lambda: experiments("9"), "4, 5, 6, 7, C, D, 8"),
-    ],
-)
-def test_unknown_names_are_refused_with_what_there_is(ask, message):
-    with pytest.raises(ValueError, match=message):
-        ask()
+def test_unknown_names_are_refused_with_what_there_is():
+    for ask, arguments, message in (
+        (experiment, ("k_biass",), r"did you mean .*k_bias.*sinkutils list"),
+        (preset, ("lap",), "smoke, minute, laptop, desk, gpu, paper"),
+        (config, ("softmax_1b", "laptop"), "belongs to preset paper-1b"),
+        (experiments, ("9",), "4, 5, 6, 7, C, D, 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(*arguments)
 
 
 def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):

@@ -106,11 +106,3 @@ def test_open_models_have_the_numbers_of_table_1_and_the_32_ids_of_table_8():
     # A number in Table 8's rows is the same model's number elsewhere in the paper, or absent.
     natural = {(r["model"], r["sink_1"]) for r in rows if r["item"] != "Table 8" and r["input"] == "natural"}
     assert {(r["model"], r["sink_1"]) for r in by_item["Table 8"] if r["sink_1"]} == natural
-
-
-def test_position_surgery_has_six_columns_each_way():
-    rows = table("table_7.csv")
-    assert [r["operation"] for r in rows] == ["none", *["replace"] * 6, *["swap"] * 6]
-    assert [r["t"] for r in rows[1:]] == ["5", "10", "15", "20", "25", "25"] * 2
-    assert all(float(r["sink_t"]) == 0 for r in rows[1:7])
-    assert all(float(r["sink_t"]) > 50 for r in rows[7:])

@@ -79,14 +79,13 @@ def test_weights_may_be_deleted_to_save_space(folder, tiny):
 
 
 def test_a_record_counts_for_its_own_config_only_and_the_hash_depends_on_every_field(folder, tiny):
-    assert store(folder).get(tiny) is not None and config_hash(tiny) == config_hash(dataclasses.replace(tiny))
     others = [
         dataclasses.replace(tiny, seed=1),
         dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, adam_eps=1e-7)),
         dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, share=0.5)),
     ]
     assert len({config_hash(other) for other in [tiny, *others]}) == 4
-    assert all(store(folder).get(other) is None for other in others)
+    assert store(folder).get(tiny) is not None and not any(map(store(folder).get, others))
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
