@@ -6,12 +6,9 @@ import hashlib
 import json
 import lzma
 import os
-import shutil
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
 
 SPLITS = ("train", "valid", "probe")
-WEEK = 7 * 86_400  # seconds: no corpus takes that long to build
 
 
 def cache_root() -> Path:
@@ -29,7 +25,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkutils"
 
 
-def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, build: Callable[[Path], None]) -> None:
     """Let `build` fill a temporary folder beside `folder`, which gets that name when it is complete.
 
     Processes that build the same corpus at the same time do so in a folder each; the first to finish wins. Raises
@@ -38,56 +34,36 @@ def write_whole(folder: Path, name: str, build: Callable[[Path], None]) -> None:
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".build-*"):  # by processes that were killed
-            if left.is_dir() and time.time() - left.stat().st_mtime > WEEK:
-                shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True) as scratch:
             new = Path(scratch, "corpus")
             new.mkdir()
             build(new)
-            _put_in_place(new, folder)
+            if not folder.exists():
+                new.rename(folder)
     except OSError as error:
         if error.errno is None:  # of our own, with its reason
             raise
-        reason = f"cannot write the token cache of {name!r} below {root} ({error.strerror})"
+        reason = f"cannot write token files below {root} ({error.strerror})"
         raise OSError(error.errno, f"{reason}: make room there or set SINKUTILS_CACHE") from error
-
-
-def _put_in_place(new: Path, folder: Path) -> None:
-    """Rename; a folder that is there already stays if it is intact: another process was faster."""
-    try:
-        new.rename(folder)
-    except OSError:
-        try:
-            verified(folder)
-        except ValueError:
-            folder.rename(new.with_name("damaged"))
-            new.rename(folder)
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write meta.json, with the SHA-256 of every other file in the folder and of itself."""
     meta = meta | {"files": {file.name: _file_digest(file) for file in sorted(folder.iterdir())}}
-    whole = meta | {"sha256": _meta_digest(meta)}
+    whole = meta | {"sha256": _digest(json.dumps(meta).encode())}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
 def verified(folder: Path) -> dict[str, Any]:
-    """meta.json of a cache folder.
-
-    Raises ValueError where a file is missing or not as it was written, PermissionError where it may not be read.
-    """
+    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if meta.pop("sha256") != _meta_digest(meta):
-            raise ValueError("meta.json does not match its checksum")
-        for name, digest in meta["files"].items():
-            if _file_digest(folder / name) != digest:
-                raise ValueError(f"{name} does not match its checksum")
-    except PermissionError:  # nothing is damaged, and it could not be replaced
-        raise
-    except (OSError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        whole = meta.pop("sha256") == _digest(json.dumps(meta).encode())
+        whole = whole and all(_file_digest(folder / name) == sha for name, sha in meta["files"].items())
+    except (FileNotFoundError, KeyError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"the files of {folder.name} are not as they were written")
     return meta
 
 
@@ -110,21 +86,10 @@ def unpack(file: Path, folder: Path) -> None:
         raise ValueError(f"{file} is not a complete file of pack_corpus: {error}") from error
 
 
-def file_state(file: Path) -> list[int]:
-    """Size and time of change, which tell a file from what stood there before."""
-    stat = file.stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _meta_digest(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _file_digest(file: Path) -> str:
-    return _digest_of(file, *file_state(file))
-
-
-@lru_cache(maxsize=64)  # a process opens a corpus several times: it reads the files once, unless they have changed
-def _digest_of(file: Path, size: int, changed: int) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import SPLITS, cache_root, file_state, unpack, verified, write_meta, write_whole
+from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, write_whole
 from sinkutils.data.embedded import split_fraction, text_digest
 from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
 
@@ -27,30 +27,28 @@ SHARE = 0.02  # of the documents for probing, and as many for validation, by the
 HELD_OUT = 120  # documents for each of the two if those shares were fewer: the sink metric takes 100
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_DOCUMENTS = 200  # tokenised at once
-BLOCK_TOKENS = 1_000_000  # read at once when documents are looked for
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
+STREAMED = "hub"  # the version of such a text, which nobody here can tell
 FORMAT = 4  # raised when the files or the way they are made change
 
 
 class Corpus:
     """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open a cache folder. Raises ValueError where it is not complete and intact."""
-        self.folder, meta = folder, verified(folder)
-        self.name: str = meta["name"]
-        self.fingerprint: str = meta["fingerprint"]  # SHA-256 of text and tokenizer
-        self.vocab_size: int = meta["vocab_size"]
-        self.eos_id: int = meta["eos_id"]
-        self.bos_id: int = meta["bos_id"]
-        self.fix_id: int = meta["fix_id"]  # x_fix of Section 5, a token that occurs in no text
-        self.first_text_id: int = meta["first_text_id"]  # the first that is not special
-        self.tokenizer = open_tokenizer(folder / "tokenizer.json")
-        self._tokens = {split: np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
+    name: str
+    fingerprint: str  # SHA-256 of text and tokenizer
+    vocab_size: int
+    dtype: str
+    eos_id: int
+    bos_id: int
+    fix_id: int  # x_fix of Section 5, a token that occurs in no text
+    first_text_id: int  # the first that is not special
 
-    def __repr__(self) -> str:
-        sizes = ", ".join(f"{split} {len(self.tokens(split)):,}" for split in SPLITS)
-        return f"Corpus({self.name!r}, vocab_size={self.vocab_size}, tokens: {sizes})"
+    def __init__(self, folder: Path) -> None:
+        """Open a cache folder: what its meta.json says. Raises ValueError where it is not complete and intact."""
+        self.folder = folder
+        vars(self).update(verified(folder))
+        self.tokenizer = open_tokenizer(folder / "tokenizer.json")
 
     @property
     def identity(self) -> dict[str, str]:
@@ -60,39 +58,18 @@ class Corpus:
     def tokens(self, split: str) -> np.ndarray:
         """The documents of a split, each followed by EOS: (N,) unsigned, on disk."""
         choice("split", split, SPLITS)
-        return self._tokens[split]
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.dtype, mode="r")
 
-    def documents(self, split: str, limit: int | None = None) -> Iterator[np.ndarray]:
-        """The documents of a split (the first `limit`), each (N,), without EOS."""
+    def documents(self, split: str) -> Iterator[np.ndarray]:
+        """The documents of a split, each (N,), without EOS."""
         tokens, start = self.tokens(split), 0
-        for end in islice(self._ends(split), limit):
+        for end in np.flatnonzero(tokens == self.eos_id).tolist():
             yield np.asarray(tokens[start:end])
             start = end + 1
-
-    def texts(self, split: str, limit: int | None = None) -> Iterator[str]:
-        """The documents of a split as text."""
-        return map(self.decode, self.documents(split, limit))
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of some tokens."""
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-    def _ends(self, split: str) -> Iterator[int]:
-        """Where each document's EOS stands; a block of tokens is read at a time, and none that is not asked for."""
-        tokens = self.tokens(split)
-        for start in range(0, len(tokens), BLOCK_TOKENS):
-            block = tokens[start : start + BLOCK_TOKENS]
-            yield from (start + np.flatnonzero(block == self.eos_id)).tolist()
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a corpus is made of: its documents, what they depend on, and a default cap on the tokens."""
-
-    documents: Callable[[], Iterator[str]] = lambda: iter(())
-    version: object = None
-    max_tokens: int | None = None
-    build: Callable[[Path], None] | None = None  # of token files that are made already
 
 
 EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
@@ -100,19 +77,14 @@ EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
     "sources": embedded.sources,
     "embedded": embedded.everything,
 }
-ON_THE_HUB = {"wikitext": "hub:Salesforce/wikitext/wikitext-103-raw-v1"}
-
-
-def corpus_names() -> list[str]:
-    """What load_corpus takes: names, and forms with what to fill in between < and >."""
-    forms = ["pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>", "packed:<file of pack_corpus>"]
-    return [*EMBEDDED, *ON_THE_HUB, "pile", *forms]
+# What load_corpus takes: names, and forms with what to fill in between < and >.
+NAMES = (*EMBEDDED, "pile", "pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>", "packed:<file>")
 
 
 def public_name(name: str) -> str:
     """The name of a corpus as caches and records have it: of path:<folder> the last part, nothing of the machine."""
     kind, _, rest = name.partition(":")
-    return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" and rest else name
+    return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" else name
 
 
 def located(name: str) -> str:
@@ -132,8 +104,8 @@ def load_corpus(
 ) -> Corpus:
     """Open a corpus from the cache, or build it there.
 
-    name: one of corpus_names(). "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C
-    headers and documentation files) are the text of pinned packages and the standard library and need no network.
+    name: one of NAMES. "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C headers and
+    documentation files) are the text of pinned packages and the standard library and need no network.
     vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
     `tokenizer`, the most that it may have.
     tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a
@@ -144,86 +116,65 @@ def load_corpus(
     Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
     text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
     """
-    if tokenizer is None:  # 256 bytes and the special tokens
-        integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
-    require(max_tokens is None or max_tokens >= 1, f"max_tokens must be positive or None, got {max_tokens}")
+    integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     name = located(name)
-    source = _source(name, progress)
-    max_tokens = max_tokens or source.max_tokens
+    documents, version = _source(name, progress)
+    if version == STREAMED:
+        max_tokens = max_tokens or HUB_TOKENS
     # What the token files depend on gives their folder its name.
-    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, source.version])
+    key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
     root = Path(cache_dir) if cache_dir else cache_root()
     folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    corpus = _opened(folder, name)
-    if corpus is None:
-        build = source.build or partial(_build, name, source, vocab_size, tokenizer, max_tokens, progress)
-        write_whole(folder, name, build)
-        corpus = Corpus(folder)
-    size = corpus.vocab_size
-    require(size <= vocab_size, f"corpus {name!r} has a vocabulary of {size}: vocab_size must be at least that")
-    return corpus
+    if folder.exists():
+        try:
+            return Corpus(folder)
+        except ValueError as error:
+            warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
+            shutil.rmtree(folder)
+    if name.startswith("packed:"):
+        write_whole(folder, partial(unpack, Path(name.removeprefix("packed:"))))
+    else:
+        write_whole(folder, partial(_build, name, documents, vocab_size, tokenizer, max_tokens, progress))
+    return Corpus(folder)
 
 
-def _opened(folder: Path, name: str) -> Corpus | None:
-    """The corpus of a cache folder; None, with a warning if it is damaged, where it is to be built."""
-    if not folder.exists():
-        return None
-    try:
-        return Corpus(folder)
-    except ValueError as error:
-        warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=3)
-        return None
-
-
-def _source(name: str, progress: bool) -> Source:
-    """What `load_corpus` reads for a name. Raises ValueError for an unknown one, with what there is."""
-    kind, _, rest = ON_THE_HUB.get(name, name).partition(":")
+def _source(name: str, progress: bool) -> tuple[Callable[[], Iterator[str]], object]:
+    """The documents of a corpus, and what they depend on. Raises ValueError for an unknown name, with what there is."""
+    kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return Source(partial(EMBEDDED[name], progress), embedded.installed_versions())
-    if name == "pile":
-        return Source(external.pile, "hub", HUB_TOKENS)
-    if kind == "pile" and rest in external.PILE_WEIGHTS:
-        return Source(partial(external.pile_domain, rest), "hub", HUB_TOKENS)
+        return partial(EMBEDDED[name], progress), embedded.installed_versions()
+    if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
+        return partial(external.pile, rest), STREAMED
     if kind == "hub" and rest:
-        owner, *more = rest.split("/", 2)
-        dataset = "/".join([owner, *more[:1]])
-        config = more[1] if len(more) > 1 else None  # which may have a slash in its name
-        return Source(partial(external.hub, dataset, config), "hub", HUB_TOKENS)
-    if kind == "path" and rest:
-        path = Path(rest)
-        version = [[str(file.resolve()), *file_state(file)] for file in external.local_files(path)]
-        return Source(partial(external.local, path), version)
-    if kind == "packed" and rest:
-        file = Path(rest)
-        if not file.is_file():
-            raise FileNotFoundError(f"corpus {name}: there is no such file; pack_corpus writes one")
-        return Source(version=file_state(file), build=partial(unpack, file))
-    if name and Path(name).expanduser().exists():
-        raise ValueError(f"unknown corpus {name!r}: for the text in that folder or file say 'path:{name}'")
-    hint = ""
-    if kind == "pile":
-        hint = f" (domains of the Pile: {', '.join(external.PILE_WEIGHTS)})"
-    raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(corpus_names())}{hint}")
+        parts = rest.split("/")  # a config may have a slash in its name
+        return partial(external.hub, "/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
+    if kind in ("path", "packed") and rest:
+        files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
+        states = [(file.resolve(), file.stat()) for file in files]
+        version = [[str(file), state.st_size, state.st_mtime_ns] for file, state in states]
+        return partial(external.local, files), version
+    here = f"; for the text in that folder or file say 'path:{name}'" if Path(name or "-").expanduser().exists() else ""
+    raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(NAMES)}{here}")
 
 
 def _build(
     name: str,
-    source: Source,
+    source: Callable[[], Iterator[str]],
     vocab_size: int,
     tokenizer_name: str | None,
     max_tokens: int | None,
     progress: bool,
     folder: Path,
 ) -> None:
-    """Split, tokenise and write the documents of `source` into `folder`.
+    """Split, tokenise and write the documents of a source into `folder`.
 
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    documents = _unique(source.documents())
+    documents = _unique(source())
     sample: list[tuple[bytes, str]] = []
     characters = 0
     for digest, text in documents:
@@ -231,17 +182,10 @@ def _build(
         characters += len(text)
         if characters >= SAMPLE_CHARACTERS:
             break
-    if len(sample) < len(SPLITS):
-        few = f"corpus {name!r} has {len(sample)} different documents and needs at least {len(SPLITS)}, one a split"
-        raise ValueError(f"{few}: give more text, or cut it into more files or lines")
-    fractions = [split_fraction(digest) for digest, _ in sample]
-    probe_below, valid_below = _thresholds(fractions, complete=characters < SAMPLE_CHARACTERS)
+    thresholds = _thresholds([split_fraction(digest) for digest, _ in sample], characters < SAMPLE_CHARACTERS)
 
     def split_of(digest: bytes) -> str:
-        fraction = split_fraction(digest)
-        if fraction < probe_below:
-            return "probe"
-        return "valid" if fraction < valid_below else "train"
+        return ("probe", "valid", "train")[bisect(thresholds, split_fraction(digest))]
 
     tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
     special = special_ids(tokenizer, tokenizer_name)
@@ -252,22 +196,19 @@ def _build(
 
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
-    bar = tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, disable=not progress, leave=False)
-    with ExitStack() as stack:
-        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        stack.enter_context(bar)
+    with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, disable=not progress, leave=False) as bar:
         for digest, ids in _encode(tokenizer, chain(sample, documents)):
-            split = split_of(digest)
-            size = len(ids) + 1
+            split, size = split_of(digest), len(ids) + 1
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
-            files[split].write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
+            with (folder / f"{split}.bin").open("ab") as file:
+                file.write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
             fingerprint.update(digest)
             written[split] += size
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
     few = f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens"
-    require(not lacking, f"{few}: give more text or a larger max_tokens")
+    require(not lacking, f"{few}: give more text, in more files or lines, or a larger max_tokens")
     meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
     write_meta(folder, meta | special)
 
@@ -299,6 +240,6 @@ def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
     """
     if not complete or SHARE * len(fractions) >= HELD_OUT:
         return SHARE, 2 * SHARE
-    ranked = sorted(fractions)
-    count = max(1, min(HELD_OUT, len(ranked) // 5))
+    count = max(1, min(HELD_OUT, len(fractions) // 5))
+    ranked = [*sorted(fractions), 1.0, 1.0, 1.0]  # of one or two documents no split is complete
     return ranked[count], ranked[2 * count]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import os
 import platform
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from bisect import bisect
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from tqdm.auto import tqdm
 
@@ -43,13 +43,11 @@ COMMENT_OR_STRING = re.compile(
 
 
 def installed() -> dict[str, Distribution | None]:
-    """The distributions whose text is used, by name; None for those that are not installed with a list of files."""
+    """The distributions whose text is used, by name; None for those that are not installed."""
     packages: dict[str, Distribution | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(PackageNotFoundError):
-            package = distribution(name)
-            if package.read_text("RECORD") is not None:  # .files would parse every line, at each opening of the text
-                packages[name] = package
+            packages[name] = distribution(name)
     return packages
 
 
@@ -75,9 +73,10 @@ def docstrings(progress: bool = True) -> Iterator[str]:
     Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
     documents, wherever, with whatever else and whenever they were installed.
     """
-    paths = tqdm(files_with(".py"), desc="reading sources", unit="file", disable=not progress, leave=False)
-    files = (docstrings_of(text_of(path)) for path in paths)
-    documents = {text_digest("\0".join(parts)): parts for parts in files if parts}
+    documents: dict[bytes, list[str]] = {}
+    for path in _shown(files_with(".py"), progress):
+        parts = docstrings_of(text_of(path))
+        documents[text_digest("\0".join(parts))] = parts
     seen: set[str] = set()
     for digest in sorted(documents):
         new = [part for part in dict.fromkeys(documents[digest]) if part not in seen]
@@ -113,18 +112,16 @@ def definitions_of(source: str) -> Iterator[tuple[str, str, str]]:
     a header whose last line alone ends with a colon is left out.
     """
     headers = list(HEADER.finditer(source))
-    index, outer = -1, None
     for match in docstring_matches(source):
-        while index + 1 < len(headers) and headers[index + 1].start() < match.start():
-            index += 1
-            outer = outer if headers[index][1] else headers[index]
+        before = headers[: bisect(headers, match.start(), key=re.Match.start)]
         text = inspect.cleandoc(match.group()[3:-3])
-        if index < 0 or not text:
+        if not before or not text:
             continue
-        between = source[headers[index].start() : match.start()].rstrip(" \t\nrRuU")
+        between = source[before[-1].start() : match.start()].rstrip(" \t\nrRuU")
         if [line.rstrip()[-1:] for line in between.splitlines()].count(":") != 1 or not between.endswith(":"):
             continue
-        indent, kind, name = headers[index].groups()
+        indent, kind, name = before[-1].groups()
+        outer = next((header for header in reversed(before) if not header[1]), None)
         if kind == "class":
             yield "class", name, text
         elif indent and outer is not None and outer[2] == "class":
@@ -137,22 +134,17 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
     """The docstrings of a Python source where they stand, quotes included."""
     first = True
     for match in COMMENT_OR_STRING.finditer(source):
-        start = match.start()
         if not match.group().startswith(('"""', "'''")):
             continue
-        line = source.rfind("\n", 0, start) + 1
-        if source[line:start].strip(" \trRuU"):  # part of an expression
+        line = source.rfind("\n", 0, match.start()) + 1
+        if source[line : match.start()].strip(" \trRuU"):  # part of an expression
             continue
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
-        if last.endswith(":") or last.partition("#")[0].rstrip().endswith(":") or (first and _is_comment(before)):
+        after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
+        if after_colon or (first and all(text.strip()[:1] in ("", "#") for text in before.splitlines())):
             yield match
         first = False
-
-
-def _is_comment(source: str) -> bool:
-    """Whether there is nothing but comments and empty lines."""
-    return all(line.strip()[:1] in ("", "#") for line in source.splitlines())
 
 
 def files_with(*suffixes: str) -> list[Path]:
@@ -161,39 +153,40 @@ def files_with(*suffixes: str) -> list[Path]:
     Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
     scripts (outside its folders) nor *-info folders (records of the installation).
     """
-
-    def wanted(name: str) -> bool:
-        return name.lower().endswith(suffixes) and not LICENCE.match(name)
-
-    distributions = installed()
-    if missing := [name for name, package in distributions.items() if package is None]:
+    files = list(_standard_library())
+    missing = []
+    for name, package in installed().items():
+        if package is None:
+            missing.append(name)
+            continue
+        for file in package.files or ():
+            top = file.parts[0]
+            if top != ".." and not top.endswith("-info") and file.as_posix() not in OF_THE_BUILD:
+                files.append(Path(str(file.locate())))
+    if missing:
         lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
         advice = "install what constraints.txt pins (pip install -c constraints.txt '.[text]')"
         warnings.warn(f"{lacking}: {advice}, or bring a file of pack_corpus", stacklevel=2)
-    files = [path for path in _standard_library() if wanted(path.name)]
-    for package in filter(None, distributions.values()):
-        for file in package.files or ():
-            top = file.parts[0]
-            if top == ".." or top.endswith("-info") or file.as_posix() in OF_THE_BUILD:
-                continue
-            if wanted(file.name):
-                files.append(Path(str(package.locate_file(file))))
-    return files
+    return [path for path in files if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name)]
 
 
 def _standard_library() -> Iterator[Path]:
     """The files of the running Python's own modules, without their tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    for folder, folders, files in os.walk(root):
-        top = Path(folder) == root
-        folders[:] = [f for f in folders if f not in PRUNED and (not top or f in sys.stdlib_module_names)]
-        yield from (Path(folder, f) for f in files if not top or PurePath(f).stem in sys.stdlib_module_names)
+    for top in root.iterdir():
+        if top.stem in sys.stdlib_module_names:
+            files = top.rglob("*") if top.is_dir() else [top]
+            yield from (file for file in files if PRUNED.isdisjoint(file.relative_to(root).parts[:-1]))
+
+
+def _shown(paths: list[Path], progress: bool) -> Iterable[Path]:
+    return tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False)
 
 
 def _read(paths: list[Path], progress: bool) -> Iterator[str]:
     """The texts of the files that are UTF-8, long enough and not generated, each once, sorted by the hash."""
     unique: dict[bytes, Path] = {}
-    for path in tqdm(paths, desc="reading sources", unit="file", disable=not progress, leave=False):
+    for path in _shown(paths, progress):
         text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path

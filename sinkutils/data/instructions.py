@@ -18,12 +18,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from sinkutils.checks import require
 from sinkutils.data import embedded, external
 from sinkutils.data.packing import Batches
-from sinkutils.data.probes import encode
+from sinkutils.data.tokenizer import encode
 
 Conversation = list[dict[str, str]]
-ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")  # the paper's data set, and the split for fine-tuning
+ULTRACHAT = "HuggingFaceH4/ultrachat_200k/train_sft"  # the paper's data set, and the split for fine-tuning
+SOURCES = ("docstrings", "ultrachat", "hub:<owner>/<data set>[/<split>]", "path:<file.jsonl>")
 IGNORED = -100  # a target without loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
 QUESTIONS = {"class": "What is the class {}?", "function": "What does {} do?", "method": "What does {} do?"}
@@ -57,28 +59,21 @@ class Layout:
     context_length: int  # C
 
 
-def instruction_names() -> list[str]:
-    """What `conversations` takes: names, and forms with what to fill in between < and >."""
-    return ["docstrings", "ultrachat", "hub:<owner>/<data set>[/<split>]", "path:<file.jsonl>"]
-
-
 def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
-    """The conversations of a source, one of `instruction_names`.
+    """The conversations of a source, one of SOURCES.
 
     Raises ValueError for an unknown name, FileNotFoundError for a file that is not there, ConnectionError where the
     hub cannot be reached.
     """
-    kind, _, rest = name.partition(":")
     if name == "docstrings":
         return (pair for source in embedded.sources(progress) for pair in conversations_of(source))
-    if name == "ultrachat":
-        return external.conversations(*ULTRACHAT)
-    if kind == "hub" and rest.count("/") in (1, 2):
+    kind, _, rest = f"hub:{ULTRACHAT}".partition(":") if name == "ultrachat" else name.partition(":")
+    if kind == "hub" and "/" in rest:
         owner, dataset, *split = rest.split("/")
         return external.conversations(f"{owner}/{dataset}", *split)
     if kind == "path" and rest:
-        return external.local_conversations(Path(rest).expanduser())
-    raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(instruction_names())}")
+        return external.conversations("json", data_files=str(Path(rest).expanduser()))
+    raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(SOURCES)}")
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
@@ -100,11 +95,11 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     for message in messages:
         role, content = message["role"], message["content"].strip()
         prompt = encode(layout.tokenizer, TEMPLATES[role].format(content))
-        answer = [*encode(layout.tokenizer, " " + content), layout.eos_id] if role == "assistant" else []
+        answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id] if role == "assistant" else []
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer
     end = layout.context_length + 1
-    return (ids[:end], targets[:end]) if any(target != IGNORED for target in targets[:end]) else None
+    return (ids[:end], targets[:end]) if {*targets[:end]} != {IGNORED} else None
 
 
 def make_pairs(
@@ -114,27 +109,23 @@ def make_pairs(
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """
-    needed, seen, read = sum(counts), set(), 0
+    needed = sum(counts)
     rows = np.empty((needed, 2, layout.context_length + 1), dtype=np.int32)
     rows[:, 0], rows[:, 1] = layout.eos_id, IGNORED
-    lengths: list[int] = []
+    lengths: dict[str, int] = {}  # of each row, by its answers
     with tqdm(total=needed, desc=f"instructions from {name}", unit="pair", disable=not progress, leave=False) as bar:
         for messages in source:
-            read += 1
             answers = " ".join(message["content"] for message in messages if message["role"] == "assistant")
-            digest = embedded.text_digest(answers)
-            encoded = None if digest in seen else encode_conversation(messages, layout)
-            if encoded is None:
-                continue
-            seen.add(digest)
-            rows[len(lengths), :, : len(encoded[0])] = encoded
-            lengths.append(len(encoded[0]))
-            bar.update()
+            encoded = None if answers in lengths else encode_conversation(messages, layout)
+            if encoded is not None:
+                length = len(encoded[0])
+                rows[len(lengths), :, :length] = encoded
+                lengths[answers] = length
+                bar.update()
             if len(lengths) == needed:
                 break
-    if len(lengths) < needed:
-        within = f"with different answers that begin within C = {layout.context_length} tokens (of {read})"
-        few = f"instructions {name!r} have {len(lengths)} conversations {within}, and {needed} are needed"
-        raise ValueError(f"{few}: give more, or ask for fewer pairs")
-    edges = np.cumsum([0, *counts])
-    return [Pairs(rows[a:b], np.array(lengths[a:b])) for a, b in itertools.pairwise(edges)]
+    within = f"with different answers that begin within C = {layout.context_length} tokens"
+    few = f"instructions {name!r} have {len(lengths)} conversations {within}, and {needed} are needed"
+    require(len(lengths) == needed, f"{few}: give more, or ask for fewer pairs")
+    edges, sizes = np.cumsum([0, *counts]), np.array([*lengths.values()])
+    return [Pairs(rows[a:b], sizes[a:b]) for a, b in itertools.pairwise(edges)]

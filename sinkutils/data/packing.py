@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import instance, is_count, real, require
+from sinkutils.checks import instance, integer, real, require
 from sinkutils.data.corpus import Corpus
 
 
@@ -28,15 +28,11 @@ class DataConfig:
         instance("corpus", self.corpus, str)
         real("share", self.share, "in (0, 1]", high=1.0, ends="high")
         for name in ("random_positions", "unscored"):
-            positions = getattr(self, name)
-            require(
-                isinstance(positions, tuple) and all(map(is_count, positions)),
-                f"{name} count from 1: a tuple of integers, got {positions!r}",
-            )
-        require(
-            self.fixed_position is None or is_count(self.fixed_position),
-            f"fixed_position counts from 1: None or an integer, got {self.fixed_position!r}",
-        )
+            instance(name, getattr(self, name), tuple)
+            for position in getattr(self, name):
+                integer(name, position, least=1)
+        if self.fixed_position is not None:
+            integer("fixed_position", self.fixed_position, least=1)
         if self.validation is not None:
             instance("validation", self.validation, str)
 

@@ -89,15 +89,9 @@ class Experiment:
         return [row for row in paper_rows() if row.experiment in names]
 
     @property
-    def items(self) -> tuple[str, ...]:
-        """The tables, then the figures and sections of the paper that report this run."""
-        items = dict.fromkeys(row.item for row in self.rows)
-        return tuple(sorted(items, key=lambda item: not item.startswith("Table")))
-
-    @property
     def item(self) -> str:
-        """The first of `items`, or nothing for what the paper does not report."""
-        return next(iter(self.items), "")
+        """The first table of the paper that reports this run, else its first figure or section, else nothing."""
+        return min((row.item for row in self.rows), key=lambda item: not item.startswith("Table"), default="")
 
     @property
     def paper(self) -> dict[str, float]:
@@ -299,9 +293,10 @@ BY_NAME = {e.name: e for e in EXPERIMENTS}
 
 def experiments(section: str | None = None) -> list[Experiment]:
     """Every experiment, or those of a section: 4, 5, 6, 7, C, D or 8."""
-    if section is not None:
-        choice("section", str(section), SECTIONS)
-    return [e for e in EXPERIMENTS if section is None or e.section == str(section)]
+    if section is None:
+        return list(EXPERIMENTS)
+    choice("section", str(section), SECTIONS)
+    return [e for e in EXPERIMENTS if e.section == str(section)]
 
 
 def experiment(name: str) -> Experiment:

@@ -14,6 +14,7 @@ from sinkutils.study.record import Record
 from sinkutils.study.store import Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
+FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
 
 
 def runs(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
@@ -50,21 +51,19 @@ def blocks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataF
     key or value over the mean of the other tokens'.
     """
     rows = []
-    for start, record in _done(preset, folder):
-        report = record.metrics["final"]["report"]
-        seen = (report["T"], record.config["model"]["attention"]["window"])
-        excess = {f"excess_{k}": _excess(alpha, *seen, k) for k, alpha in enumerate(report["alpha"], start=1)}
+    for start, record, report in _done(preset, folder):
+        excess = {f"excess_{k}": _excess(record, alpha, k) for k, alpha in enumerate(report["alpha"], start=1)}
         if report.get("alpha_star"):
-            excess["excess_star"] = _excess(report["alpha_star"], *seen, "star")
+            excess["excess_star"] = _excess(record, report["alpha_star"], "star")
         for block in range(len(report["alpha"][0])):
             row = start | {"block": block + 1}
             row |= {name: values[block].mean() for name, values in excess.items()}
             if "hidden_peaks" in report:
                 row["element"] = report["hidden_peaks"][block][0]
             for name in ("hidden", "key", "value"):
-                norms = report[f"{name}_norms"][block]
-                others = np.mean(norms[1:]) if len(norms) > 1 else np.nan
-                row[f"{name}_ratio"] = norms[0] / others if others else np.nan  # a gate can shut all values off
+                first, *others = report[f"{name}_norms"][block]
+                others = np.mean(others) if others else 0
+                row[f"{name}_ratio"] = first / others if others else np.nan  # a gate can shut all values off
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -72,15 +71,13 @@ def blocks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataF
 def heads(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
     """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over texts), and excess."""
     rows = []
-    for start, record in _done(preset, folder):
-        report = record.metrics["final"]["report"]
-        alpha_1 = np.array(report["alpha"][0])
-        for block, head in np.ndindex(alpha_1.shape):
-            row = start | {"block": block + 1, "head": head + 1, "alpha_1": alpha_1[block, head]}
+    for start, record, report in _done(preset, folder):
+        excess = _excess(record, report["alpha"][0])
+        for block, head in np.ndindex(excess.shape):
+            row = start | {"block": block + 1, "head": head + 1, "alpha_1": report["alpha"][0][block][head]}
             if report.get("alpha_star"):
                 row["alpha_star"] = report["alpha_star"][block][head]
-            row["excess_1"] = float(_excess(row["alpha_1"], report["T"], record.config["model"]["attention"]["window"]))
-            rows.append(row)
+            rows.append(row | {"excess_1": excess[block, head]})
     return pd.DataFrame(rows)
 
 
@@ -101,34 +98,36 @@ def curves(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataF
 
 def _of_run(record: Record) -> dict[str, Any]:
     config, final = record.config, record.metrics["final"]
-    row = {name: final.get(name) for name in (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")}
+    row = {name: final.get(name) for name in FINAL}
     report = final.get("report")
     if report is not None:
-        excess = _excess(report["alpha"][0], report["T"], config["model"]["attention"]["window"]).mean(axis=1)
-        row["block_1"] = excess[0]
-        row["later_blocks"] = excess[1:].mean() if len(excess) > 1 else None
+        excess = _excess(record, report["alpha"][0]).mean(axis=1)
+        row |= {"block_1": excess[0], "later_blocks": excess[1:].mean() if len(excess) > 1 else None}
         if "hidden_peaks" in report:
             elements = [block[0] for block in report["hidden_peaks"]]
             row |= {"element": max(elements), "element_block_1": elements[0]}
     row |= {name: config["train"][name] for name in ("learning_rate", "weight_decay", "batch_size")}
-    corpus = config.get("corpus", {"name": config["data"]["corpus"], "sha256": ""})
+    corpus = config["corpus"]
     row |= {"steps": final.get("step"), "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip()}
     return row | {"recipe": config["recipe"], "wall_seconds": record.provenance.get("wall_seconds")}
 
 
-def _done(preset: str, folder: Path | str | None) -> Iterator[tuple[dict[str, Any], Record]]:
+def _done(preset: str, folder: Path | str | None) -> Iterator[tuple[dict[str, Any], Record, dict[str, Any]]]:
+    """Of each run that is done how its rows start, its record, and the report of its last evaluation."""
     for entry in Runs(folder).entries(preset):
         if entry.record is not None and entry.status == "done":
-            yield {"experiment": entry.experiment, "seed": entry.seed}, entry.record
+            report = entry.record.metrics["final"]["report"]
+            yield {"experiment": entry.experiment, "seed": entry.seed}, entry.record, report
 
 
-def _excess(alpha: Any, length: int, window: int | None = None, k: int | str = 1) -> Any:
+def _excess(record: Record, alpha: Any, k: int | str = 1) -> np.ndarray:
     """(alpha_k - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k.
 
     "star" is a key of its own, which every query sees beside the others.
     """
+    length = record.metrics["final"]["report"]["T"]
     queries = np.arange(1 if k == "star" else k, length + 1)
-    seen = np.minimum(queries, window or length)
+    seen = np.minimum(queries, record.config["model"]["attention"]["window"] or length)
     even = 1 / (seen + 1) if k == "star" else np.where(queries - k < seen, 1 / seen, 0)
     uniform = even.mean()
     return (np.asarray(alpha) - uniform) / (1 - uniform) if uniform < 1 else np.zeros_like(alpha)

@@ -2,7 +2,7 @@
 
 At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and `resolve` says which. A
 window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the window experiments
-measure at T <= C / 4 (the paper: 64 of 2048), and `largest_alpha` tells which of them can reach epsilon at all.
+measure at T <= C / 4 (the paper: 64 of 2048).
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
-from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.config import FinetuneConfig, RunConfig, from_dict
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
-SEEDS = (0, 1, 2)
 TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
 TUNING_WARMUP = 0.1  # of the steps
 
@@ -42,38 +41,31 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
-    All at each of `seeds`; None: each at its own number of seeds, the first three together: base, the headline, the
-    others, then further seeds of the headline; what came after the paper, likewise, last.
+    At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
+    then further seeds; what came after the paper, likewise, last.
     """
     names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
-    rows = {run.experiment: experiment(run.experiment) for run in (config(name, preset) for name in names)}
+    rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
+    runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
-    first = sorted(rows, key=lambda name: (rows[name].section == AFTER_PAPER, name != base, rows[name].seeds < 6))
-    if seeds is not None:
-        return [config(name, preset, seed) for seed in seeds for name in first]
-    pairs = [(name, seed) for name in first for seed in range(rows[name].seeds)]
-    pairs.sort(key=lambda pair: (rows[pair[0]].section == AFTER_PAPER, pair[1] not in SEEDS))
-    return [config(name, preset, seed) for name, seed in pairs]
+
+    def turn(run: RunConfig) -> tuple[bool, ...]:
+        row = experiment(run.experiment)
+        return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
+
+    return sorted(runs, key=turn)
 
 
 @lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)
-    same = {**vars(own), "experiment": ""}
-    runs = ((first, run) for first, run in _all(preset)[0].items() if type(run) is type(own))
-    return next(first for first, run in runs if {**vars(run), "experiment": ""} == same)
+    return next(first for first, run in _all(preset)[0].items() if dataclasses.replace(own, experiment=first) == run)
 
 
 def unavailable(preset: str) -> dict[str, str]:
     """The experiments that a preset cannot hold, with the reason."""
     return dict(_all(preset)[1])
-
-
-def largest_alpha(run: RunConfig) -> float:
-    """The most that alpha_1 can be under the run's mask: min(w, T) / T with a window w, else 1."""
-    window, length = run.model.attention.window, run.train.eval_length
-    return 1.0 if window is None else min(window, length) / length
 
 
 @lru_cache
@@ -101,8 +93,8 @@ def _build(name: str, preset_name: str) -> RunConfig:
         if row.start is not None:
             run = _finetuning(row, scale)
         elif row.base:
-            run = _override(run, experiment(scale.base).overrides, run, scale)
-        return _override(run, row.overrides, run, scale)
+            run = _override(run, experiment(scale.base).overrides, scale)
+        return _override(run, row.overrides, scale)
     except ValueError as error:
         raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
 
@@ -116,28 +108,30 @@ def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
     """
     known = scale.base if row.start == "base" else str(row.start)
     start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
-    tuning, before = scale.tuning, start.train
+    tuning = scale.tuning
     steps = tuning.pairs // tuning.batch_size
-    sizes: dict[str, Any] = {"steps": steps, "batch_size": tuning.batch_size, "eval_every": tuning.eval_every}
-    rates: dict[str, Any] = {"learning_rate": TUNING_RATE * before.learning_rate, "lr_floor": 0.0, "beta2": 0.999}
-    warmup = int(TUNING_WARMUP * steps)
-    train = dataclasses.replace(before, **sizes, **rates, warmup_steps=warmup, weight_decay=0.0)
-    rest = (start.model, start.data, train, start.experiment, "", tuning.instructions, tuning.pairs)
-    return FinetuneConfig(row.name, scale.name, 0, *rest)
+    train = dataclasses.replace(
+        start.train,
+        steps=steps,
+        batch_size=tuning.batch_size,
+        eval_every=tuning.eval_every,
+        learning_rate=TUNING_RATE * start.train.learning_rate,
+        lr_floor=0.0,
+        warmup_steps=int(TUNING_WARMUP * steps),
+        beta2=0.999,
+        weight_decay=0.0,
+    )
+    parts = (start.model, start.data, train)
+    return FinetuneConfig(row.name, scale.name, 0, *parts, start.experiment, "", tuning.instructions, tuning.pairs)
 
 
-def _override(part: Any, values: dict[str, Any], run: RunConfig, scale: Preset) -> Any:
-    """A frozen config with the fields at dotted paths replaced, all at once, so that only the whole is checked.
-
-    run: what a `Scaled` value is of.
-    """
-    changes: dict[str, Any] = {}
-    inner: dict[str, dict[str, Any]] = {}
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            inner.setdefault(name, {})[rest] = value
-        else:
-            changes[name] = value.apply(getattr(part, name), run, scale) if isinstance(value, Scaled) else value
-    changes |= {name: _override(getattr(part, name), below, run, scale) for name, below in inner.items()}
-    return dataclasses.replace(part, **changes)
+def _override(run: RunConfig, overrides: dict[str, Any], scale: Preset) -> RunConfig:
+    """The run with the fields at dotted paths replaced; `Scaled` values are of the run. Only the whole is checked."""
+    values = dataclasses.asdict(run)
+    for path, value in overrides.items():
+        *parts, name = path.split(".")
+        inner = values
+        for part in parts:
+            inner = inner[part]
+        inner[name] = value.apply(inner[name], run, scale) if isinstance(value, Scaled) else value
+    return from_dict(type(run), values)

@@ -6,7 +6,6 @@ import csv
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sinkutils.checks import choice
 from sinkutils.paths import PAPER
 
 
@@ -22,14 +21,8 @@ class PaperRow:
 
 
 @lru_cache
-def paper_rows(item: str | None = None) -> tuple[PaperRow, ...]:
-    """The paper's pre-training numbers, or those of one item, in its order.
-
-    Raises ValueError, listing the items, for one that has none.
-    """
-    if item is not None:
-        choice("item", item, list(dict.fromkeys(row.item for row in paper_rows())))
-        return tuple(row for row in paper_rows() if row.item == item)
+def paper_rows() -> tuple[PaperRow, ...]:
+    """The paper's pre-training numbers, in its order."""
     rows = []
     with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):

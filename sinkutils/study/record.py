@@ -20,8 +20,7 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,6 @@ LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free 
 SUMS = "SHA256SUMS"
 ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
-OLD = ".old.tmp"  # how the folder ends of a record that another one is about to replace
-PARTS = ("config", "metrics", "provenance")  # the JSON files
 ADVICE = "delete the folder and train the run again"
 # Fields of `RunConfig.data` with the value that every record has: of records made since they came or went nothing is
 # written of them, but the hash of a config goes by those that the first records had.
@@ -109,25 +106,19 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def as_json(value: Any) -> str:
-    """One spelling for one value: sorted keys, so that equal configs have equal hashes."""
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
-
-
 def public(config: RunConfig) -> RunConfig:
     """The config with the names of its texts as records have them: nothing of the machine."""
     data = config.data
     validation = data.validation and public_name(data.validation)
     data = dataclasses.replace(data, corpus=public_name(data.corpus), validation=validation)
-    changes: dict[str, Any] = {"data": data}
     if isinstance(config, FinetuneConfig):
-        changes["instructions"] = public_name(config.instructions)
-    return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, data=data, instructions=public_name(config.instructions))
+    return dataclasses.replace(config, data=data)
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """What config.json holds beside the corpus that the run was made on: the config and the recipe's number."""
-    values = json.loads(as_json({**dataclasses.asdict(public(config)), "recipe": RECIPE}))
+    values = json.loads(json.dumps({**dataclasses.asdict(public(config)), "recipe": RECIPE}))
     for name, default in (RETIRED | ADDED).items():
         if values["data"].get(name) == default:
             del values["data"][name]
@@ -138,7 +129,7 @@ def config_hash(config: RunConfig) -> str:
     """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it."""
     values = config_dict(config)
     values["data"] = RETIRED | values["data"]
-    return _sha256(as_json(values).encode())
+    return _sha256((json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 
 def write_record(
@@ -163,41 +154,32 @@ def write_record(
     for name, part in parts.items():
         text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
         files[f"{name}.json"] = text.encode()
-    if arrays:
-        files[ALPHA] = _packed(arrays)
-    if weights is not None:
-        files[WEIGHTS] = _packed(weights)
+    for name, tensors in {ALPHA: arrays, WEIGHTS: weights}.items():
+        if tensors:
+            files[name] = dump_tensors({key: x.detach().contiguous().cpu() for key, x in tensors.items()})
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_str().encode()
     sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
     files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (Path(tempfile.mkdtemp(suffix, f".{target.name}-", target.parent)) for suffix in (".tmp", OLD))
+    new = target.with_name(f".{target.name}.tmp")  # whoever holds the run's lock is its only writer
+    shutil.rmtree(new, ignore_errors=True)
     try:
+        new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
-        new.chmod(0o755)
         if target.exists():
-            os.replace(target, old)
+            shutil.rmtree(target)
         os.replace(new, target)
         sync_folder(target.parent)
     except OSError as error:
-        if (old / SUMS).exists():
-            os.replace(old, target)
+        shutil.rmtree(new, ignore_errors=True)
         raise not_saved(f"record {short_name(target)}", error) from error
-    finally:
-        for folder in (new, old):
-            shutil.rmtree(folder, ignore_errors=True)
     return read_record(target)
 
 
 def rounded(value: Any) -> Any:
-    """Every float in lists and dicts to five significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+    """What JSON makes of a value, with every float to five significant digits."""
+    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
 
 
 def versions() -> dict[str, Any]:
@@ -214,78 +196,45 @@ def versions() -> dict[str, Any]:
 
 def read_record(target: Path) -> Record:
     """Read a record, each file but the weights against its digest. Raises `CorruptRecord`, which names the file."""
-    digests = _digests(target)
-    names = [*(f"{part}.json" for part in PARTS), *digests]
-    files = {name: _intact(target, name, digests) for name in dict.fromkeys(names) if name != WEIGHTS}
-    config, metrics, provenance = (json.loads(files[f"{part}.json"]) for part in PARTS)
-    return Record(target, config, metrics, provenance, digests)
-
-
-def _digests(target: Path) -> dict[str, str]:
     try:
         *lines, own = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
         require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
-        return dict(line.split()[::-1] for line in lines)
+        digests = dict(line.split()[::-1] for line in lines)
     except (OSError, ValueError) as error:
         raise CorruptRecord(f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}") from error
+    files = {name: _intact(target, name, digests) for name in digests if name != WEIGHTS}
+    config, metrics, provenance = (json.loads(files[f"{part}.json"]) for part in ("config", "metrics", "provenance"))
+    return Record(target, config, metrics, provenance, digests)
 
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     path = target / name
-    data = path.read_bytes() if path.is_file() else None
-    if data is None or _sha256(data) != digests.get(name):
-        lack = "missing" if data is None else "truncated or changed"
-        raise CorruptRecord(f"record {short_name(target)}: {name} is {lack}: {ADVICE}")
+    data = path.read_bytes() if path.is_file() else b""
+    if _sha256(data) != digests.get(name):
+        raise CorruptRecord(f"record {short_name(target)}: {name} is missing, truncated or changed: {ADVICE}")
     return data
-
-
-def history(metrics: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Every step of a fine-tuning's metrics.json: step, train_loss, gradient_norm (Figure 30); none of pre-training."""
-    steps: list[dict[str, float]] = []
-    for point in metrics["curve"]:
-        for loss, norm in zip(point.get("losses", ()), point.get("gradient_norms", ()), strict=True):
-            steps.append({"step": len(steps) + 1, "train_loss": loss, "gradient_norm": norm})
-    return steps
 
 
 @contextlib.contextmanager
 def run_lock(target: Path) -> Iterator[None]:
     """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
 
-    The kernel drops the lock with the process that held it. What a killed one left of a record that it was writing is
-    removed, or put in its place where that is empty and what is left is whole: killed while one replaced the other.
+    The kernel drops the lock with the process that held it.
     """
     partial = partial_folder(target)
-    with _locked(partial / "lock", short_name(target)):
-        lefts = target.parent.glob(f".{target.name}-*.tmp")
-        for left in sorted(lefts, key=lambda left: left.name.endswith(OLD)):  # of two whole ones the new one first
-            if not target.exists():
-                with contextlib.suppress(CorruptRecord):
-                    read_record(left)
-                    os.replace(left, target)
-            shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
+    except (Timeout, FileNotFoundError) as error:  # not there: its last owner is removing the folder
+        raise RunLocked(f"{short_name(target)} is being trained by another process") from error
+    with lock:
         yield
         if target.exists():
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _locked(path: Path, name: str) -> contextlib.AbstractContextManager:
-    for _attempt in range(100):
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # its last owner is removing the folder
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                return FileLock(path, timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
-            except Timeout as error:
-                raise RunLocked(f"{name} is being trained by another process") from error
-    raise OSError(f"could not make the lock of {name}, {path}: is its folder one?")
-
-
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _packed(tensors: dict[str, Tensor]) -> bytes:
-    return dump_tensors({name: x.detach().contiguous().cpu() for name, x in tensors.items()})
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -15,18 +15,7 @@ from sinkutils.data.corpus import public_name
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.grid import config, plan
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import (
-    RECIPE,
-    RETIRED,
-    SUMS,
-    CorruptRecord,
-    Record,
-    public,
-    read_record,
-    record_folder,
-)
-
-CHANGED = "the experiment or the recipe has changed since: train it again"
+from sinkutils.study.record import RECIPE, RETIRED, SUMS, CorruptRecord, Record, public, read_record, record_folder
 
 
 @dataclass(frozen=True)
@@ -74,12 +63,11 @@ class Runs:
         apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
         return record_folder(apart, run.experiment, run.seed, self.folder)
 
-    def get(self, run: RunConfig, corpus: dict[str, str] | None = None, weights: bool = False) -> Record | None:
-        """The record of this very config and corpus; None where it is missing, damaged, stale, or has no weights where
-        they are wanted. corpus None: on any text of the config's name.
+    def get(self, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
+        """The record of this very config and corpus (None: on any text of the config's name); None where it is
+        missing, damaged or stale.
         """
-        record = _read(self.place(run, corpus), run, corpus)
-        return record if record is not None and (record.weights or not weights) else None
+        return _read(self.place(run, corpus), run, corpus)
 
     def named(self, name: str | Path) -> Path | None:
         """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
@@ -102,35 +90,31 @@ class Runs:
         preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd".
         """
         find_preset(preset.partition("@")[0])
-        folders = [path for path in (self.folder / preset).glob("*/*") if path.is_dir() and path.name.isdigit()]
+        folders = [path for path in (self.folder / preset).glob("*/*") if path.name.isdigit()]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            entry = _entry(folder, _state(folder))
+            files = [(file.name, file.stat()) for file in os.scandir(folder)]
+            entry = _entry(folder, frozenset((name, stat.st_mtime_ns, stat.st_size) for name, stat in files))
             if entry.status == "corrupt":
                 warnings.warn(str(entry.reason), stacklevel=2)
             yield entry
 
 
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes when a file of a record does: name, time and size of each."""
-    stats = [(file.name, file.stat()) for file in os.scandir(folder)]
-    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
-
-
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _entry(folder: Path, state: tuple[tuple[str, int, int], ...]) -> Entry:
+def _entry(folder: Path, state: frozenset[tuple[str, int, int]]) -> Entry:
+    """A folder judged. state: what changes when a file of it does, the name, time and size of each."""
     preset, name, seed = folder.parts[-3:]
     base, apart, _ = preset.partition("@")
-    record = None
     try:
         record = read_record(folder)
-        run = config(name, base, int(seed))
-        if run.experiment == name and is_of(record, run, record.config["corpus"] if apart else None):
-            return Entry(folder, record.status, record.metrics["reason"], record)
-        return Entry(folder, "stale", CHANGED, record)
     except CorruptRecord as error:
         return Entry(folder, "corrupt", str(error), None)
+    try:
+        current = is_of(record, config(name, base, int(seed)), record.config["corpus"] if apart else None)
     except ValueError as error:  # no such experiment at this preset
         return Entry(folder, "stale", str(error), record)
+    if not current:
+        return Entry(folder, "stale", "the experiment or the recipe has changed since: train it again", record)
+    return Entry(folder, record.status, record.metrics["reason"], record)
 
 
 def is_of(record: Record, run: RunConfig, corpus: dict[str, str] | None = None) -> bool:

@@ -121,15 +121,11 @@ TRAIN = {
     "learning_rate": st.floats(-1e-3, 1),
     "warmup_steps": st.integers(-1, 60),
     "lr_floor": st.floats(-0.1, 1.1),
-    "weight_decay": st.floats(-0.1, 5),
-    "beta1": st.floats(0, 1),
-    "beta2": st.floats(0, 1),
-    "adam_eps": st.floats(0, 1e-3),
     "clip_norm": st.floats(0, 10),
     "precision": st.sampled_from(PRECISIONS),
     "micro_batch": st.none() | st.integers(0, 50),
 }
-RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-1, 2**65)}
+RUN = {"seed": st.integers(-1, 2**65)}
 
 
 @cases(0.4)
@@ -384,10 +380,9 @@ def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
 @given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
 def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     text = " ".join(words)
-    pieces = list(external._pieces(text))
-    assert max(map(len, pieces)) <= external.PIECE_CHARACTERS
-    assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert len(text) > external.PIECE_CHARACTERS or pieces == [text]
+    pieces = external.PIECE.findall(text)
+    assert "".join(pieces) == text and all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
+    assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])
 
 
 @given(step=st.integers(0, 2000), size=st.integers(1, 64), seed=st.integers(0, 3))

@@ -25,7 +25,7 @@ from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.experiments import experiments
 from sinkutils.study.grid import config, keeps_weights, plan
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import history, rounded
+from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
 from sinkutils.training.run import Run
@@ -127,7 +127,7 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
         assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {IGNORED}
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
-    with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens \(of 3\), and 4 are needed"):
+    with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
         make_pairs(iter(few), layout, (1, 3), "made up", progress=False)
 
 
@@ -153,7 +153,8 @@ def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats,
     (tmp_path / "data").mkdir()
     frame = pd.DataFrame([json.loads(line) for line in chats.read_text().splitlines()])
     frame.to_parquet(tmp_path / "data" / "train_sft-00000-of-00001.parquet")
-    monkeypatch.setattr(instructions, "ULTRACHAT", (str(tmp_path), "train_sft"))
+    monkeypatch.chdir(tmp_path.parents[1])
+    monkeypatch.setattr(instructions, "ULTRACHAT", "/".join([*tmp_path.parts[-2:], "train_sft"]))
     assert list(conversations("ultrachat")) == local
 
 
@@ -161,7 +162,7 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     for name in ("docstring", "hub:someone", "path:", "ultrachat:train", ""):
         with pytest.raises(ValueError, match="there are: docstrings, ultrachat, hub:"):
             conversations(name)
-    with pytest.raises(FileNotFoundError, match=r"no such \.jsonl file"):
+    with pytest.raises(ConnectionError, match=r"could not be read .*none\.jsonl"):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
     unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -176,21 +177,13 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     assert asked.call_args_list == [call(*each) for each in arguments]
 
 
-ODD = (
-    "{",
-    "[]",
-    '{"messages": "hello"}',
-    '{"messages": [{"role": "robot", "content": "x"}]}',
-    '{"text": "x"}',
-    '{"messages": [{"role": "user", "content": null}]}',
+@pytest.mark.parametrize(
+    "messages", ["hello", [], [{"role": "robot", "content": "x"}], [{"role": "user", "content": None}]]
 )
-
-
-@pytest.mark.parametrize("line", ODD)
-def test_a_line_that_is_no_chat_is_named(tmp_path, line):
+def test_rows_that_are_no_chats_are_shown(tmp_path, messages):
     path = tmp_path / "odd.jsonl"
-    path.write_text(json.dumps({"messages": chat("a", "b")}) + "\n\n" + line + "\n")
-    with pytest.raises(ValueError, match=r"odd\.jsonl, line 3: (not JSON|expected \"messages\")"):
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ValueError, match=r"expected \"messages\".*got .*messages"):
         list(conversations(f"path:{path}"))
 
 
@@ -267,7 +260,7 @@ def started(corpus, tmp_path_factory):
 
 
 def state_of(run, runs, corpus) -> FinetuneRun:
-    start = Runs(runs).get(config(run.start, run.preset, run.seed), weights=True)
+    start = Runs(runs).get(config(run.start, run.preset, run.seed))
     return FinetuneRun(run, corpus, CPU, start=start)
 
 
@@ -299,9 +292,9 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
     record = train(run, started, corpus=corpus, keep_weights=True, progress=False)
     assert record.status == "done" and record.config["start"] in ("fixed_1", "sigmoid")
     assert record.config["instructions"] == f"path:{chats.name}"  # nothing of the machine
-    steps = history(record.metrics)
-    assert [step["step"] for step in steps] == list(range(1, 9))
-    assert all(step["gradient_norm"] > 0 and step["train_loss"] > 0 for step in steps)
+    for name in ("losses", "gradient_norms"):
+        steps = [value for point in record.metrics["curve"] for value in point.get(name, ())]
+        assert len(steps) == 8 and min(steps) > 0
     assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
     assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
     assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
@@ -357,7 +350,7 @@ def test_a_start_that_is_not_there_is_trained_first_with_its_weights_and_a_faile
     run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
     made_up(tmp_path, "sigmoid")
     record = train(run, tmp_path, corpus=corpus, progress=False)
-    trained = Runs(tmp_path).get(start, corpus.identity, weights=True)
+    trained = Runs(tmp_path).get(start, corpus.identity)
     assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
     assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
     made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
