@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, get_type_hints
 
-from sinkutils.checks import choice, integer, real, require
+from sinkutils.checks import choice, instance, integer, real, require
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.config import LMConfig
 
@@ -47,6 +47,10 @@ class TrainConfig:
         choice("optimizer", self.optimizer, OPTIMIZERS)
         for name in ("learning_rate", "clip_norm"):
             real(name, getattr(self, name), "positive and finite")
+        for name in ("weight_decay", "adam_eps"):
+            real(name, getattr(self, name), "finite and not negative", ends="low")
+        for name in ("beta1", "beta2"):
+            real(name, getattr(self, name), "in [0, 1)", high=1.0, ends="low")
         real("lr_floor", self.lr_floor, "in 0..1", high=1.0, ends="both")
         if self.micro_batch is not None:
             integer("micro_batch", self.micro_batch, least=1)
@@ -66,6 +70,9 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        kinds = {"experiment": str, "preset": str, "model": LMConfig, "data": DataConfig, "train": TrainConfig}
+        for name, kind in kinds.items():
+            instance(name, getattr(self, name), kind)
         integer("seed", self.seed, least=0, most=LARGEST_SEED)
         length, longest = self.train.eval_length, self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")
@@ -99,12 +106,14 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """A frozen config from what `dataclasses.asdict` and JSON made of it. Raises TypeError for unknown fields."""
-    kinds = _types(cls)
+    """A frozen config from what `dataclasses.asdict` and JSON made of it. Raises ValueError for unknown fields."""
+    known = _types(cls)
+    unknown = sorted(set(values) - set(known))
+    require(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(known)}")
     arguments = {}
     for name, value in values.items():
-        if dataclasses.is_dataclass(kinds.get(name)):
-            value = from_dict(kinds[name], value)
+        if dataclasses.is_dataclass(known[name]):
+            value = from_dict(known[name], value)
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return cls(**arguments)
 

@@ -15,7 +15,7 @@ from sinkutils.study.config import TrainConfig
 class Tuning:
     """The size of a fine-tuning (Appendix D)."""
 
-    instructions: str  # one of `instructions.instruction_names`
+    instructions: str  # a name that `load_instructions` knows
     pairs: int  # conversations, each seen once
     batch_size: int = 64
     eval_every: int = 24

@@ -63,11 +63,12 @@ class Runs:
         apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
         return record_folder(apart, run.experiment, run.seed, self.folder)
 
-    def get(self, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
+    def get(self, run: RunConfig, corpus: dict[str, str] | None = None, weights: bool = False) -> Record | None:
         """The record of this very config and corpus (None: on any text of the config's name); None where it is
-        missing, damaged or stale.
+        missing, damaged, stale, or has no weights where they are wanted.
         """
-        return _read(self.place(run, corpus), run, corpus)
+        record = _read(self.place(run, corpus), run, corpus)
+        return record if record is not None and (record.weights or not weights) else None
 
     def named(self, name: str | Path) -> Path | None:
         """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
