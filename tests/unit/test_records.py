@@ -198,10 +198,10 @@ def test_a_record_names_no_folder_of_the_machine(tiny, tmp_path):
     assert (values["corpus"], values["validation"]) == ("path:novels", "path:news")
 
 
-def test_numbers_are_kept_to_six_digits_and_a_record_holds_nothing_else(tiny, tmp_path):
+def test_numbers_are_kept_to_five_digits_and_a_record_holds_nothing_else(tiny, tmp_path):
     metrics = DONE | {"final": END | {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}}
     final = write_record(record_folder("test", "tiny", 0, tmp_path), tiny, metrics, {}).metrics["final"]
-    assert (final["valid_loss"], final["by_block"], final["step"]) == (0.333333, [[0.666667, 12345700.0]], 1234567)
+    assert (final["valid_loss"], final["by_block"], final["step"]) == (0.33333, [[0.66667, 12346000.0]], 1234567)
 
 
 def sign(folder):
