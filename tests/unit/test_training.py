@@ -182,7 +182,7 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     assert set(whole) - set(final["report"]) == set(training_run.NOT_KEPT)
     for name, value in final["report"].items():
         if name.endswith(("_norms", "_peaks")):
-            np.testing.assert_allclose(value, whole[name], rtol=1e-3)
+            np.testing.assert_allclose(value, whole[name], rtol=5e-3)
         elif not name.startswith("sink"):
             assert value == rounded(json.loads(json.dumps(whole[name]))), name
     assert final["report"]["sink"]["2"] == {str(eps): rounded(report.sink(2, eps)) for eps in (0.1, 0.2, 0.3, 0.4, 0.5)}
@@ -307,8 +307,8 @@ def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
         record = train(run, tmp_path, device="cpu", corpus=corpus, progress=False, compile=False)
     first, last, final = record.metrics["curve"][0], record.metrics["curve"][-1], record.metrics["final"]
     peaks, values = (final["report"][name] for name in ("hidden_peaks", "value_norms"))
-    assert last["peak_1"] == pytest.approx([row[0] for row in peaks], abs=1e-3)
-    assert last["value_ratio_1"] == pytest.approx(norm_ratio(values), abs=1e-3)
+    assert last["peak_1"] == pytest.approx([row[0] for row in peaks], rel=5e-3)
+    assert last["value_ratio_1"] == pytest.approx(norm_ratio(values), rel=5e-3)
     assert set(final["gradients"]) == {"input"}
     assert last["valid_loss"] < first["valid_loss"] - 0.05
     assert ("sink_star" in last) == (name in ("sink_logit", "softmax_plus_one"))
