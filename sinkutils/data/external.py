@@ -135,6 +135,8 @@ def local_files(path: Path) -> list[Path]:
     """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
     found = [path] if path.is_file() else sorted(path.rglob("*"))
     files = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()]
+    if not path.exists():
+        raise FileNotFoundError(f"path:{path}: no such folder or file")
     if not files:
         raise FileNotFoundError(f"path:{path}: there is no {', '.join(SUFFIXES)} file")
     return files

@@ -153,7 +153,7 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
     for name, message in {
         str(text_folder): f"say 'path:{text_folder}'$",
         str(text_folder / "000.txt"): f"say 'path:{text_folder / '000.txt'}'$",
-        f"path:{tmp_path}/nowhere": r"nowhere: there is no \.txt, \.md, \.jsonl file",
+        f"path:{tmp_path}/nowhere": r"nowhere: no such folder or file",
         f"path:{tmp_path}/empty": r"empty: there is no \.txt, \.md, \.jsonl file",
         f"path:{tmp_path}/two.jsonl": "has no document for train",
         f"path:{tmp_path}/latin.txt": r"latin\.txt is not UTF-8 text",

@@ -109,7 +109,7 @@ def test_a_prediction_that_carries_no_loss_is_left_out_of_the_mean_and_its_token
     for unscored in ((), (1,), (12,), (1, 2), (1, 5, 6, 12)):
         kept = [t for t in range(12) if t + 1 not in unscored]
         assert float(next_token_loss(model, chunks, unscored)) == pytest.approx(each[:, kept].mean().item(), rel=1e-6)
-    with pytest.raises(ValueError, match="unscored count from 1"):
+    with pytest.raises(ValueError, match="unscored must be at least 1"):
         DataConfig(unscored=(0,))
 
 
@@ -237,7 +237,7 @@ def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_bef
     losses = [float(loss) for loss, _ in advanced(run, corpus, 8).passed]
     _, *points = train(run, tmp_path, corpus=corpus, progress=False).metrics["curve"]
     means = [sum(losses[:4]) / 4, sum(losses[4:]) / 4]
-    assert [point["train_loss"] for point in points] == pytest.approx(means)
+    assert [point["train_loss"] for point in points] == pytest.approx(means, rel=1e-4)
 
 
 def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp_path):
