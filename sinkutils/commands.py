@@ -141,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     option = add(scores_command)
     option("model", **model)
     option("--task", default="hellaswag", help="a task of lm-eval (default: hellaswag)")
+    option("--include-path", metavar="FOLDER", help="where a task of your own is described")
     option("--bos", action="store_true", default=None, help="put a BOS before each question")
     option("--limit", type=COUNT, help="only so many questions")
     option("--device", **device)
@@ -328,7 +329,7 @@ def scores_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.scores import evaluate
 
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
-    given = {name: getattr(options, name) for name in ("limit", "bos")}
+    given = {name: getattr(options, name) for name in ("limit", "bos", "include_path")}
     print(json.dumps(evaluate(model, tokenizer, options.task, **given)))
 
 
