@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ def probe(
     kind: "natural" is the first tokens of n documents outside the training text, "random" is uniform over the
     vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut into
     windows of `length` tokens, one after the other; what is left at the end of a text is not used.
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are neither added nor read.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
+    a text they are text.
     n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.
     bos: whether the tokenizer's BOS stands first, within `length`.
     corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
@@ -43,10 +45,12 @@ def probe(
     text.
     """
     if kind not in KINDS and (kind is not None or texts is None):
+        said = textwrap.shorten(repr(kind), 40, placeholder="…")
         advice = "to measure texts of your own say probe(texts=[..], tokenizer=..)"
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}; {advice}")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {said}; {advice}")
     known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
-    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {tokenizer!r:.40}")
+    wanted = "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer"
+    require(known, f"{wanted}, got {textwrap.shorten(repr(tokenizer), 40, placeholder='…')}")
     flag("bos", bos)
     if n is not None:
         integer("n", n, least=1)
@@ -55,15 +59,16 @@ def probe(
     needed = length - bos
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, _several(texts))
+    elif kind == "natural":
+        generator = np.random.default_rng([seed, KINDS.index(kind)])
+        ids = _natural(tokenizer, n or SEQUENCES, needed, generator, corpus, texts)
     else:
         generator = np.random.default_rng([seed, KINDS.index(kind)])
+        vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
+        require(bool(vocabulary), "the tokenizer has special tokens only, none that could stand in a text")
         shape = (n or SEQUENCES, needed)
-        if kind == "natural":
-            ids = _natural(tokenizer, shape, generator, corpus, texts)
-        else:
-            vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
-            drawn = generator.choice(vocabulary, size=shape if kind == "random" else (shape[0], 1))
-            ids = np.broadcast_to(drawn, shape)
+        drawn = generator.choice(vocabulary, size=shape if kind == "random" else (shape[0], 1))
+        ids = np.broadcast_to(drawn, shape)
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
     return torch.from_numpy(np.array(ids, dtype=np.int64))
@@ -79,10 +84,14 @@ def _several(texts: Any) -> list[str]:
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:
     """The texts cut at every `needed` tokens, (n, needed)."""
-    ids = [encode(tokenizer, text) for text in texts]
-    windows = [row[i : i + needed] for row in ids for i in range(0, len(row) - needed + 1, needed)]
-    few = f"texts have {len(windows)} windows of {needed} tokens, n={n or 1} are needed"
-    require(len(windows) >= (n or 1), f"{few}: give more text, a smaller n or a smaller length")
+    windows, longest = [], 0
+    for text in texts:
+        ids = encode(tokenizer, text)
+        longest = max(longest, len(ids))
+        windows += [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
+    least = n or 1
+    few = f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed"
+    require(len(windows) >= least, f"{few}: give more text, a smaller n or a smaller length")
     if n is None or n == len(windows):
         return np.array(windows)
     chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
@@ -91,23 +100,29 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
 
 def _natural(
     tokenizer: Any,
-    shape: tuple[int, int],
+    n: int,
+    needed: int,
     generator: np.random.Generator,
     corpus: str | Corpus,
     texts: Iterable[str] | None,
 ) -> np.ndarray:
-    """The first tokens of documents that have so many, in an order drawn by `generator`, (n, length)."""
-    n, needed = shape
-    documents: list[Any]
-    text_of: Callable[[Any], str]
+    """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
+    documents: list[Any]  # texts, or the ids of their tokens in the corpus
+    source = None
     if texts is not None:
-        where, documents, text_of = "texts", _several(texts), str
+        where, documents = "texts", _several(texts)
     else:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where, documents, text_of = f"corpus {source.name!r}", list(source.documents("probe")), source.decode
-    chosen: list[list[int]] = []
+        where, documents = f"corpus {source.name!r}", list(source.documents("probe"))
+    chosen: list[Any] = []
     for index in generator.permutation(len(documents)):
-        ids = _head(tokenizer, text_of(documents[index]), needed)
+        document = documents[index]
+        if source is None:
+            ids = head(tokenizer, document, needed)
+        elif tokenizer is source.tokenizer:
+            ids = document
+        else:
+            ids = head(tokenizer, source.decode(document), needed)
         if len(ids) >= needed:
             chosen.append(ids[:needed])
         if len(chosen) == n:
@@ -116,8 +131,10 @@ def _natural(
     raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
 
 
-def _head(tokenizer: Any, text: str, needed: int) -> list[int]:
+def head(tokenizer: Any, text: str, needed: int) -> list[int]:
     """The first tokens of a text; at least `needed` of them if the text has so many."""
+    if len(text) <= CHARACTERS_A_TOKEN * needed:
+        return encode(tokenizer, text)
     ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
     # The last token of a cut text may not be a token of the whole text.
     return ids if len(ids) > needed else encode(tokenizer, text)

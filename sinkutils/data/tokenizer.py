@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,12 @@ from sinkutils.checks import first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-# What each is called in the tokenizers of others. GPT-NeoX and GPT-2 have one token for both ends.
-NAMES = {
-    "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
-    "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
-    "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
-}
+EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
+# GPT-NeoX and GPT-2 have one token for both ends.
+BOS_NAMES = ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>")
 UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
+_LOCK = threading.Lock()  # of `encode`, which sets a tokenizer and sets it back
+FIX_NAMES = ("<fix>", "<|padding|>", "<pad>", "<unk>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -48,23 +49,22 @@ def open_tokenizer(file: str | Path) -> Tokenizer:
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
     try:
-        tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        tokenizer = open_tokenizer(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
         failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
-        raise ConnectionError(f"{failure}: check the id and the network, or give a tokenizer.json") from error
+        advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
+        raise ConnectionError(f"{failure}: {advice}") from error
     size = tokenizer.get_vocab_size()
-    require(size <= vocab_size, f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that")
+    least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
+    require(size <= vocab_size, least)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
-    """The ids of EOS, BOS and x_fix, and of the first token that is not special.
-
-    x_fix of GPT-NeoX is its padding token, as the authors' is. Raises ValueError where a tokenizer lacks one of them.
-    """
+    """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
     ids: dict[str, int] = {}
-    for key, tokens in NAMES.items():
+    for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
         token = _first(tokenizer, tokens)
         if token is None:
             raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
@@ -83,31 +83,79 @@ def marked_special(tokenizer: Any) -> set[int]:
     try:
         added_tokens = tokenizer.added_tokens_decoder  # those without one, such as reserved tokens
     except (AttributeError, NotImplementedError):  # of mistral-common, to which all of them have a role
-        return special
+        added_tokens = {}
     special |= {i for i, token in added_tokens.items() if token.special}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return special | marked_special(backend) if isinstance(backend, Tokenizer) else special
+    backend = _backend(tokenizer)
+    return special if backend is None else special | marked_special(backend)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, none of them special: none is added, and one that is written in the text is left out.
+    """Token ids of a text: no special tokens are added, and those written in the text are text.
 
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Those trained here read what looks like a special
-    token as text.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was.
     """
-    special = marked_special(tokenizer) - {*_ids(tokenizer, UNKNOWN)}  # a word that it does not know is a word
-    return [i for i in _ids(tokenizer, text) if i not in special]
+    ids = _text_ids(tokenizer, text)
+    if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
+        return ids  # no merge makes a special token
+    # Other vocabularies may hold special tokens as words: what is written like one is encoded in two parts.
+    unknown = _text_ids(tokenizer, UNKNOWN)
+    special = marked_special(tokenizer) - {*unknown}
+    found: list[int] = []
+    for i in ids:
+        if i not in special:
+            found.append(i)
+            continue
+        written = tokenizer.decode([i], skip_special_tokens=False).strip()
+        parts = _text_ids(tokenizer, written[:1]) + _text_ids(tokenizer, written[1:])
+        found += [part for part in parts if part not in special] or unknown
+    return found
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+def _backend(tokenizer: Any) -> Tokenizer | None:
+    """The `tokenizers.Tokenizer` that does the work, if there is one."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """`encode` by the tokenizer's own option."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        with _reading_text(backend):
+            if backend is tokenizer:
+                return tokenizer.encode(text, add_special_tokens=False).ids
+            return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+    options = {}
+    if hasattr(tokenizer, "tokens_trie"):  # written in Python; splitting undoes the added tokens that are not special
+        special = tokenizer.convert_ids_to_tokens(sorted(marked_special(tokenizer)))
+        options = {"verbose": False, "split_special_tokens": any(name in text for name in special)}
+    return list(tokenizer.encode(text, add_special_tokens=False, **options))  # mistral-common always reads text
+
+
+@contextlib.contextmanager
+def _reading_text(tokenizer: Tokenizer) -> Iterator[None]:
+    """While this is entered, the tokenizer takes special tokens in a text as text, and neither cuts nor pads it."""
+    with _LOCK:
+        before, truncation, padding = tokenizer.encode_special_tokens, tokenizer.truncation, tokenizer.padding
+        if before and not truncation and not padding:
+            yield
+            return
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        try:
+            yield
+        finally:
+            tokenizer.encode_special_tokens = before
+            if truncation:
+                tokenizer.enable_truncation(**truncation)
+            if padding:
+                tokenizer.enable_padding(**padding)
 
 
 def bos_id(tokenizer: Any) -> int:
     """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
-    token = _first(tokenizer, NAMES["bos_id"]) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
+    token = _first(tokenizer, BOS_NAMES) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
     if token is None:
         raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
     return int(token)

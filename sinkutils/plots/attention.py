@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from sinkutils.checks import require
@@ -48,19 +47,6 @@ def attention_map(
         edge = (sink - 1.5, first_query - 0.5)
         ax.add_patch(Rectangle(edge, 1, length - first_query, fill=False, edgecolor=color, linewidth=1.8))
     return ax
-
-
-def attention_maps(maps: Mapping[str, Any], tokens: Sequence[str] | None = None, sink: int | None = 1) -> Figure:
-    """Draw several maps of one text side by side under their titles, on one colour scale.
-
-    maps: weights by title; tokens, sink: as of `attention_map`.
-    """
-    require(len(maps) > 0, "there is nothing to draw: no maps were given")
-    figure, axes = plt.subplots(1, len(maps), figsize=(3.6 * len(maps) + 0.6, 3.9), squeeze=False)
-    for ax, (title, weights) in zip(axes[0], maps.items(), strict=True):
-        attention_map(weights, tokens, sink, ax).set_title(title)
-    figure.colorbar(axes[0, 0].images[0], ax=axes[0], shrink=0.75, label="attention")
-    return figure
 
 
 def token_label(token: int, tokenizer: Any = None) -> str:

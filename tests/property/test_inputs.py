@@ -121,11 +121,15 @@ TRAIN = {
     "learning_rate": st.floats(-1e-3, 1),
     "warmup_steps": st.integers(-1, 60),
     "lr_floor": st.floats(-0.1, 1.1),
+    "weight_decay": st.floats(-0.1, 5),
+    "beta1": st.floats(0, 1),
+    "beta2": st.floats(0, 1),
+    "adam_eps": st.floats(0, 1e-3),
     "clip_norm": st.floats(0, 10),
     "precision": st.sampled_from(PRECISIONS),
     "micro_batch": st.none() | st.integers(0, 50),
 }
-RUN = {"seed": st.integers(-1, 2**65)}
+RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-1, 2**65)}
 
 
 @cases(0.4)

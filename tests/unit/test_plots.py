@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import torch
 from helpers import made_up, own_model
-from matplotlib.colors import to_hex
 
 import sinkutils as su
 from sinkutils import plots
@@ -94,18 +93,6 @@ def test_a_figure_in_a_notebook_is_a_small_png_with_an_alt_text():
 # --- the shared figures ----------------------------------------------------------------------------------------------
 
 
-def test_a_training_curve_is_the_mean_of_its_seeds_which_stay_to_be_seen():
-    rows = [{"run": run, "seed": seed, "step": step, "loss": step + seed * 2}
-            for run in ("a", "b") for seed in (0, 1) for step in STEPS]  # fmt: skip
-    frame = pd.DataFrame([*rows, {"run": "alone", "seed": 0, "step": 0, "loss": 7.0}])
-    ax = plots.training_curves(frame, "loss", by="run", labels={"b": "B", "alone": "alone", "none": "not run"})
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["B, 2 seeds", "alone, 1 seed"]
-    drawn = [line.get_ydata().tolist() for line in ax.lines]
-    assert drawn == [[1, 101, 201], [0, 100, 200], [2, 102, 202], [7]]
-    with pytest.raises(ValueError, match="nothing to draw: no row of C has a loss"):
-        plots.training_curves(frame, "loss", by="run", labels={"c": "C"})
-
-
 def test_every_head_is_a_dot_at_its_alpha_over_its_block_from_a_frame_or_an_array():
     alpha = np.array([[0.1, 0.9], [0.4, 0.2]])
     frame = pd.DataFrame({"block": [1, 1, 2, 2], "alpha_1": alpha.ravel()})
@@ -116,20 +103,12 @@ def test_every_head_is_a_dot_at_its_alpha_over_its_block_from_a_frame_or_an_arra
         plots.heads_by_block([0.1, 0.2])
 
 
-def test_an_effect_is_filled_where_its_interval_leaves_out_zero_and_the_first_is_on_top():
-    frame = pd.DataFrame({"mean": [0.2, 0.1, -0.2], "low": [0.1, -0.1, -0.3], "high": [0.3, 0.3, -0.1]}, list("abc"))
-    ax = plots.forest(frame)
-    dots = ax.collections[-1]
-    assert [to_hex(color) == "#ffffff" for color in dots.get_facecolors()] == [False, True, False]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b", "c"] and ax.yaxis_inverted()
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plots.forest(frame[:0])
-
-
 def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
-    maps = {"plain": np.full((4, 4), 0.25), "with k*": np.full((4, 5), 0.2)}
-    plain, star = plots.attention_maps(maps, ["a", "b", "$$", "d"]).axes[:2]  # two dollars are no formula
-    theme.png(plain.figure)
+    tokens = ["a", "b", "$$", "d"]  # two dollars are no formula
+    figure, axes = plt.subplots(1, 2)
+    plain = plots.attention_map(np.full((4, 4), 0.25), tokens, ax=axes[0])
+    star = plots.attention_map(np.full((4, 5), 0.2), tokens, ax=axes[1])
+    theme.png(figure)
     for ax, extra in ((plain, 0), (star, 1)):
         hidden = np.isnan(np.ma.filled(ax.images[0].get_array(), np.nan))
         assert hidden.tolist() == (~np.tri(4, 4 + extra, extra, dtype=bool)).tolist()
