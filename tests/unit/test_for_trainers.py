@@ -1,0 +1,104 @@
+"""What people with a model of their own use: the callback for a trainer, two models compared, docs/measuring.md."""
+
+import logging
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from helpers import word_tokenizer
+from scipy import stats
+from small_models import build
+
+import sinkutils as su
+from sinkutils.paths import ROOT
+
+IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+TEN = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+
+
+def small() -> tf.LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=64, max_position_embeddings=128, **sizes))
+
+
+def trained(tmp_path, *callbacks, steps=4):
+    """The log of a short training, and the weights that it ends with."""
+    model = small()
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(4, 12)]
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_steps": 1}
+    options = tf.TrainingArguments(str(tmp_path), max_steps=steps, per_device_train_batch_size=2, seed=0, **quiet)
+    trainer = tf.Trainer(model, options, train_dataset=rows, callbacks=list(callbacks))
+    trainer.train()
+    return trainer.state.log_history, model.state_dict()
+
+
+def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
+    plain, weights = trained(tmp_path)
+    watched, same = trained(tmp_path, su.SinkCallback(IDS, every=2))
+    measured = [row for row in watched if "sink/sink_1" in row]
+    assert [row["step"] for row in measured] == [2, 4]
+    assert {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"} <= set(measured[0])
+    losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
+    assert losses[0] == losses[1] and all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_the_callback_finds_mode_random_numbers_and_gradients_and_gives_them_back():
+    model = small().train()
+    model(IDS, labels=IDS).loss.backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    numbers = torch.get_rng_state()
+    state = SimpleNamespace(global_step=5, is_world_process_zero=True)
+    su.SinkCallback(IDS, every=5).on_step_end(None, state, SimpleNamespace(should_log=False), model=model)
+    assert model.training and torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "sinkutils"):
+        log, _ = trained(tmp_path, su.SinkCallback(IDS + 1000, every=2))
+    assert "the sink was not measured at step 2" in caplog.text
+    assert len([row for row in log if "loss" in row]) == 4 and not any("sink/sink_1" in row for row in log)
+    with pytest.raises(ValueError, match=r"shape \(samples, T\)"):
+        su.SinkCallback(IDS[0])
+
+
+def test_a_comparison_is_paired_over_the_texts():
+    first, second = (su.measure(build(name), IDS, targets=(1, 2)) for name in ("llama", "qwen2"))
+    difference = (second.alpha - first.alpha)[:, 0].double().mean(dim=-1).numpy()  # (samples, layers)
+    table = su.compare(first, second)
+    assert table["mean"].to_numpy() == pytest.approx(difference.mean(axis=0))
+    for block, row in enumerate(table.itertuples()):
+        low, high = stats.ttest_1samp(difference[:, block], 0).confidence_interval()
+        assert (row.low, row.high) == pytest.approx((low, high)) and row.n == len(IDS)
+    assert su.compare(first, second, by="model")["mean"].item() == pytest.approx(difference.mean())
+    assert su.compare(first, second, k=2, by="head").shape[0] == np.prod(first.alpha.shape[2:])
+
+
+def test_reports_that_are_not_of_the_same_texts_are_not_compared():
+    model = build("llama")
+    report = su.measure(model, IDS)
+    for other, message in ((su.measure(model, IDS[:3]), "4 samples"), (su.measure(model, IDS[:, :8]), "12 tokens")):
+        with pytest.raises(ValueError, match=message):
+            su.compare(report, other)
+    with pytest.raises(ValueError, match="alpha_3 was not measured"):
+        su.compare(report, report, k=3)
+
+
+@pytest.mark.slow
+def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = word_tokenizer(60, ("<s>", "<pad>"))
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = tf.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **sizes)
+    known = {"su": su, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer}
+    monkeypatch.setattr(
+        su, "load_lm", lambda name, device: (known["model"], tokenizer)
+    )
+    for code in re.findall(r"```python\n(.*?)```", TEN, flags=re.DOTALL):
+        exec(code, known)
