@@ -97,8 +97,6 @@ def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = tf.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **sizes)
     known = {"su": su, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer}
-    monkeypatch.setattr(
-        su, "load_lm", lambda name, device: (known["model"], tokenizer)
-    )
+    monkeypatch.setattr(su, "load_lm", lambda name, device: (known["model"], tokenizer))
     for code in re.findall(r"```python\n(.*?)```", TEN, flags=re.DOTALL):
         exec(code, known)
