@@ -242,7 +242,24 @@ def streaming(measured: Subject, samples: int) -> dict[str, Any]:
     return {"samples": LONG[0], "T": LONG[1], "after": after, "first": first, "loss": losses}
 
 
-SECTIONS = {make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, operations, streaming)}
+def moved(measured: Subject, samples: int) -> dict[str, Any]:
+    """Does the sink belong to the BOS or to the first position? The BOS at position 1, 2 and 3 of a text, and the
+    attention of each block to it and to the first token: (L,) each, means over texts and heads (notebook 02).
+    """
+    ids = measured.inputs("natural", samples, _length(measured), first=TEXT)
+    alphas = {}
+    for position in TARGETS:
+        there = ids.clone()
+        there[:, position - 1] = bos_id(measured.tokenizer)
+        alpha = measured.measure(there, targets=(1, position), norms=False).alpha.mean(dim=(0, 3))  # (targets, L)
+        alphas[str(position)] = {"first": alpha[0].tolist(), "bos": alpha[-1].tolist()}
+    return {"samples": len(ids), "T": ids.shape[1], "alpha": alphas}
+
+
+SECTIONS = {
+    make.__name__: make
+    for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
+}
 
 
 def _length(measured: Subject) -> int:
