@@ -46,7 +46,8 @@ class Claim:
     """One claim. given: what it takes for granted, without which nothing is tested. remark: by hand.
 
     gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
-    an untrained model ("untrained"), by "mathematics", or by "construction".
+    an untrained model ("untrained"), by "mathematics" ("mathematics, in part": not in every case), or by
+    "construction".
     """
 
     id: str

@@ -30,6 +30,7 @@ MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
 # A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90 (Table 2).
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
+PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}  # verdicts that need no run
 SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}
 
 GATED = {
@@ -62,8 +63,8 @@ def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
 
 
 def _judged(claim: Claim, checks: Sequence[Check], ours: Readings, corrected: Mapping[Check, float]) -> Judged:
-    if claim.trivial == "mathematics" and not claim.checks:
-        return Judged(claim, "by mathematics")
+    if claim.trivial in PROVED and not claim.checks:
+        return Judged(claim, PROVED[claim.trivial])
     if ours.preset in GATED[claim.gate]:
         return Judged(claim, "not visible")
     outcomes: list[Outcome] = []
