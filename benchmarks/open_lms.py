@@ -257,8 +257,7 @@ def moved(measured: Subject, samples: int) -> dict[str, Any]:
 
 
 SECTIONS = {
-    make.__name__: make
-    for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
+    make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
 }
 
 

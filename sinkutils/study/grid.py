@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from sinkutils.study.config import FinetuneConfig, RunConfig, from_dict
-from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, Scaled, experiment
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, experiment, scaled
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
@@ -83,7 +83,7 @@ def _all(preset_name: str) -> tuple[dict[str, RunConfig], dict[str, str]]:
 
 @lru_cache
 def _build(name: str, preset_name: str) -> RunConfig:
-    """The run of an experiment at seed 0, under its own name: preset, then base, then the experiment's overrides."""
+    """The run of an experiment at seed 0, under its own name: preset, then base, then what the experiment changes."""
     scale = preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
@@ -93,8 +93,8 @@ def _build(name: str, preset_name: str) -> RunConfig:
         if row.start is not None:
             run = _finetuning(row, scale)
         elif row.base:
-            run = _override(run, experiment(scale.base).overrides, scale)
-        return _override(run, row.overrides, scale)
+            run = _override(run, experiment(scale.base).change, scale)
+        return _override(run, row.change, scale)
     except ValueError as error:
         raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
 
@@ -125,13 +125,13 @@ def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
     return FinetuneConfig(row.name, scale.name, 0, *parts, start.experiment, "", tuning.instructions, tuning.pairs)
 
 
-def _override(run: RunConfig, overrides: dict[str, Any], scale: Preset) -> RunConfig:
-    """The run with the fields at dotted paths replaced; `Scaled` values are of the run. Only the whole is checked."""
+def _override(run: RunConfig, change: dict[str, Any], scale: Preset) -> RunConfig:
+    """The run with the fields at dotted paths replaced. Only the whole is checked."""
     values = dataclasses.asdict(run)
-    for path, value in overrides.items():
+    for path, value in change.items():
         *parts, name = path.split(".")
         inner = values
         for part in parts:
             inner = inner[part]
-        inner[name] = value.apply(inner[name], run, scale) if isinstance(value, Scaled) else value
+        inner[name] = scaled(value, inner[name], run, scale)
     return from_dict(type(run), values)

@@ -95,10 +95,11 @@ def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_
         if row.start or resolve(row.name, scale) != row.name:
             continue
         changed = changes(dataclasses.replace(run, seed=0), base if row.base else plain)
-        assert set(changed) <= set(row.overrides) and (changed or row.name == "default"), row.name
+        assert set(changed) <= set(row.change) and (changed or row.name == "default"), row.name
         values = flat(run)
-        for path, value in row.overrides.items():
-            assert dataclasses.is_dataclass(value) or values[path] == value, (row.name, path)
+        for path, value in row.change.items():
+            as_it_stands = tuple(value) if isinstance(value, list) else value
+            assert isinstance(value, dict) or values[path] == as_it_stands, (row.name, path)
 
 
 def test_the_1b_preset_has_the_pair_of_section_7_4_and_nothing_else():
