@@ -16,7 +16,7 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.model.fast import check_kernels
+from sinkutils.model.flash import flex_serves
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
 from sinkutils.training.run import Run, usable_precision
@@ -46,7 +46,7 @@ def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> d
         torch.cuda.reset_peak_memory_stats(device)
     if compile:
         dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        check_kernels(run.config.model.attention, device, dtype, run.config.model.head_dim)
+        flex_serves(run.config.model.attention, device, dtype, run.config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     ready = 3 * seconds(lambda: run.advance(forward), 3, device)
     took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))

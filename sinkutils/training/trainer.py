@@ -21,7 +21,7 @@ from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
-from sinkutils.model.fast import check_kernels
+from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
@@ -154,7 +154,7 @@ class Loop:
         model, train = run.config.model, run.config.train
         if compile:
             dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-            check_kernels(model.attention, run.device, dtype, model.head_dim)
+            flex_serves(model.attention, run.device, dtype, model.head_dim)
         self.forward = torch.compile(run.loss) if compile else run.loss
         self.hopeless = 2 * math.log(model.vocab_size)  # twice the loss of a uniform guess
         self.steps, self.eval_every = train.steps, train.eval_every

@@ -376,7 +376,7 @@ def test_a_run_is_compiled_where_its_preset_says_so_and_it_works(tiny, corpus, t
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
     monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)  # no answer from before
     compared = Mock()
-    monkeypatch.setattr(trainer, "check_kernels", compared)
+    monkeypatch.setattr(trainer, "flex_serves", compared)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
     with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
         assert not compiles()
