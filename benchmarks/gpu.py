@@ -20,7 +20,7 @@ from sinkutils.model.flash import flex_serves
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
 from sinkutils.training.run import Run, usable_precision
-from sinkutils.training.trainer import deterministic_kernels, device_name, one_thread
+from sinkutils.training.trainer import device_name, reproducible
 
 GIB = 2**30
 
@@ -77,7 +77,7 @@ def main() -> None:
     if options.micro_batch:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
-    with one_thread(device), deterministic_kernels(device):
+    with reproducible(device):
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         precision, name = usable_precision(settings.train.precision, device), device_name(device)
         peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32, device)

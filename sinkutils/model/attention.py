@@ -20,8 +20,10 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, is_count, real, require
 
+Map = Callable[[Tensor], Tensor]
+
 # f of Section 7.4, elementwise
-SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+SIMILARITIES: dict[str, Map] = {
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
     "elu": lambda s: F.elu(s) + 1,
@@ -31,7 +33,7 @@ SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
-LOGARITHMS: dict[str, Callable[[Tensor], Tensor]] = {
+LOGARITHMS: dict[str, Map] = {
     "exp": lambda s: s,
     "sigmoid": lambda s: -F.softplus(-s),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
@@ -163,7 +165,7 @@ class Extras(NamedTuple):
     distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A by distance i - j
     key_bias: Tensor | None = None  # (H, D): k* of bias 'k' and 'kv'
     value_bias: Tensor | None = None  # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
-    mlp: Callable[[Tensor], Tensor] | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
+    mlp: Map | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
     sink_logit: Tensor | None = None  # (H,), of sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
 
@@ -179,7 +181,7 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
     return before & (row - column < spec.window) | (column < 0)
 
 
-def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | None) -> Tensor:
+def features(x: Tensor, spec: AttentionSpec, mlp: Map | None) -> Tensor:
     """phi of Section 7.4 on queries or keys, (..., D) -> (..., D); applied after rotary, as the authors do."""
     if spec.kernel == "elu":
         return F.elu(x) + 1

@@ -30,18 +30,16 @@ TRUST: dict[tuple[str, str, torch.device, torch.dtype, int], bool] = {}  # what 
 class PositionMask:
     """A mask that is a function of positions, of which a block of queries is made at a time: no T x T."""
 
-    def __init__(
-        self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device, rows: int = ROWS
-    ) -> None:
-        self.seen, self.rows = seen, rows  # seen: 0-based positions (R,) and (S,) -> booleans (R, S)
+    def __init__(self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> None:
+        self.seen = seen  # 0-based positions (R,) and (S,) -> booleans (R, S)
         self.positions = torch.arange(length, device=device)
 
     @functools.cached_property
     def blocks(self) -> list[tuple[slice, slice, Tensor]]:
-        """For `rows` queries at a time: those, the range of keys that one of them sees, and who sees which (R, S)."""
+        """For `ROWS` queries at a time: those, the range of keys that one of them sees, and who sees which (R, S)."""
         blocks = []
-        for start in range(0, len(self.positions), self.rows):
-            rows = slice(start, start + self.rows)
+        for start in range(0, len(self.positions), ROWS):
+            rows = slice(start, start + ROWS)
             seen = self.seen(self.positions[rows], self.positions)
             columns = seen.any(dim=0).nonzero()
             keys = slice(int(columns[0]), int(columns[-1]) + 1)
@@ -135,7 +133,7 @@ def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Te
     """Output and log-sum-exp side by side, of the kernel and of dense rows in float64."""
     length, scale = q.shape[2], q.shape[3] ** -0.5
     spec = AttentionSpec(window=33 if kind == "window" else None)
-    band = PositionMask(lambda rows, columns: visible(rows[:, None], columns, spec), length, q.device, rows=50)
+    band = PositionMask(lambda rows, columns: visible(rows[:, None], columns, spec), length, q.device)
     hidden = ~band.seen(band.positions, band.positions)
     mask = q.new_zeros(length, length)
     if kind == "mask":  # any numbers, and half of the keys hidden, but never a query's own
@@ -162,8 +160,7 @@ def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Ten
 
 
 def flex_serves(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether an operation is a softmax over log f(s) for which FlexAttention's compiled kernel is there and `trusted`.
-    """
+    """Whether an operation is a softmax over log f(s) for which FlexAttention is compiled and `trusted`."""
     compiled = device.type == "cuda" and HAS_TRITON and dtype != torch.float64 and head_dim >= 16
     if not compiled or spec.similarity not in LOGARITHMS or spec.normalizer == "length":
         return False

@@ -253,7 +253,11 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         "at least one position": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
         "needs the argument key_bias": ((q, k, v), {"bias": "k"}, {}),
         "needs the argument value_bias": ((q, k, v), {"bias": "kv"}, {"key_bias": key}),
-        "the operation needs the argument value_bias": ((q, k, v), {"bias": "k", "fixed_value": "first"}, {"key_bias": key}),
+        "the operation needs the argument value_bias": (
+            (q, k, v),
+            {"bias": "k", "fixed_value": "first"},
+            {"key_bias": key},
+        ),
         "no place for the argument key_bias": ((q, k, v), {}, {"key_bias": key}),
         "no place for the argument value_bias": ((q, k, v), {}, {"value_bias": value}),
         "key_bias must have shape": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
