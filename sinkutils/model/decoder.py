@@ -168,11 +168,11 @@ class Attention(nn.Module):
         if spec.differential:
             first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
             extras["mix"] = first - second + self.first_mix
-        table = tables.get("distance_bias")
-        if "buckets" in tables:
-            table = self.bucket_bias[:, tables["buckets"]].T
-        if table is not None:  # its distances keep their precision: beyond 256 bfloat16 has no odd ones
-            extras["distance_bias"] = table.T.to(torch.promote_types(dtype, torch.float32))
+        if "distance_bias" in tables:
+            extras["distance_bias"] = tables["distance_bias"].T
+        if "buckets" in tables:  # its values keep their precision, as the tables do
+            wide = torch.promote_types(dtype, torch.float32)
+            extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
         return extras
 
 
@@ -188,7 +188,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        self.activation, self.gated = FFNS[config.ffn]
+        self.activation, self.gated = FFNS[config.ffn], config.ffn.endswith("glu")
         width = config.intermediate_size
         self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=False)
         self.down = nn.Linear(width, config.hidden_size, bias=False)

@@ -262,7 +262,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
     report: of the last evaluation. reason: why the run failed, or None.
     """
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
-    if report is not None and reason is None:
+    if report is not None:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         if run.group.size == 1:  # weights of a group may be cut over its processes
@@ -274,15 +274,15 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
 
 def of_report(report: Report) -> dict[str, Any]:
     """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
-    whole = report.to_dict()
-    kept = {name: value for name, value in whole.items() if name not in NOT_KEPT}
-    shown = [str(eps) for eps in EPSILONS]
-    kept["sink"] = {k: {eps: by_eps[eps] for eps in shown} for k, by_eps in whole["sink"].items()}
-    if "sink_star" in whole:
-        kept["sink_star"] = {eps: whole["sink_star"][eps] for eps in shown}
-    for name in BY_POSITION:
-        if name in kept:
-            kept[name] = three_digits(kept[name])
+    kept = report.to_dict()
+    for name in NOT_KEPT:
+        kept.pop(name, None)
+    shown = {str(eps) for eps in EPSILONS}
+    for by_eps in (*kept["sink"].values(), kept.get("sink_star", {})):
+        for eps in by_eps.keys() - shown:
+            del by_eps[eps]
+    for name in kept.keys() & set(BY_POSITION):
+        kept[name] = three_digits(kept[name])
     return kept
 
 

@@ -165,14 +165,13 @@ class Job:
             return "elsewhere", "another worker holds its lock"
         # Some messages stand behind a progress bar.
         messages = [line.partition(SAID)[2] for line in self.said().splitlines() if SAID in line]
-        if exit_status != 0:
-            full = self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM
-            if full and not messages:
-                messages = ["the disk is full: free some space and run the same command again"]
-            return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], self.where])
-        record = read_record(self.folder)
-        reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
-        return record.status, "; ".join(filter(None, reasons))
+        if exit_status == 0:
+            record = read_record(self.folder)
+            reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
+            return record.status, "; ".join(filter(None, reasons))
+        if not messages and self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
+            messages = ["the disk is full: free some space and run the same command again"]
+        return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], self.where])
 
 
 def sweep(
@@ -257,11 +256,10 @@ def estimate(
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by the speed of the runs that came to their end, else the preset's."""
     store = Runs(runs)
-    rates = [
-        entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"]
-        for entry in store.entries(preset_name)
-        if entry.record is not None and entry.record.status == "done"
-    ]
+    rates = []
+    for entry in store.entries(preset_name):
+        if entry.record is not None and entry.record.status == "done":
+            rates.append(entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"])
     base = preset(preset_name)
     per_step = median_high(rates) if rates else base.seconds / base.train.steps
     planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)
