@@ -84,11 +84,10 @@ class AttentionSpec:
             value = getattr(self, name)
             require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
         require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
-        self._check_operation()
-        self._check_biases()
+        self._check_combination()
 
-    def _check_operation(self) -> None:
-        """Raise ValueError for a similarity, kernel, normaliser and mask that do not go together."""
+    def _check_combination(self) -> None:
+        """Raise ValueError for an operation, a mask and biases that do not go together."""
         require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
         require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
         if self.kernel != "identity":
@@ -101,9 +100,6 @@ class AttentionSpec:
             require(self.similarity == "sigmoid", "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
         if self.similarity == "softpick":
             require(self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
-
-    def _check_biases(self) -> None:
-        """Raise ValueError for biases, sink logits and differences that the operation has no place for."""
         softmax = "similarity 'exp', normalizer 'sum'"
         if self.sink_logit != "none":
             require(self.is_softmax and self.bias == "none", f"sink_logit joins a softmax: {softmax}, and no bias")

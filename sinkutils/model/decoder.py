@@ -298,10 +298,10 @@ class TransformerLM(nn.Module):
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
         tables = {name: table[:length] for name, table in self.named_buffers(recurse=False)}
-        if self.config.position == "learnable":
-            h = h + self.position_embedding[:length].to(h.dtype)
-        elif self.config.position == "absolute":
-            h = h + tables["absolute"].to(h.dtype)
+        learned = self.config.position == "learnable"
+        added = self.position_embedding[:length] if learned else tables.get("absolute")
+        if added is not None:
+            h = h + added.to(h.dtype)
         if observer is not None:
             observer.embedding(h)
         for layer, block in enumerate(self.blocks):

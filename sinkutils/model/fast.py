@@ -3,7 +3,7 @@
 Three forms (`choose_form`):
 
 - "sdpa": PyTorch's fused kernel; softmax, causal or with a prefix, with any bias of Table 4. O(T d_h) memory
-- "flex": FlexAttention on CUDA, for other positive f, windows and position terms. O(T d_h) memory, once a mask is made
+- "flex": FlexAttention on CUDA, for other positive f, windows and position terms. O(T d_h) memory beside its mask
 - "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory
 """
 

@@ -205,8 +205,9 @@ def _flex_pass(
     # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn of that) and
     # compiles the kernel with the rest; on a CPU the kernel is dense.
     inside = torch.compiler.is_compiling()
-    mask = (_block_mask.__wrapped__ if inside else _block_mask)(length, star, spec, q.device)
-    function = flex_attention if inside or q.device.type == "cpu" else _compiled_flex(spec)
+    make_mask: Callable[..., BlockMask] = _block_mask.__wrapped__ if inside else _block_mask
+    mask = make_mask(length, star, spec, q.device)
+    function: Callable[..., Any] = flex_attention if inside or q.device.type == "cpu" else _compiled_flex(spec)
     out, aux = function(q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True))
     return out, aux.lse[..., None]
 

@@ -63,15 +63,14 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
     "cuda" on this machine means its GPUs in turn. Raises ValueError where a GPU is wanted and this machine has none.
     """
     kind = asked or preset(preset_name).device
-    if engine_name != "local":
-        return (kind,) * jobs
-    gpus = torch.cuda.device_count()
-    advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
-    lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
-    require(bool(asked) or kind != "cuda" or gpus > 0, lack)
-    find_device(kind)
-    if kind == "cuda":
-        return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
+    if engine_name == "local":
+        gpus = torch.cuda.device_count()
+        advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
+        lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
+        require(bool(asked) or kind != "cuda" or gpus > 0, lack)
+        find_device(kind)
+        if kind == "cuda":
+            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
     return (kind,) * jobs
 
 
