@@ -207,7 +207,9 @@ def _flex_pass(
     inside = torch.compiler.is_compiling()
     make_mask: Callable[..., BlockMask] = _block_mask.__wrapped__ if inside else _block_mask
     mask = make_mask(length, star, spec, q.device)
-    function: Callable[..., Any] = flex_attention if inside or q.device.type == "cpu" else _compiled_flex(spec)
+    function: Any = flex_attention
+    if not inside and q.device.type != "cpu":
+        function = _compiled_flex(spec)
     out, aux = function(q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True))
     return out, aux.lse[..., None]
 
