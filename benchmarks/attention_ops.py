@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec
-from sinkutils.model.positions import distance_table
+from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import position_tables
 
 # name -> (spec, position term)
 OPERATIONS: dict[str, tuple[AttentionSpec, str | None]] = {
@@ -92,7 +93,8 @@ def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtyp
         first, second = leaf(head_dim, head_dim), leaf(head_dim, head_dim)
         extras["mlp"] = lambda x: torch.relu(x @ first) @ second
     if position is not None:
-        extras["distance_bias"] = distance_table(position, length, heads).to(device, dtype)
+        config = LMConfig(position=position, num_heads=heads, hidden_size=heads * head_dim)
+        extras["distance_bias"] = position_tables(config, length)["distance_bias"].T.to(device, dtype)
     leaves = [x for x in (q, k, v, *extras.values()) if isinstance(x, Tensor)]
 
     def step() -> None:

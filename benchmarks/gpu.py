@@ -16,11 +16,11 @@ import torch
 from bench import keep, matmul_peak, parser, seconds, show
 
 from sinkutils.data.corpus import load_corpus
-from sinkutils.model.fast import check_kernels
+from sinkutils.model.flash import flex_serves
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
 from sinkutils.training.run import Run, usable_precision
-from sinkutils.training.trainer import deterministic_kernels, device_name, one_thread
+from sinkutils.training.trainer import device_name, reproducible
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> d
         torch.cuda.reset_peak_memory_stats(device)
     if compile:
         dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        check_kernels(run.config.model.attention, device, dtype, run.config.model.head_dim)
+        flex_serves(run.config.model.attention, device, dtype, run.config.model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     ready = 3 * seconds(lambda: run.advance(forward), 3, device)
     took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))
@@ -77,7 +77,7 @@ def main() -> None:
     if options.micro_batch:
         train = dataclasses.replace(settings.train, micro_batch=options.micro_batch)
         settings = dataclasses.replace(settings, train=train)
-    with one_thread(device), deterministic_kernels(device):
+    with reproducible(device):
         corpus = load_corpus(options.corpus or settings.data.corpus, settings.model.vocab_size)
         precision, name = usable_precision(settings.train.precision, device), device_name(device)
         peak = matmul_peak(torch.bfloat16 if precision == "bf16" else torch.float32, device)

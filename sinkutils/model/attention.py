@@ -20,8 +20,10 @@ from torch import Tensor
 
 from sinkutils.checks import choice, flag, is_count, real, require
 
+Map = Callable[[Tensor], Tensor]
+
 # f of Section 7.4, elementwise
-SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
+SIMILARITIES: dict[str, Map] = {
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
     "elu": lambda s: F.elu(s) + 1,
@@ -31,7 +33,7 @@ SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
-LOGARITHMS: dict[str, Callable[[Tensor], Tensor]] = {
+LOGARITHMS: dict[str, Map] = {
     "exp": lambda s: s,
     "sigmoid": lambda s: -F.softplus(-s),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
@@ -82,11 +84,10 @@ class AttentionSpec:
             value = getattr(self, name)
             require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
         require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
-        self._check_operation()
-        self._check_biases()
+        self._check_combination()
 
-    def _check_operation(self) -> None:
-        """Raise ValueError for a similarity, kernel, normaliser and mask that do not go together."""
+    def _check_combination(self) -> None:
+        """Raise ValueError for an operation, a mask and biases that do not go together."""
         require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
         require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
         if self.kernel != "identity":
@@ -99,13 +100,9 @@ class AttentionSpec:
             require(self.similarity == "sigmoid", "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
         if self.similarity == "softpick":
             require(self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
-
-    def _check_biases(self) -> None:
-        """Raise ValueError for biases, sink logits and differences that the operation has no place for."""
         softmax = "similarity 'exp', normalizer 'sum'"
         if self.sink_logit != "none":
-            fits = self.is_softmax and not self.has_key_bias
-            require(fits, f"sink_logit joins a softmax: {softmax}, and no key bias")
+            require(self.is_softmax and self.bias == "none", f"sink_logit joins a softmax: {softmax}, and no bias")
         if self.differential:
             plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
             require(plain, f"differential attention is of two softmax maps: {softmax}, no bias, no sink_logit")
@@ -155,32 +152,32 @@ class AttentionSpec:
         return self.similarity == "linear" and self.kernel in ("identity", "mlp")
 
 
+SOFTMAX = AttentionSpec()
+
+
 class Extras(NamedTuple):
     """What an operation takes beside q, k and v, by the names of `attend`'s keyword arguments; each may be None."""
 
     distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A by distance i - j
     key_bias: Tensor | None = None  # (H, D): k* of bias 'k' and 'kv'
     value_bias: Tensor | None = None  # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
-    mlp: Callable[[Tensor], Tensor] | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
+    mlp: Map | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
     sink_logit: Tensor | None = None  # (H,), of sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
 
 
-def visible(rows: Tensor, columns: Tensor, spec: AttentionSpec) -> Tensor:
-    """The mask M of Eq. 4: which keys `columns` (S,) each query of `rows` (R,) sees, 0-based, as booleans (R, S)."""
-    return sees(rows[:, None], columns[None, :], spec)
+def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
+    """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, positions from 0; elementwise.
+
+    Causal, within the window w, and the first p keys always (Section 6), as k* at position -1.
+    """
+    before = row >= column
+    if spec.window is None:
+        return before | (column < spec.prefix)
+    return before & (row - column < spec.window) | (column < 0)
 
 
-def sees(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
-    """Causal, within the window w, and the first p keys always (Section 6), as k* at position -1; elementwise."""
-    distance = row - column
-    near = distance >= 0
-    if spec.window is not None:
-        near = near & (distance < spec.window)
-    return near | (column < (spec.prefix if spec.prefix > 1 else 0))
-
-
-def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | None) -> Tensor:
+def features(x: Tensor, spec: AttentionSpec, mlp: Map | None) -> Tensor:
     """phi of Section 7.4 on queries or keys, (..., D) -> (..., D); applied after rotary, as the authors do."""
     if spec.kernel == "elu":
         return F.elu(x) + 1
@@ -191,69 +188,63 @@ def features(x: Tensor, spec: AttentionSpec, mlp: Callable[[Tensor], Tensor] | N
     return x
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, **extras: Any) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any) -> tuple[Tensor, Tensor]:
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
     Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    spec = spec or AttentionSpec()
     given = Extras(**extras)
     check_inputs(q, k, v, spec, given)
-    if given.mix is not None:
-        return _differential(q, k, v, spec, given)
+    if given.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
+        plain = replace(spec, differential=False)
+        first, second = (attend(half, k, v, plain, distance_bias=given.distance_bias) for half in halves(q))
+        return first[0] - given.mix.to(v.dtype) * second[0], first[1] - given.mix * second[1]
     positions = torch.arange(q.shape[2], device=q.device)
-    seen = visible(positions, positions, spec)  # (T, T)
+    seen = visible(positions[:, None], positions, spec)  # (T, T)
     scale = q.shape[-1] ** -0.5
     phi_q = features(q, spec, given.mlp)
     logits = phi_q @ features(k, spec, given.mlp).mT * scale  # s_ij
     if given.distance_bias is not None:
         distance = (positions[:, None] - positions).clamp(min=0)
         logits = logits + given.distance_bias[:, distance]  # g(i - j)
-    if spec.has_key_bias:  # column 0 is k*, which has no position
-        assert given.key_bias is not None
+    if given.key_bias is not None:  # column 0 is k*, which has no position
         star = phi_q @ features(given.key_bias, spec, given.mlp)[:, :, None] * scale
-        value = given.value_bias
+        v = prepend(given.value_bias, v)
     elif spec.has_star:  # column 0 is the sink logit, which has no value
-        sink = q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
-        star = sink[:, None, None].expand_as(logits[..., :1])
-        value = None
+        star = sink_logits(q, given)[:, None, None].expand_as(logits[..., :1])
+        v = prepend(None, v)
     if spec.has_star:
         logits = torch.cat([star.to(logits.dtype), logits], dim=-1)
         seen = F.pad(seen, (1, 0), value=True)
-        v = prepend(q.new_zeros(q.shape[1], q.shape[3]) if value is None else value, v)
     weights = normalise(logits, seen, spec)
     out = weights.to(v.dtype) @ v  # a position term may be wider than v
     if spec.bias == "v":
-        assert given.value_bias is not None
-        out = out + given.value_bias[:, None]
+        out = out + given.value_bias[:, None]  # type: ignore[index]
     return out, weights
 
 
-def _differential(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor]:
-    """A = A_1 - lambda A_2: two softmax maps of half the dimensions each."""
-    (even, odd), plain = halves(q, spec)
-    out_1, map_1 = attend(even, k, v, plain, distance_bias=given.distance_bias)
-    out_2, map_2 = attend(odd, k, v, plain, distance_bias=given.distance_bias)
-    mix = given.mix
-    assert mix is not None
-    return out_1 - mix.to(out_1.dtype) * out_2, map_1 - mix * map_2
+def sink_logits(q: Tensor, given: Extras) -> Tensor:
+    """The sink logit of each head, (H,): what is learned, or zero."""
+    return q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
 
 
-def prepend(bias: Tensor, x: Tensor) -> Tensor:
-    """bias (H, D) in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
+    """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
+    if bias is None:
+        return F.pad(x, (0, 0, 1, 0))
     return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
 
 
-def halves(q: Tensor, spec: AttentionSpec) -> tuple[tuple[Tensor, Tensor], AttentionSpec]:
-    """The queries of the two maps of differential attention, and the operation of each.
+def halves(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The queries of the two maps of differential attention, of the even and of the odd dimensions.
 
     A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their number in 1/sqrt(D).
     """
     odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
     wider = q * 2**0.5
-    return (wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)), replace(spec, differential=False)
+    return wider.masked_fill(odd, 0), wider.masked_fill(~odd, 0)
 
 
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
@@ -272,14 +263,15 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
         return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
     # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
     sim = spec.f(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
-    total = seen.sum(-1, keepdim=True).to(sim.dtype) if spec.normalizer == "length" else normalizer(sim, spec)
-    return spec.scale * divide(sim, total)
+    return spec.scale * divide(sim, normalizer(sim, seen, spec))
 
 
-def normalizer(sim: Tensor, spec: AttentionSpec) -> Tensor | None:
+def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor | None:
     """Z_i of Section 7.4 and Eq. 43 from similarities (..., R, S), as (..., R, 1); None stands for Z = 1."""
     if spec.normalizer == "none":
         return None
+    if spec.normalizer == "length":
+        return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
         # A similarity of exactly zero (a hidden key) has no gradient for p < 1: keep it out of the power.
         powers = torch.where(sim > 0, sim, 1).pow(spec.p).masked_fill(sim <= 0, 0)
@@ -304,28 +296,24 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
     require(k.shape == v.shape == q.shape, f"k and v must have the shape of q, {tuple(q.shape)}; got {shapes}")
     _, heads, length, head_dim = q.shape
     require(length >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
-    bias = f"bias={spec.bias!r}"
-    needs_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
-    _check_extra("key_bias", given.key_bias, bias, spec.has_key_bias, spec.has_key_bias, (heads, head_dim))
-    _check_extra("value_bias", given.value_bias, bias, needs_value, spec.bias != "none", (heads, head_dim))
-    learned = spec.sink_logit == "learned"
-    _check_extra("sink_logit", given.sink_logit, "the operation", learned, learned, (heads,))
-    _check_extra("mix", given.mix, "the operation", spec.differential, spec.differential, None)
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
-    if given.distance_bias is not None:
-        table = tuple(given.distance_bias.shape)
-        fits = len(table) == 2 and table[0] in (1, heads)
-        require(fits, f"distance_bias must have shape (1 or {heads}, T), got {table}")
-        require(table[1] >= length, f"distance_bias covers {table[1]} distances, the sequence has {length}")
+    has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
+    _check_extra("key_bias", given.key_bias, spec.has_key_bias, (heads, head_dim))
+    _check_extra("value_bias", given.value_bias, has_value, (heads, head_dim))
+    _check_extra("sink_logit", given.sink_logit, spec.sink_logit == "learned", (heads,))
+    _check_extra("mix", given.mix, spec.differential, ())
+    table = given.distance_bias
+    if table is not None:
+        shape = tuple(table.shape)
+        fits = len(shape) == 2 and shape[0] in (1, heads)
+        require(fits, f"distance_bias must have shape (1 or {heads}, T), got {shape}")
+        require(shape[1] >= length, f"distance_bias covers {shape[1]} distances, the sequence has {length}")
 
 
-def _check_extra(
-    name: str, x: Tensor | None, operation: str, needed: bool, allowed: bool, shape: tuple[int, ...] | None
-) -> None:
+def _check_extra(name: str, x: Tensor | None, needed: bool, shape: tuple[int, ...]) -> None:
     """Raise ValueError where an argument is missing, has no place in the operation or has another shape."""
     if x is None:
-        require(not needed, f"{operation} needs the argument {name}")
-        return
-    require(allowed, f"{operation} has no place for the argument {name}: leave it out")
-    if shape is not None:
+        require(not needed, f"the operation needs the argument {name}")
+    else:
+        require(needed, f"the operation has no place for the argument {name}: leave it out")
         require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from sinkutils.checks import choice, flag, instance, is_count, require
-from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.attention import AttentionSpec, Map
 from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
 
-# Table 11: name -> (activation, gated). Ungated ones keep the width, so they have fewer parameters.
-FFNS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "relu": (F.relu, False),
-    "gelu": (F.gelu, False),
-    "swish": (F.silu, False),
-    "reglu": (F.relu, True),
-    "geglu": (F.gelu, True),
-    "swiglu": (F.silu, True),
+# Table 11: name -> activation; those that end in "glu" are gated. The others keep the width, so have fewer parameters.
+FFNS: dict[str, Map] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "swish": F.silu,
+    "reglu": F.relu,
+    "geglu": F.gelu,
+    "swiglu": F.silu,
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "position": POSITIONS,
@@ -63,14 +61,12 @@ class LMConfig:
         for name, allowed in CHOICES.items():
             choice(name, getattr(self, name), allowed)
         width, heads = self.hidden_size, self.num_heads
-        if width % heads:
-            divisors = [h for h in range(1, width + 1) if width % h == 0]
-            raise ValueError(f"num_heads must divide hidden_size={width} (one of {divisors}), got {heads}")
-        rotary, spec, size = self.position == "rotary", self.attention, self.head_dim
-        require(not rotary or size % 2 == 0, f"position='rotary' needs an even head dimension, got {size}")
-        whole = not spec.differential or size % (4 if rotary else 2) == 0
-        multiple = "a multiple of 2, with rotary positions of 4"
-        require(whole, f"differential attention halves each head: its dimension must be {multiple}; got {size}")
+        require(width % heads == 0, f"num_heads must divide hidden_size={width}, got {heads}")
+        spec, size = self.attention, self.head_dim
+        halvings = (self.position == "rotary") + spec.differential
+        even = f"the head dimension must be a multiple of {2**halvings}"
+        fits = size % 2**halvings == 0
+        require(fits, f"{even} with position={self.position!r}, differential={spec.differential}; got {size}")
         longest = self.context_length
         require(spec.prefix <= longest, f"prefix must be at most context_length={longest}, got {spec.prefix}")
         dims = spec.bias_dims or 1

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinkutils.checks import require
 from sinkutils.model import fast, positions
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import FFNS, LMConfig
@@ -152,14 +153,14 @@ class Attention(nn.Module):
     def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
-        extras: dict[str, Any] = {}
-        if spec.has_key_bias:
-            key = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1]))  # d_a of d_h learn (Table 13)
-            extras["key_bias"] = key.expand(shape).to(dtype)
+        biases: dict[str, Tensor] = {}
+        if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
+            biases["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1]))
         if spec.bias in ("kv", "v"):
-            extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
-        elif spec.bias == "k" and spec.fixed_value != "zero":
-            extras["value_bias"] = fixed_value(spec, shape[1]).expand(shape).to(self.qkv.weight.device, dtype)
+            biases["value_bias"] = self.value_bias
+        elif spec.fixed_value != "zero":
+            biases["value_bias"] = fixed_value(spec, shape[1]).to(self.qkv.weight.device)
+        extras: dict[str, Any] = {name: bias.expand(shape).to(dtype) for name, bias in biases.items()}
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
         if spec.sink_logit == "learned":
@@ -167,11 +168,10 @@ class Attention(nn.Module):
         if spec.differential:
             first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
             extras["mix"] = first - second + self.first_mix
-        # Distances keep their precision: beyond 256 bfloat16 has no odd ones.
-        wide = torch.promote_types(dtype, torch.float32)
         if "distance_bias" in tables:
-            extras["distance_bias"] = tables["distance_bias"].to(wide)
-        elif "buckets" in tables:
+            extras["distance_bias"] = tables["distance_bias"].T
+        if "buckets" in tables:  # its values keep their precision, as the tables do
+            wide = torch.promote_types(dtype, torch.float32)
             extras["distance_bias"] = self.bucket_bias[:, tables["buckets"]].to(wide)
         return extras
 
@@ -188,7 +188,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        self.activation, self.gated = FFNS[config.ffn]
+        self.activation, self.gated = FFNS[config.ffn], config.ffn.endswith("glu")
         width = config.intermediate_size
         self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=False)
         self.down = nn.Linear(width, config.hidden_size, bias=False)
@@ -290,21 +290,18 @@ class TransformerLM(nn.Module):
 
     def hidden(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
-        check_ids(ids, self.config.vocab_size, self.config.context_length)
+        check_ids(ids, self.config)
         h = self.embed(ids)
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
         if self.config.sink_token:
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
-        tables = {
-            name: table[..., :length, :] if name in ("cos", "sin", "absolute") else table[..., :length]
-            for name, table in self.named_buffers(recurse=False)
-        }
-        if self.config.position == "learnable":
-            h = h + self.position_embedding[:length].to(h.dtype)
-        elif self.config.position == "absolute":
-            h = h + tables["absolute"].to(h.dtype)
+        tables = {name: table[:length] for name, table in self.named_buffers(recurse=False)}
+        learned = self.config.position == "learnable"
+        added = self.position_embedding[:length] if learned else tables.get("absolute")
+        if added is not None:
+            h = h + added.to(h.dtype)
         if observer is not None:
             observer.embedding(h)
         for layer, block in enumerate(self.blocks):
@@ -324,7 +321,7 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
 
 
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
-    """The constant tables that a position embedding needs for `length` positions, by name."""
+    """The constant tables that a position embedding needs, by name; each has a row a position, or a distance."""
     if config.position == "rotary":
         halves = 1 + config.attention.differential  # whose even and odd dimensions turn as a head of half the size does
         tables = positions.rotary_tables(length, config.head_dim // halves)
@@ -334,24 +331,24 @@ def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
         return {"absolute": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
         return {"buckets": positions.relative_buckets(length)}
-    if config.position in ("nope", *positions.ADDED_TO_EMBEDDING):
-        return {}
-    return {"distance_bias": positions.distance_table(config.position, length, config.num_heads)}
+    if config.position == "relative":
+        return {"distance_bias": positions.relative_buckets(length).float()[:, None]}
+    if config.position == "alibi":
+        return {"distance_bias": -torch.arange(length)[:, None] * positions.alibi_slopes(config.num_heads)}
+    return {}
 
 
-def check_ids(ids: Tensor, vocab_size: int, context_length: int) -> None:
+def check_ids(ids: Tensor, config: LMConfig) -> None:
     """Raise ValueError, naming ids and the allowed values, unless ids are (B, T) integers in range."""
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"ids must be a tensor of shape (B, T), got {shape}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"ids must be int64 or int32, got {ids.dtype}")
-    if len(ids) == 0:
-        raise ValueError(f"ids must have at least one sequence, got shape {tuple(ids.shape)}")
-    if not 1 <= ids.shape[1] <= context_length:
-        raise ValueError(f"ids must have 1 to {context_length} positions (context_length), got {ids.shape[1]}")
-    if torch.compiler.is_compiling() or ids.is_cuda:
-        return  # a range check would wait for the device; the embedding itself refuses bad ids
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"ids must be in 0..{vocab_size - 1} (vocab_size), got {low}..{high}")
+    if torch.compiler.is_compiling():
+        return
+    shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+    require(isinstance(ids, Tensor) and ids.ndim == 2, f"ids must be a tensor of shape (B, T), got {shape}")
+    require(ids.dtype in (torch.int64, torch.int32), f"ids must be int64 or int32, got {ids.dtype}")
+    require(len(ids) > 0, f"ids must have at least one sequence, got shape {shape}")
+    longest, last = config.context_length, config.vocab_size - 1
+    fits = 1 <= ids.shape[1] <= longest
+    require(fits, f"ids must have 1 to {longest} positions (context_length), got {ids.shape[1]}")
+    if not ids.is_cuda:  # where a range check would wait for the device; the embedding itself refuses bad ids
+        low, high = int(ids.min()), int(ids.max())
+        require(0 <= low and high <= last, f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

@@ -3,7 +3,7 @@
 Three forms (`choose_form`):
 
 - "sdpa": PyTorch's fused kernel; softmax, causal or with a prefix, with any bias of Table 4. O(T d_h) memory
-- "flex": FlexAttention on CUDA, for other positive f, windows and position terms. O(T d_h) memory
+- "flex": FlexAttention on CUDA, for other positive f, windows and position terms. O(T d_h) memory beside its mask
 - "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory
 """
 
@@ -25,14 +25,14 @@ DENSE_LENGTH = {"cpu": 512, "cuda": 128}
 
 
 def choose_form(
-    spec: AttentionSpec, device: str, dtype: torch.dtype, length: int, head_dim: int, position_term: bool = False
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, head_dim: int, position_term: bool
 ) -> str:
-    """Which form serves an operation on a type of device; whether "flex" is right there, `attend` asks `flash`."""
-    short = length <= DENSE_LENGTH.get(device, 0)
+    """Which form serves an operation."""
+    short = length <= DENSE_LENGTH.get(device.type, 0)
     whole = spec.window is None or spec.window >= length
     if spec.is_softmax and whole and not position_term:
-        return "dense" if short and slow_kernel(device, dtype) else "sdpa"
-    if not short and flash.flex_fits(device, dtype, head_dim, spec):
+        return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
+    if not short and flash.flex_serves(spec, device, dtype, head_dim):
         return "flex"
     return "dense"
 
@@ -50,48 +50,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) 
     given = Extras(**extras)
     attention.check_inputs(q, k, v, spec, given)
     if given.mix is not None:
-        (even, odd), plain = halves(q, spec)
-        first = attend(even, k, v, plain, distance_bias=given.distance_bias)
-        second = attend(odd, k, v, plain, distance_bias=given.distance_bias)
+        plain = replace(spec, differential=False)
+        first, second = (attend(half, k, v, plain, distance_bias=given.distance_bias) for half in halves(q))
         return first - given.mix.to(second.dtype) * second
     if spec.sink_logit != "none":
         return _attend_with_sink(q, k, v, spec, given)
     length, head_dim = q.shape[2:]
     if given.key_bias is not None:  # k* and v* become the first of S = 1 + T keys
-        star_value = torch.zeros_like(given.key_bias) if given.value_bias is None else given.value_bias
-        k = prepend(given.key_bias, k)
-        v = prepend(star_value, v)
+        k, v = prepend(given.key_bias, k), prepend(given.value_bias, v)
     q, k = features(q, spec, given.mlp), features(k, spec, given.mlp)
-    form = choose_form(spec, q.device.type, q.dtype, length, head_dim, given.distance_bias is not None)
+    form = choose_form(spec, q.device, q.dtype, length, head_dim, given.distance_bias is not None)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
-    elif form == "flex" and flash.flex_trusted(spec, q.device, q.dtype, head_dim):
+    elif form == "flex":
         out = flash.flex(q, k, v, spec, given.distance_bias)
     else:
         out = _dense(q, k, v, spec, given.distance_bias)
-    if spec.normalizer == "length":
-        seen = torch.arange(1, length + 1, device=q.device).clamp(max=spec.window, min=min(spec.prefix, length))
-        out = out / (seen[:, None] + spec.has_star).to(out.dtype)  # every query sees k*
     if spec.scale != 1:
         out = out * spec.scale
-    if given.value_bias is not None and spec.bias == "v":
-        out = out + given.value_bias[:, None]
+    if spec.bias == "v":
+        out = out + given.value_bias[:, None]  # type: ignore[index]
     return out
-
-
-def check_kernels(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Compare the kernel that an operation would take on a device with dense rows, before `attend` is compiled.
-
-    Without it a compiled `attend` takes the dense form, as a graph cannot look at numbers.
-    """
-    if flash.flex_fits(device.type, dtype, head_dim, spec):
-        flash.flex_trusted(spec, device, dtype, head_dim)
 
 
 def _attend_with_sink(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> Tensor:
     """A sink logit as a key bias in one more dimension, in which queries are 1 and the sequence's own keys 0."""
-    sink = q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
-    wider = q.shape[-1] + 1
+    sink, wider = attention.sink_logits(q, given), q.shape[-1] + 1
     q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay what they were
     key = F.pad((sink * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
     q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
@@ -114,7 +98,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
-    """The formulas with few passes over the logits; by length divides `attend`.
+    """The formulas with few passes over the logits.
 
     q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
     """
@@ -129,26 +113,25 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
     bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
     logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
     logits = logits.unflatten(0, (batch, heads))  # s_ij, (B, H, T, S)
-    if spec.is_softmax and distance_bias is None:
+    if spec.is_softmax:
         return logits.softmax(dim=-1) @ v
     if spec.hidden_is_zero:
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
         return attention.normalise(logits, ~hidden, replace(spec, scale=1.0)).to(v.dtype) @ v
-    if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
+    if spec.similarity == "exp" and spec.normalizer == "p_norm":
         # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
         peak = logits.amax(dim=-1, keepdim=True).detach()
         logits = logits - peak.masked_fill(~peak.isfinite(), 0)
     similarity = spec.f(logits)
-    total = None if spec.normalizer == "length" else attention.normalizer(similarity, spec)
-    return divide(similarity @ v, total)
+    return divide(similarity @ v, attention.normalizer(similarity, ~hidden, spec))
 
 
 def _added_to_logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """g, and -inf (0 where f(0) = 0) at hidden keys, (1 or H, T, S); and which keys are hidden, (T, S)."""
     length, star = q.shape[2], k.shape[2] - q.shape[2]
     positions = torch.arange(length, device=q.device)
-    hidden = F.pad(~attention.visible(positions, positions, spec), (star, 0))  # every query sees k*
+    hidden = F.pad(~attention.visible(positions[:, None], positions, spec), (star, 0))  # every query sees k*
     bias = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.

@@ -45,16 +45,6 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.exp2(-heads * 8 / num_heads).float()
 
 
-def distance_table(position: str, length: int, num_heads: int) -> Tensor:
-    """g(i - j) added to the logits, by distance: (1 or H, length). For `relative` and `alibi` (Appendix A)."""
-    distance = torch.arange(length, dtype=torch.float32)
-    if position == "alibi":
-        return -alibi_slopes(num_heads)[:, None] * distance
-    if position == "relative":
-        return relative_buckets(length).float()[None]
-    raise ValueError(f"position must be 'alibi' or 'relative' for a fixed distance table, got {position!r}")
-
-
 def rotary_tables(length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
     omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)

@@ -52,7 +52,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     progress = run.group.once(lambda: {name: state[name] for name in run.PROGRESS} if state else None)
     if progress is None:
         return
-    model, optimizer = (state.pop(name, {}) for name in ("model", "optimizer"))  # on rank 0, which hands them out
+    model, optimizer = state.get("model", {}), state.get("optimizer", {})  # of rank 0, which hands them out
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
     dcp.set_model_state_dict(run.model, model, options=options)
     dcp.set_optimizer_state_dict(run.model, run.optimizers, optimizer, options=options)

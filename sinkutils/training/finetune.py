@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sinkutils.data.instructions import IGNORED, Layout, Pairs, conversations, make_pairs
 from sinkutils.data.tokenizer import open_tokenizer, special_ids
-from sinkutils.measuring.report import Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import FinetuneConfig
 from sinkutils.study.record import WEIGHTS, Record
@@ -68,10 +67,10 @@ class FinetuneRun(Run):
         more = {"pairs_sha256": self.pairs_sha256, "start_weights_sha256": self.weights_sha256}
         return super().provenance() | more
 
-    def keep(self, point: dict[str, Any], report: Report, losses: list[float]) -> None:
-        """Adds the loss of every step since the last evaluation, and its gradient norm before clipping (Figure 30)."""
+    def of_steps(self, losses: list[float]) -> dict[str, Any]:
+        """Also the loss of every step, and its gradient norm before clipping (Figure 30)."""
         norms = [float(self.group.whole(norm)) for _, norm in self.passed]
-        super().keep(point | {"losses": losses, "gradient_norms": norms}, report, losses)
+        return super().of_steps(losses) | {"losses": losses, "gradient_norms": norms}
 
     def valid_loss(self) -> float:
         """The mean over the tokens of the held-out answers."""

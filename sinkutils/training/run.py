@@ -66,7 +66,7 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, unscored: tuple[int,
     logits, targets = model(chunks[:, :-1]), chunks[:, 1:]
     ends = (0, *unscored, targets.shape[1] + 1)
     kept = [slice(before, after - 1) for before, after in pairwise(ends) if after - 1 > before]
-    if kept != [slice(0, targets.shape[1])]:
+    if unscored:
         logits, targets = (torch.cat([x[:, part] for part in kept], dim=1) for x in (logits, targets))
     return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
@@ -146,9 +146,15 @@ class Run:
 
     def provenance(self) -> dict[str, Any]:
         """What the record says beside the text's name and hash: on what it was trained, how large the text is."""
-        now = self.parts[-1] if self.parts else {}
-        before = {"began_on": self.parts[:-1]} if len(self.parts) > 1 else {}
-        return {**now, **before, "corpus_train_tokens": len(self.chunks.tokens)}
+        said = {
+            **self.parts[-1],
+            "corpus_train_tokens": len(self.chunks.tokens),
+            "wall_seconds": round(self.seconds, 1),
+            "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
+            "processes": self.group.size,
+            "parallel": self.group.parallel,
+        }
+        return said | {"began_on": self.parts[:-1]} if len(self.parts) > 1 else said
 
     def autocast(self) -> torch.autocast:
         """bf16 where it is used, as `precision` says; weights and optimiser stay fp32."""
@@ -180,33 +186,36 @@ class Run:
         self.passed.append((total, norm))
         return total
 
+    def losses(self) -> list[float]:
+        """The loss of each step since the last evaluation, means over the group."""
+        return self.group.mean(torch.stack([loss for loss, _ in self.passed])).tolist()
+
     @torch.no_grad()
-    def evaluate(self) -> tuple[dict[str, Any], Report | None]:
-        """The validation loss and the sink metric at this step, and the report; none of a model that is not finite."""
+    def evaluate(self, losses: list[float]) -> Report | None:
+        """Add to the curve the validation loss and the sink metric at this step; returns the report.
+
+        losses: of each step since the last evaluation. Of a model that is not finite there is no point and no report.
+        """
         with self.autocast():
             valid_loss = self.valid_loss()
-        # Rank 0's, so that all take it for finite or none.
-        point: dict[str, Any] = {"step": self.step, "valid_loss": self.group.once(lambda: valid_loss)}
-        if not math.isfinite(point["valid_loss"]):
-            return point, None
+        valid_loss = self.group.once(lambda: valid_loss)  # rank 0's, so that all take it for finite or none
+        if not math.isfinite(valid_loss):
+            return None
         try:
             report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
-            return point, None
-        return point | sinks(report), report
-
-    def keep(self, point: dict[str, Any], report: Report, losses: list[float]) -> None:
-        """Add a point to the curve, and to `alphas` the mean alpha of its report.
-
-        losses: of each step since the last evaluation, means over the group; empty before the first step.
-        """
-        if losses:
-            point = point | {"train_loss": sum(losses) / len(losses)}
-        self.curve.append(point)
+            return None
+        self.curve.append({"step": self.step, "valid_loss": valid_loss, **self.of_steps(losses), **sinks(report)})
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
             alpha = torch.cat([alpha, report.star.mean(dim=0)[None]])
         self.alphas.append(alpha.half())
+        self.passed.clear()
+        return report
+
+    def of_steps(self, losses: list[float]) -> dict[str, Any]:
+        """What a point of the curve says of the steps before it."""
+        return {"train_loss": sum(losses) / len(losses)} if losses else {}
 
     def valid_loss(self) -> float:
         """The mean loss of the validation chunks."""
@@ -242,8 +251,8 @@ def sinks(report: Report) -> dict[str, Any]:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
         ratios = report.value_norms[:, 0] / others
-        numbers["peak_1"] = [digits(x, 3) for x in report.hidden_peaks[:, 0].tolist()]
-        numbers["value_ratio_1"] = [digits(x, 3) for x in ratios.tolist()]
+        numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
+        numbers["value_ratio_1"] = three_digits(ratios.tolist())
     return numbers
 
 
@@ -253,30 +262,30 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
     report: of the last evaluation. reason: why the run failed, or None.
     """
     final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
-    if report is not None and reason is None:
+    if report is not None:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
                 gradients = gradient_norms(run.model, run.probe)
-            final["gradients"] = {"input": [[digits(x, 3) for x in row] for row in gradients.get("input", [])]}
+            final["gradients"] = {"input": three_digits(gradients.get("input", []))}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
 def of_report(report: Report) -> dict[str, Any]:
     """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
-    whole = report.to_dict()
-    kept = {name: value for name, value in whole.items() if name not in NOT_KEPT}
-    shown = [str(eps) for eps in EPSILONS]
-    kept["sink"] = {k: {eps: by_eps[eps] for eps in shown} for k, by_eps in whole["sink"].items()}
-    if "sink_star" in whole:
-        kept["sink_star"] = {eps: whole["sink_star"][eps] for eps in shown}
-    for name in BY_POSITION:
-        if name in kept:
-            kept[name] = [[digits(x, 3) for x in row] for row in kept[name]]
+    kept = report.to_dict()
+    for name in NOT_KEPT:
+        kept.pop(name, None)
+    shown = {str(eps) for eps in EPSILONS}
+    for by_eps in (*kept["sink"].values(), kept.get("sink_star", {})):
+        for eps in by_eps.keys() - shown:
+            del by_eps[eps]
+    for name in kept.keys() & set(BY_POSITION):
+        kept[name] = three_digits(kept[name])
     return kept
 
 
-def digits(x: float, count: int) -> float:
-    """x to so many significant digits."""
-    return float(f"{x:.{count}g}")
+def three_digits(values: Any) -> Any:
+    """A number, or a list of them or of such lists, to three significant digits."""
+    return [three_digits(x) for x in values] if isinstance(values, list) else float(f"{values:.3g}")

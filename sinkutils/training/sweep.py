@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice, integer, require
+from sinkutils.checks import choice, first_line, integer, require
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import preset
-from sinkutils.study.record import CHECKPOINT_SECONDS, CorruptRecord, read_record
+from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Runs
 
 POLL_SECONDS = 0.2
@@ -63,15 +63,14 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
     "cuda" on this machine means its GPUs in turn. Raises ValueError where a GPU is wanted and this machine has none.
     """
     kind = asked or preset(preset_name).device
-    if engine_name != "local":
-        return (kind,) * jobs
-    gpus = torch.cuda.device_count()
-    advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
-    lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
-    require(bool(asked) or kind != "cuda" or gpus > 0, lack)
-    find_device(kind)
-    if kind == "cuda":
-        return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
+    if engine_name == "local":
+        gpus = torch.cuda.device_count()
+        advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
+        lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
+        require(bool(asked) or kind != "cuda" or gpus > 0, lack)
+        find_device(kind)
+        if kind == "cuda":
+            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
     return (kind,) * jobs
 
 
@@ -137,6 +136,11 @@ class Job:
     size: int
     future: Any
 
+    @property
+    def where(self) -> str:
+        """Where to read more."""
+        return f"see {self.log.parent.name}/{self.log.name}"
+
     def said(self) -> str:
         """What the run wrote to its log so far."""
         return self.log.read_bytes()[self.size :].decode(errors="replace") if self.log.exists() else ""
@@ -151,10 +155,8 @@ class Job:
         """How the run ended, once its future is done."""
         try:
             status, detail = self._ended(self.future.result())
-        except CorruptRecord as error:
-            status, detail = "crashed", str(error)
         except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
-            status, detail = "crashed", f"{type(error).__name__}: {error}; see {self.log.parent.name}/{self.log.name}"
+            status, detail = "crashed", f"{first_line(error)}; {self.where}"
         return Outcome(self.run.experiment, self.run.seed, status, detail)
 
     def _ended(self, exit_status: int) -> tuple[str, str]:
@@ -162,15 +164,13 @@ class Job:
             return "elsewhere", "another worker holds its lock"
         # Some messages stand behind a progress bar.
         messages = [line.partition(SAID)[2] for line in self.said().splitlines() if SAID in line]
-        if exit_status != 0:
-            full = self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM
-            if full and not messages:
-                messages = ["the disk is full: free some space and run the same command again"]
-            where = f"see {self.log.parent.name}/{self.log.name}"
-            return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], where])
-        record = read_record(self.folder)
-        reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
-        return record.status, "; ".join(filter(None, reasons))
+        if exit_status == 0:
+            record = read_record(self.folder)
+            reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
+            return record.status, "; ".join(filter(None, reasons))
+        if not messages and self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
+            messages = ["the disk is full: free some space and run the same command again"]
+        return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], self.where])
 
 
 def sweep(
@@ -255,11 +255,10 @@ def estimate(
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by the speed of the runs that came to their end, else the preset's."""
     store = Runs(runs)
-    rates = [
-        entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"]
-        for entry in store.entries(preset_name)
-        if entry.record is not None and entry.record.status == "done" and "wall_seconds" in entry.record.provenance
-    ]
+    rates = []
+    for entry in store.entries(preset_name):
+        if entry.record is not None and entry.record.status == "done":
+            rates.append(entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"])
     base = preset(preset_name)
     per_step = median_high(rates) if rates else base.seconds / base.train.steps
     planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)

@@ -21,7 +21,7 @@ from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
-from sinkutils.model.fast import check_kernels
+from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
@@ -76,21 +76,20 @@ def train(
     if compile is None:
         wanted = config.preset in PRESETS and PRESETS[config.preset].compile
         compile = wanted and compiles()
-    options: dict[str, Any] = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds}
     start = None
     if isinstance(config, FinetuneConfig):
-        options |= {"corpus": None if corpus is None else text, "progress": progress, "group": group}
-        start = _start_of(config, store, text, options)
+        options = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds, "progress": progress}
+        start = _start_of(config, store, text, group, corpus=None if corpus is None else text, **options)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(one_thread(target))
-        stack.enter_context(deterministic_kernels(target))
+        stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_lock(folder))
         done = group.once(store.get, config, text.identity, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        run = Run(config, text, target, group) if start is None else FinetuneRun(config, text, target, group, start)
-        loop = Loop(run, partial_folder(folder) / CHECKPOINT, checkpoint_seconds, progress, compile)
-        reason, report = loop.train()
+        kind = FinetuneRun if start else Run
+        run = kind(config, text, target, group, start)
+        checkpoint = partial_folder(folder) / CHECKPOINT
+        reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile)
         return _write(run, folder, reason, report, keep_weights)
 
 
@@ -117,12 +116,12 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
         warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=3)
 
 
-def _start_of(config: FinetuneConfig, store: Runs, corpus: Corpus, options: dict[str, Any]) -> Record:
+def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
     """The record that a fine-tuning starts from, with its weights; trained, with these options, if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = options["group"].once(lambda: store.get(before, corpus.identity) or store.get(before))
+    start = group.once(lambda: store.get(before, text.identity) or store.get(before))
     if start is None or (start.status == "done" and start.weights is None):
-        start = train(before, store.root, keep_weights=True, **options)
+        start = train(before, store.root, keep_weights=True, group=group, **options)
     failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
     reason = start.metrics["reason"]
     require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
@@ -131,94 +130,64 @@ def _start_of(config: FinetuneConfig, store: Runs, corpus: Corpus, options: dict
 
 def _write(run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool) -> Record:
     """Write the record of a run that has ended, on rank 0; every process gets it."""
-    provenance = {
-        **run.provenance(),
-        "wall_seconds": round(run.seconds, 1),
-        "tokens_per_second": round(run.step * run.tokens_per_step / run.seconds),
-        "processes": run.group.size,
-        "parallel": run.group.parallel,
-    }
     weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    parts = (summary(run, report, reason), provenance, weights, tokenizer, run.corpus.identity, arrays)
+    parts = (summary(run, report, reason), run.provenance(), weights, tokenizer, run.corpus.identity, arrays)
     return run.group.once(write_record, folder, run.config, *parts)
 
 
-class Loop:
-    """The way of a run from its last checkpoint, or from its start, to its last step."""
+def _to_its_end(
+    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool
+) -> tuple[str | None, Report | None]:
+    """Train from the last checkpoint, or the start, to the last step: the reason of a failure, and the last report."""
+    model, steps = run.config.model, run.config.train.steps
+    if compile:  # a graph cannot compare a kernel with dense rows
+        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+        flex_serves(model.attention, run.device, dtype, model.head_dim)
+    forward = torch.compile(run.loss) if compile else run.loss
+    load_checkpoint(run, checkpoint)
+    way = {"device": device_name(run.device), "compiled": compile, "precision_used": run.precision}
+    way["instruction_set"] = instruction_set()
+    if run.parts[-1:] != [way]:
+        run.parts.append(way)
+    # Without a step it is an untrained control: what position terms and biases do by themselves.
+    report = None if run.curve else run.evaluate([])
+    saved = started = time.monotonic()
+    before, first = run.seconds, run.step
+    with progress_bar(run, progress) as bar:
+        while run.step < steps:
+            run.advance(forward)
+            bar.update()
+            if run.step % run.config.train.eval_every and run.step < steps:
+                continue
+            losses = run.losses()
+            reason = divergence(losses, 2 * math.log(model.vocab_size))
+            report = run.evaluate(losses) if reason is None else None
+            run.seconds = before + time.monotonic() - started
+            if report is None:
+                return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
+            point = run.curve[-1]
+            rate = int((run.step - first) * run.tokens_per_step / (run.seconds - before))
+            bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
+            # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+            due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
+            if run.group.once(bool, due):
+                save_checkpoint(run, checkpoint)
+                saved = time.monotonic()
+    return None, report
 
-    def __init__(self, run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool) -> None:
-        self.run, self.progress = run, progress
-        self.checkpoint, self.checkpoint_seconds = checkpoint, checkpoint_seconds
-        model, train = run.config.model, run.config.train
-        if compile:
-            dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-            check_kernels(model.attention, run.device, dtype, model.head_dim)
-        self.forward = torch.compile(run.loss) if compile else run.loss
-        self.hopeless = 2 * math.log(model.vocab_size)  # twice the loss of a uniform guess
-        self.steps, self.eval_every = train.steps, train.eval_every
-        load_checkpoint(run, checkpoint)
-        way = {"device": device_name(run.device), "compiled": compile, "precision_used": run.precision}
-        way["instruction_set"] = instruction_set()
-        if run.parts[-1:] != [way]:
-            run.parts.append(way)
 
-    def train(self) -> tuple[str | None, Report | None]:
-        """Train to the last step. Returns the reason of a failure, or None, and the last evaluation's report."""
-        run, report = self.run, None
-        if not run.curve:  # an untrained control: what position terms and biases do by themselves
-            point, report = run.evaluate()
-            if report is not None:
-                run.keep(point, report, [])
-        saved = started = time.monotonic()
-        before, first = run.seconds, run.step
-        with self.bar() as bar:
-            while run.step < self.steps:
-                run.advance(self.forward)
-                bar.update()
-                ended = run.step == self.steps
-                if run.step % self.eval_every and not ended:
-                    continue
-                reason, report = self.evaluate()
-                run.seconds = before + time.monotonic() - started
-                if reason is not None:
-                    return f"{reason} by step {run.step}", None
-                point = run.curve[-1]
-                rate = int((run.step - first) * run.tokens_per_step / (run.seconds - before))
-                bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
-                # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
-                due = time.monotonic() - saved > self.checkpoint_seconds
-                if not ended and run.group.once(bool, due):
-                    save_checkpoint(run, self.checkpoint)
-                    saved = time.monotonic()
-        return None, report
-
-    def evaluate(self) -> tuple[str | None, Report | None]:
-        """A point of the curve; why the run has failed, or None, and the report."""
-        run = self.run
-        losses = run.group.mean(torch.stack([loss for loss, _ in run.passed])).tolist()
-        reason = divergence(losses, self.hopeless)
-        if reason is not None:
-            return reason, None
-        point, report = run.evaluate()
-        if report is None:
-            return "the model computed what is not finite", None
-        run.keep(point, report, losses)
-        run.passed.clear()
-        return None, report
-
-    def bar(self) -> tqdm:
-        """Progress in steps, on a terminal every second, in a log every few; a sweep reads it there."""
-        config = self.run.config
-        every = 1.0 if sys.stderr.isatty() else 5.0
-        name = f"{config.experiment} seed {config.seed}"
-        options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": every}
-        return tqdm(total=self.steps, initial=self.run.step, desc=name, disable=not self.progress, **options)
+def progress_bar(run: Run, progress: bool) -> tqdm:
+    """Progress in steps, on a terminal every second, in a log every few; a sweep reads it there."""
+    every = 1.0 if sys.stderr.isatty() else 5.0
+    name = f"{run.config.experiment} seed {run.config.seed}"
+    options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": every}
+    return tqdm(total=run.config.train.steps, initial=run.step, desc=name, disable=not progress, **options)
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
-    """Why a run with these training losses has failed, or None: one is not finite, or all are far above a guess."""
+    """Why a run with these training losses has failed, or None: one is not finite, or all are above twice a guess's."""
     if not all(map(math.isfinite, losses)):
         return "the loss was not finite"
     if min(losses) > hopeless:
@@ -239,29 +208,23 @@ def compiles() -> bool:
 
 
 @contextlib.contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """One CPU thread inside, as before outside: sums over threads would depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if device.type == "cpu" else threads)
+def reproducible(device: torch.device) -> Iterator[None]:
+    """What makes numbers repeat, inside, and all as before outside.
+
+    One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic kernels, with a
+    warning by name where it has none.
+    """
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def deterministic_kernels(device: torch.device) -> Iterator[None]:
-    """PyTorch's deterministic CUDA kernels inside, with a warning by name where it has none; as before outside."""
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    before = torch.get_deterministic_debug_mode()  # off, warn or error
-    torch.set_deterministic_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(mode)
 
 
 def device_name(device: torch.device) -> str:

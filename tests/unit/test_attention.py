@@ -161,7 +161,7 @@ def test_window_and_prefix_show_the_keys_of_section_6():
         ({"window": 1}, lambda i, j: j == i),
         ({"prefix": 4}, lambda i, j: j <= i or j < 4),
     ):
-        mask = visible(positions, positions, AttentionSpec(**fields))
+        mask = visible(positions[:, None], positions, AttentionSpec(**fields))
         assert all(bool(mask[i, j]) == sees(i, j) for i, j in product(range(6), range(6)))
         same(attend(q, k, v, AttentionSpec(**fields))[0], by_hand(q, k, v, softmax, sees))
 
@@ -253,7 +253,11 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         "at least one position": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
         "needs the argument key_bias": ((q, k, v), {"bias": "k"}, {}),
         "needs the argument value_bias": ((q, k, v), {"bias": "kv"}, {"key_bias": key}),
-        "bias='k' needs the argument value_bias": ((q, k, v), {"bias": "k", "fixed_value": "first"}, {"key_bias": key}),
+        "the operation needs the argument value_bias": (
+            (q, k, v),
+            {"bias": "k", "fixed_value": "first"},
+            {"key_bias": key},
+        ),
         "no place for the argument key_bias": ((q, k, v), {}, {"key_bias": key}),
         "no place for the argument value_bias": ((q, k, v), {}, {"value_bias": value}),
         "key_bias must have shape": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),

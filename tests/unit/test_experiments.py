@@ -217,7 +217,7 @@ def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
     monkeypatch.setattr(import_module("sinkutils.study.experiments"), "BY_NAME", table)
     eight = {name for name in table if name.endswith("heads_8")}
     assert set(unavailable("narrow")) == {*eight, "heads_4", "heads_2", "differential"}
-    assert "even head dimension, got 27" in unavailable("narrow")["heads_2"]
+    assert "head dimension must be a multiple of 2 with position='rotary'" in unavailable("narrow")["heads_2"]
     with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads must divide"):
         config("heads_4", "narrow")
     assert not any(run.experiment == "heads_4" for run in plan("narrow"))

@@ -1,6 +1,5 @@
 """The fast forms against the dense reference: values, gradients, and which form is trusted when."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -57,13 +56,11 @@ SPECS = [
 def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
 
-    @functools.cache
-    def traced(function: Callable[..., Any], spec: AttentionSpec, device: torch.device) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager")
-
-    monkeypatch.setattr(flash, "_compiled", traced)
+    traced = torch.compile(
+        flex_attention.flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager"
+    )
+    monkeypatch.setattr(flash, "flex_attention", traced)
     monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
-    monkeypatch.setattr(flash, "flex_trusted", lambda *_: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
 
 
@@ -90,7 +87,7 @@ def test_a_form_equals_the_reference(spec):
 
 
 FLEX = zip(
-    [o for o in OPERATIONS if o.get("similarity", "exp") in LOGARITHMS],
+    [o for o in OPERATIONS if o.get("similarity", "exp") in LOGARITHMS and o.get("normalizer") != "length"],
     itertools.cycle([("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}),
                      ("shared", {"bias": "v"})]),
     strict=False,
@@ -192,31 +189,39 @@ def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kernel, where, k
 
 
 def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
-    def asks(x: Tensor, spec: AttentionSpec) -> Tensor:
-        return x + 1 if flash.flex_trusted(spec, x.device, x.dtype, x.shape[-1]) else x - 1
+    def asks(x: Tensor) -> Tensor:
+        return x + 1 if flash.trusted("flex", "window", x.device, x.dtype, x.shape[-1]) else x - 1
 
-    x, spec = torch.zeros(3, 16), AttentionSpec(window=4)
+    x = torch.zeros(3, 16)
     for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):  # the second is another kind of mask
         if kind:
             flash.TRUST["flex", kind, x.device, x.dtype, 16] = True
         torch.compiler.reset()
-        assert (torch.compile(asks, fullgraph=True, backend="eager")(x, spec) == expected).all()
+        assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_flex_attention_serves_where_it_fits_and_was_found_right(right, monkeypatch):
     spec, asked = AttentionSpec(similarity="sigmoid", window=5), []
     monkeypatch.setattr(fast, "DENSE_LENGTH", {})
-    monkeypatch.setattr(flash, "flex_fits", lambda *_: True)
-    monkeypatch.setattr(flash, "flex_trusted", lambda *arguments: asked.append(arguments) or right)
+    monkeypatch.setattr(flash, "flex_serves", lambda *arguments: asked.append(arguments) or right)
     monkeypatch.setattr(flash, "flex", lambda q, *_: q)
-    fast.check_kernels(spec, CPU, torch.float64, 6)  # before a graph is compiled
     (q, k, v), _ = draw(spec, 20)
     torch.testing.assert_close(fast.attend(q, k, v, spec), q if right else attend(q, k, v, spec)[0])
-    assert asked == [(spec, CPU, torch.float64, 6)] * 2
-    monkeypatch.setattr(flash, "flex_fits", lambda *_: False)
-    fast.check_kernels(spec, CPU, torch.float64, 6)
-    assert len(asked) == 2, "a kernel that does not fit is not compared"
+    assert asked == [(spec, CPU, torch.float64, 6)]
+
+
+def test_a_kernel_that_fits_is_compared_under_the_operations_kind_of_mask(monkeypatch):
+    asked, cuda = [], torch.device("cuda")
+    monkeypatch.setattr(flash, "HAS_TRITON", True)
+    monkeypatch.setattr(flash, "trusted", lambda *arguments: asked.append(arguments[1]) or True)
+    for fields in ({}, {"window": 5}, {"prefix": 4}):
+        assert flash.flex_serves(AttentionSpec(**fields), cuda, torch.float32, 16)
+    assert asked == ["causal", "window", "prefix"]
+    for fields in ({"similarity": "relu"}, {"normalizer": "length"}):
+        assert not flash.flex_serves(AttentionSpec(**fields), cuda, torch.float32, 16)
+    assert not flash.flex_serves(AttentionSpec(), CPU, torch.float32, 16)
+    assert len(asked) == 3, "a kernel that does not fit is not compared"
 
 
 def test_which_kernel_serves_where():
@@ -228,12 +233,13 @@ def test_which_kernel_serves_where():
         (("cuda", half, 512, False), efficient),
         (("cuda", single, 64, False), efficient),
         (("cuda", single, 64, True), efficient),
-        (("cuda", double, 64, False), None),
         (("cpu", double, 64, True), "_scaled_dot_product_flash_attention_for_cpu"),
-        (("mps", single, 64, False), None),
     ):
         assert flash.kernel_for(*asked) == expected
-        assert expected is None or hasattr(torch.ops.aten, expected)
+        assert hasattr(torch.ops.aten, expected)
+    for asked in (("cuda", double, 64, False), ("mps", single, 64, False)):
+        with pytest.raises(RuntimeError, match="no fused kernel"):
+            flash.kernel_for(*asked)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +261,11 @@ def test_which_kernel_serves_where():
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
+    monkeypatch.setattr(flash, "trusted", lambda *_: True)
     for triton, expected in ((True, form), (False, form.replace("flex", "dense"))):
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
-        assert fast.choose_form(AttentionSpec(**fields), device, dtype, length, 64, term) == expected
+        chosen = fast.choose_form(AttentionSpec(**fields), torch.device(device), dtype, length, 64, term)
+        assert chosen == expected
 
 
 @pytest.mark.slow

@@ -269,7 +269,8 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     state = state_of(small("sft_softmax", chats), started, corpus)
     weights = load_file(state.start.weights)
     assert all(torch.equal(value, weights[key]) for key, value in state.model.state_dict().items())
-    before, _ = state.evaluate()
+    state.evaluate([])
+    (before,) = state.curve
     assert before["step"] == 0
     assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
     assert rounded(before["sink_1"]) == state.start.metrics["final"]["sink_1"]

@@ -224,8 +224,11 @@ def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one
         ({"attention": AttentionSpec(prefix=33)}, "prefix must be at most"),
         ({"attention": AttentionSpec(bias="k", bias_dims=9)}, "bias_dims"),
         ({"attention": AttentionSpec(prefix=2), "position": "alibi"}, "no bias for keys after the query"),
-        ({"num_heads": 16}, "even head dimension"),
-        ({"hidden_size": 24, "num_heads": 4, "attention": AttentionSpec(differential=True)}, "rotary positions of 4"),
+        ({"num_heads": 16}, "head dimension must be a multiple of 2"),
+        (
+            {"hidden_size": 24, "num_heads": 4, "attention": AttentionSpec(differential=True)},
+            "must be a multiple of 4 with",
+        ),
     ],
 )
 def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message):

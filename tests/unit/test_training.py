@@ -35,7 +35,7 @@ from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizers
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
-from sinkutils.training.trainer import deterministic_kernels, divergence, train
+from sinkutils.training.trainer import divergence, reproducible, train
 
 
 def change(run: RunConfig, **changes) -> RunConfig:
@@ -82,7 +82,7 @@ def test_predictions_within_the_prefix_and_of_a_fixed_token_carry_no_loss(tiny, 
     logits = run.model(run.valid[:, :-1])
     per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
     kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t != left_out]
-    assert run.evaluate()[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
+    assert run.evaluate([]) and run.curve[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
     batch = run.chunks.batch(0, 4, 0)
     expected = F.cross_entropy(run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten())
     assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
@@ -376,7 +376,7 @@ def test_a_run_is_compiled_where_its_preset_says_so_and_it_works(tiny, corpus, t
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
     monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)  # no answer from before
     compared = Mock()
-    monkeypatch.setattr(trainer, "check_kernels", compared)
+    monkeypatch.setattr(trainer, "flex_serves", compared)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
     with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
         assert not compiles()
@@ -519,7 +519,7 @@ def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was
     torch.set_deterministic_debug_mode("error")
     try:
         for device, inside, workspace in (("cpu", 2, given), ("cuda", 1, given or ":4096:8")):  # 1 is to warn
-            with deterministic_kernels(torch.device(device)):
+            with reproducible(torch.device(device)):
                 assert torch.get_deterministic_debug_mode() == inside
                 assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
             assert torch.get_deterministic_debug_mode() == 2
