@@ -19,10 +19,10 @@ import torch
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.probes import KINDS, bos_id, encode
-from sinkutils.measuring.open_lms import SAMPLE, recorded
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
+from sinkutils.plots.report import SAMPLE
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
@@ -38,6 +38,11 @@ NORMS = {
     "repeat": ("hidden_norms",),
 }
 MAPS = (("rows", "map", 3), ("cosine", "cosine", 2), ("norm_product", "norm_product", 1))
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """The measurements of a real model that are kept, by section."""
+    return json.loads((paths.OPEN_LMS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def add(name: str, section: str, values: Any) -> Path:
@@ -170,8 +175,8 @@ def _lower(values: torch.Tensor, digits: int) -> list[list[float]]:
 
 
 def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
-    """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), by layer
-    what LN leaves of them, and how near k_1 is to its mean over texts, beside the key in the middle of the text.
+    """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), and how
+    near k_1 is to its mean over texts, beside the key in the middle of the text.
     """
     from sinkutils.measuring import surgery  # needs transformers
 
@@ -185,8 +190,7 @@ def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
             keys = torch.stack([k for k, _ in surgery.keys_values(measured.model, ids, position)])  # (L, n, H_kv, D)
             cosines = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1)
             near[name] = cosines.mean(dim=(1, 2)).tolist()
-        normed = {f"normed_{key}": rows.tolist() for key, rows in surgery.normed(measured.model, ids).items()}
-        result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near | normed
+        result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near
     return result
 
 

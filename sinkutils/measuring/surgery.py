@@ -131,29 +131,6 @@ def massive(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.stack(ratios)
 
 
-def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]:
-    """What LN leaves of h, which is what each attention layer reads (Section 3.1), means over texts (n, T).
-
-    "share": of ||LN(h)||^2 in its `largest` dimensions; "rest": the median |LN(h)_j| over dimensions. Each (layers, 2):
-    of the first token, and the mean over the others.
-    """
-    integer("T", ids.shape[1], least=2)
-    rows: dict[str, list[Tensor]] = {"share": [], "rest": []}
-
-    def see(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        sizes = (args[0] if args else kwargs["hidden_states"]).float().abs()
-        squares = sizes.square()
-        share = squares.topk(largest, dim=-1).values.sum(dim=-1) / squares.sum(dim=-1)  # (n, T)
-        for key, values in (("share", share), ("rest", sizes.median(dim=-1).values)):
-            rows[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
-
-    with _operating(model, ids) as capture, ExitStack() as hooks:
-        for module in capture.layers:
-            hooks.enter_context(module.register_forward_pre_hook(capture.here(see), with_kwargs=True))
-        capture.run(ids)
-    return {key: torch.stack(values) for key, values in rows.items()}
-
-
 def set_back(
     model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3, *, shares: bool = True
 ) -> Outcome:
