@@ -15,7 +15,7 @@ from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, special_ids
 from sinkutils.measuring.families import context_length
-from sinkutils.measuring.load import find, load_lm
+from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.study.record import read_record
@@ -85,8 +85,7 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        known = find(name)
-        return Subject(known.name if known else Path(name).name, model, tokenizer)
+        return Subject(Path(name).name, model, tokenizer)
     run = read_record(folder).config
     fixed, length = run["data"]["fixed_position"], run["train"]["eval_length"]
     return Subject(run["experiment"], model, tokenizer, fixed, length=length)
