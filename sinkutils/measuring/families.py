@@ -210,11 +210,15 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
     wanted = f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) beside the output"
     shape = (*call.q.shape[:3], call.k.shape[2])
     require(isinstance(weights, Tensor) and weights.shape == shape, f"{wanted}, or choose eager or sdpa")
-    expected = (weights @ repeat_heads(call.v, call.q.shape[1]).to(weights.dtype)).transpose(1, 2)
-    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
-    off = (out - expected).abs().max() > tolerance * max(1.0, float(call.v.abs().max()))
-    require(not bool(off), f"{wanted}, and its output is not these weights times the values")
+    require(is_product(out, weights, call.v), f"{wanted}, and its output is not these weights times the values")
     return out, weights
+
+
+def is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
+    """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
+    expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
+    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
+    return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
 
 def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
@@ -222,15 +226,11 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
 
     Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
     """
-    q, k, v = call.q, *(repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
-    logits = q.float() @ k.float().mT * call.scale
+    logits = call.q.float() @ repeat_heads(call.k, call.q.shape[1]).float().mT * call.scale
     lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    expected = (scaled @ v).transpose(1, 2)
-    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
-    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
-        why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
-        raise ValueError(f"{type(call.module).__name__} has {why}")
+    why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
+    require(is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
     return scaled
 
 

@@ -106,31 +106,36 @@ class Tally:
     def add_weights(self, layer: int, chunks: Iterable[Tensor], sink: bool = False) -> None:
         """Add what is asked for of a layer's attention weights, given in chunks of rows (B, H, R, T).
 
-        sink: what a row lacks to one is a learned sink logit's. Weights of hidden keys are 0, so that sums run over
-        i >= k.
+        sink: what a row lacks to one is a learned sink logit's.
         """
         heads = self.heads_of(layer) if "map" in self.keep else []
         sums: dict[str, Tensor] = {}
         maps: list[Tensor] = []
+        done = 0
         for weights in chunks:
-            columns, length = self.columns(weights.device), weights.shape[-1]
-            parts = {"alpha": weights[..., columns].float()}
+            device, length = weights.device, weights.shape[-1]
+            rows = torch.arange(done, done + weights.shape[2], device=device)[:, None]
+            done += len(rows)
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            columns = self.columns(device)
+            # Of a key k the rows i >= k count; those before see it through a prefix only.
+            parts = {"alpha": weights[..., columns].to(wide) * (rows >= columns)}
             if sink:
-                rest = weights.float().sum(dim=-1, keepdim=True)
-                parts |= {"renormalised": parts["alpha"] / rest, "star": 1 - rest}
+                rest = weights.to(wide).sum(dim=-1, keepdim=True)
+                parts["renormalised"] = parts["alpha"] / rest
+                parts["star"] = 1 - rest
             if self.mass:
-                parts["mass"] = weights
-            for name, rows in parts.items():
-                sums[name] = sums.get(name, 0) + rows.sum(dim=2, dtype=torch.float32)
+                parts["mass"] = weights * (rows >= torch.arange(length, device=device))
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0) + part.sum(dim=2, dtype=wide)
             maps.append(weights[:, heads])
         for name, total in sums.items():
             if name == "star":
-                mean = total[..., 0] / length
+                self.add(name, layer, total[..., 0] / length)
             elif name == "mass":
-                mean = total / torch.arange(length, 0, -1, device=total.device)
+                self.add(name, layer, total / torch.arange(length, 0, -1, device=device))
             else:
-                mean = (total / (length - columns)).transpose(1, 2)
-            self.add(name, layer, mean)
+                self.add(name, layer, (total / (length - columns)).transpose(1, 2))
         for head, whole in zip(heads, torch.cat(maps, dim=2).unbind(1), strict=True):
             self.add_map(layer, head, "map", whole)
 
@@ -148,9 +153,8 @@ class Tally:
         for name, by_layer in self.values.items():
             values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
             fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
-        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(
-            dim=0
-        )  # sequences that have each position
+        has_position = lengths[:, None] > torch.arange(self.length, device="cpu")  # (samples, positions)
+        counts = has_position.sum(dim=0)
         for name, sums in self.sums.items():
             fields[name] = torch.stack([total.cpu() / counts for _, total in sorted(sums.items())])
         if self.firsts:
@@ -196,18 +200,10 @@ class OwnModel:
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]  # what x* sees of itself says nothing
-        own = shares[..., -shares.shape[2] :]  # of the tokens, (B, H, T, T)
-        columns = tally.columns(q.device)
-        tally.add("alpha", layer, mean_over_queries(own[..., columns], columns))
-        if first:
-            tally.add("star", layer, shares[..., -shares.shape[2] - 1].mean(dim=-1))
-        elif spec.has_star:
-            tally.add("star", layer, shares[..., 0].mean(dim=-1))
-        if tally.mass:
-            every_key = torch.arange(own.shape[-1], device=q.device)
-            tally.add("mass", layer, mean_over_queries(own, every_key).transpose(1, 2))
-        for head in tally.heads_of(layer) if "map" in tally.keep else []:
-            tally.add_map(layer, head, "map", own[:, head])
+        length = shares.shape[2]
+        tally.add_weights(layer, [shares[..., -length:]])
+        if first or spec.has_star:
+            tally.add("star", layer, shares[..., -length - 1].mean(dim=-1))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])
