@@ -101,6 +101,12 @@ def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     return facts | {"packages": known.pins, "precision": f"{known.precision}, computed in float32"}
 
 
+def context(measured: Subject) -> int:
+    """C, the longest input that a model was made for."""
+    config: Any = measured.model.config
+    return getattr(config, "max_position_embeddings", None) or config.context_length
+
+
 def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
@@ -121,7 +127,7 @@ def _measured(
 
 def lengths(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Sink_1 over T, natural text with what can stand first; the longer, the fewer texts."""
-    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= measured.context}
+    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= context(measured)}
     return {
         first: {str(T): summary(_measured(measured, "natural", texts, T, first)) for T, texts in known.items()}
         for first in measured.firsts
@@ -153,7 +159,7 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     cos(q_i, k_j) and ||q_i|| ||k_j|| (Fig. 2 bottom).
     """
     bos = [bos_id(measured.tokenizer)] if usual_first(measured) == BOS else []
-    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[: min(48, measured.context)]])
+    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[: min(48, context(measured))]])
     report = measured.measure(ids, norms=False)
     alpha = report.alpha[0, 0]
     order = alpha.flatten().argsort().tolist()
@@ -251,7 +257,7 @@ SECTIONS = {make.__name__: make for make in (about, probes, lengths, angles, map
 
 def _length(measured: Subject) -> int:
     """T of the paper's probes, or all that the model can read."""
-    return min(64, measured.context)
+    return min(64, context(measured))
 
 
 def _short(value: Any) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.measuring.masks import LONG
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.model.flash import PositionMask
 
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
@@ -39,16 +38,6 @@ REFUSED = {
     "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
     "xlnet": "without a permutation mask it sees later tokens",
 }
-
-
-def context_length(model: nn.Module) -> int:
-    """C, the longest input that a model was made for; sys.maxsize where its configuration names none, as with ALiBi."""
-    config: Any = model.config
-    if isinstance(model, TransformerLM):
-        return config.context_length
-    shape = config.get_text_config()
-    limits = (getattr(shape, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
-    return next((limit for limit in limits if isinstance(limit, int)), sys.maxsize)
 
 
 def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
