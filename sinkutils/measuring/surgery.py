@@ -9,7 +9,7 @@ in `measure`), positions from 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import integer, require
 from sinkutils.measuring.hf import Capture, capturing
-from sinkutils.measuring.measure import check_range, evaluating, reported, unwrapped
+from sinkutils.measuring.measure import check_range, evaluating, measure, reported, unwrapped
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tally import Tally
 
@@ -116,19 +116,11 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
 
 def massive(model: nn.Module, ids: Tensor) -> Tensor:
     """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
-    activations are the few dimensions above 1,000.
+    activations are the few dimensions above 1,000. Of several streams the largest.
     """
-    ratios: list[Tensor] = []
-
-    def see(_: nn.Module, __: Any, output: Any) -> None:
-        sizes = _hidden(output).float().abs()
-        ratios.append((sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu())
-
-    with _operating(model, ids) as capture, ExitStack() as hooks:
-        for block in capture.blocks:
-            hooks.enter_context(block.register_forward_hook(capture.here(see)))
-        capture.run(ids)
-    return torch.stack(ratios)
+    found = measure(model, ids).first_elements
+    assert found is not None
+    return found
 
 
 def set_back(
