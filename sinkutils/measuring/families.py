@@ -175,12 +175,17 @@ class Call(NamedTuple):
         return self._replace(mask=mask if mask.ndim == 4 else mask[None, None])
 
 
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as it is added to logits, if it is one of booleans."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), device=mask.device, dtype=dtype)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, keys)."""
-    seen = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
-    if seen.dtype == torch.bool:
-        zero = torch.zeros((), device=seen.device, dtype=call.q.dtype)
-        seen = torch.where(seen, zero, torch.finfo(call.q.dtype).min)
+    seen = added(call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device)), call.q.dtype)
     function: Any = eager_function(call.module)
     part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
     out, weights = function(*part[:5], **call.kwargs)

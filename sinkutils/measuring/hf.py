@@ -97,9 +97,8 @@ def _attention(
         return families.chunk(Call(module, query, key, value, mask, kwargs), rows)
     name = _name_of(getattr(module, "config", None))
     mask = families.chosen_keys(module, attention_mask, query, kwargs)
-    if mask is not attention_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
-        zero = torch.zeros((), device=mask.device, dtype=query.dtype)
-        mask = torch.where(mask, zero, torch.finfo(query.dtype).min)
+    if mask is not attention_mask and isinstance(mask, Tensor):  # eager functions add what they are given
+        mask = families.added(mask, query.dtype)
     return families.attention_function(module, name)(module, query, key, value, mask, **kwargs)
 
 
