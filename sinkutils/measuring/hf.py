@@ -389,6 +389,7 @@ class Capture:
         if self.exact or self.front or unknown or unlike or maps or not known.get(call.kind, True):
             return None
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
+            self.fused[module] = known | {call.kind: False}
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if mask is None:

@@ -72,7 +72,8 @@ def measure(
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    require(set(keep) <= set(KEPT), f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
+    good = isinstance(keep, Sequence) and all(what in KEPT for what in keep)
+    require(good, f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
     pairs = check_heads(heads)
     model = unwrapped(model)
