@@ -70,7 +70,7 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
         report = measure(model, ids, epsilons=EPSILONS, norms=False, bos=first == BOS)
         digest = hashlib.sha256(raw).hexdigest()
         by[entry["pile_domain"]] = {"sha256": digest, "from": source, first: summary(report)}
-        print(name, entry["pile_domain"], report.curve(epsilons=EPSILONS), flush=True)
+        print(name, entry["pile_domain"], [report.sink(eps=eps) for eps in EPSILONS], flush=True)
     how = {"T": LENGTH, "first": first, "epsilons": list(EPSILONS), "pieces": "drawn from within documents"}
     return how | {"by": by}
 

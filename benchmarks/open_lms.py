@@ -19,10 +19,10 @@ import torch
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.probes import KINDS, bos_id, encode
-from sinkutils.measuring.open_lms import SAMPLE, recorded
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
+from sinkutils.plots.report import SAMPLE
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
@@ -38,6 +38,11 @@ NORMS = {
     "repeat": ("hidden_norms",),
 }
 MAPS = (("rows", "map", 3), ("cosine", "cosine", 2), ("norm_product", "norm_product", 1))
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """The measurements of a real model that are kept, by section."""
+    return json.loads((paths.OPEN_LMS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def add(name: str, section: str, values: Any) -> Path:
@@ -96,6 +101,12 @@ def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     return facts | {"packages": known.pins, "precision": f"{known.precision}, computed in float32"}
 
 
+def context(measured: Subject) -> int:
+    """C, the longest input that a model was made for."""
+    config: Any = measured.model.config
+    return getattr(config, "max_position_embeddings", None) or config.context_length
+
+
 def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
@@ -116,7 +127,7 @@ def _measured(
 
 def lengths(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Sink_1 over T, natural text with what can stand first; the longer, the fewer texts."""
-    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= measured.context}
+    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= context(measured)}
     return {
         first: {str(T): summary(_measured(measured, "natural", texts, T, first)) for T, texts in known.items()}
         for first in measured.firsts
@@ -148,7 +159,7 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     cos(q_i, k_j) and ||q_i|| ||k_j|| (Fig. 2 bottom).
     """
     bos = [bos_id(measured.tokenizer)] if usual_first(measured) == BOS else []
-    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[: min(48, measured.context)]])
+    ids = torch.tensor([(bos + encode(measured.tokenizer, SAMPLE))[: min(48, context(measured))]])
     report = measured.measure(ids, norms=False)
     alpha = report.alpha[0, 0]
     order = alpha.flatten().argsort().tolist()
@@ -170,8 +181,8 @@ def _lower(values: torch.Tensor, digits: int) -> list[list[float]]:
 
 
 def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
-    """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), by layer
-    what LN leaves of them, and how near k_1 is to its mean over texts, beside the key in the middle of the text.
+    """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), and how
+    near k_1 is to its mean over texts, beside the key in the middle of the text.
     """
     from sinkutils.measuring import surgery  # needs transformers
 
@@ -185,8 +196,7 @@ def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
             keys = torch.stack([k for k, _ in surgery.keys_values(measured.model, ids, position)])  # (L, n, H_kv, D)
             cosines = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1)
             near[name] = cosines.mean(dim=(1, 2)).tolist()
-        normed = {f"normed_{key}": rows.tolist() for key, rows in surgery.normed(measured.model, ids).items()}
-        result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near | normed
+        result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near
     return result
 
 
@@ -263,7 +273,7 @@ SECTIONS = {
 
 def _length(measured: Subject) -> int:
     """T of the paper's probes, or all that the model can read."""
-    return min(64, measured.context)
+    return min(64, context(measured))
 
 
 def _short(value: Any) -> Any:

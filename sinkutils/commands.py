@@ -83,7 +83,6 @@ def parser() -> argparse.ArgumentParser:
     option("--device", **device)
     option("--keep-weights", action="store_true", help="keep the trained weights in the record")
     option("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: as the preset says)")
-    option("--parallel", choices=["ddp", "fsdp"], help="how torchrun's processes share it (default: by preset)")
     option("--corpus", **text)
     option("--checkpoint-seconds", **saving)
     option("--preset", **preset)
@@ -117,7 +116,6 @@ def parser() -> argparse.ArgumentParser:
     option("--targets", type=COUNT, nargs="+", default=[1], help="positions, counted from 1 (default: 1)")
     option("--eps", type=THRESHOLD, nargs="+", default=[0.3], help="thresholds (default: 0.3)")
     option("--bos", action="store_true", help="put a BOS first (the paper does not)")
-    option("--any-first", action="store_true", help="of a record trained with a fixed token: leave that token out")
     option("--seed", type=int, default=0, help="(default: 0)")
     option("--batch-size", type=COUNT, help="sequences per forward pass (default: by their length)")
     option("--revision", help="of a hub id, such as step1000 of Pythia")
@@ -149,7 +147,6 @@ def parser() -> argparse.ArgumentParser:
 
     option = add(claims_command)
     option("--long", action="store_true", help="also the paper's and our numbers, and remarks")
-    option("--csv", action="store_true", help="all columns as CSV")
     option("--preset", **preset)
     option("--runs", **runs)
 
@@ -198,7 +195,7 @@ def train_command(options: argparse.Namespace) -> None:
     run, device = config(options.experiment, options.preset, options.seed), find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     given = {name: getattr(options, name) for name in ("corpus", "compile", "checkpoint_seconds")}
-    with joined(options.parallel or PRESETS[options.preset].parallel, device) as group:
+    with joined(PRESETS[options.preset].parallel, device) as group:
         record = train(run, options.runs, device=device, keep_weights=keep, group=group, **given)
     if not group.first:
         return
@@ -248,9 +245,6 @@ def claims_command(options: argparse.Namespace) -> None:
     from sinkutils.ledger.table import claims
 
     ledger = claims(options.preset, options.runs)
-    if options.csv:
-        print(ledger.to_csv(index=False), end="")
-        return
     width = shutil.get_terminal_size((100, 24)).columns
     for row in ledger.fillna("").to_dict("records"):
         lines = [f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})"]
@@ -268,17 +262,15 @@ def claims_command(options: argparse.Namespace) -> None:
 def measure_command(options: argparse.Namespace) -> None:
     """measure the attention sink of causal language models"""
     from sinkutils.data.external import read_texts
-    from sinkutils.measuring.own import BOS, TEXT, X_FIX, subject
+    from sinkutils.measuring.own import BOS, TEXT, subject
 
     given = {name: getattr(options, name) for name in ("dtype", "revision", "runs", "trust_remote_code")}
     texts = read_texts(options.text) if options.text else None
     results = {}
     for name in options.model:
         measured = replace(subject(name, options.device, **given), corpus=options.corpus)
-        # A record whose training fixed a token is measured with that token, unless asked otherwise.
-        first = X_FIX if X_FIX in measured.firsts and not options.any_first else TEXT
-        if options.bos:
-            first = BOS
+        # A record whose training fixed a token is measured with that token.
+        first = BOS if options.bos else measured.firsts[0]
         for kind in options.probe if texts is None else (None,):
             ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
             report = measured.measure(
@@ -311,16 +303,20 @@ def report_command(options: argparse.Namespace) -> None:
 
 def models_command(options: argparse.Namespace) -> None:
     """list the real language models that pip can bring, or install them"""
-    from sinkutils.measuring.real import REAL_MODELS, install, listing
+    from sinkutils.measuring.real import REAL_MODELS, SOURCE, folder_of, install
 
-    for name in options.install or ():
-        install(name)
-        print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
     if options.install:
+        for name in options.install:
+            install(name)
+            print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
         return
-    for row in listing():
-        for key, value in row.items():
-            print(f"{value}" if key == "name" else f"  {key:<16}{value}")
+    for name, model in REAL_MODELS.items():
+        here = (folder_of(name) / SOURCE).exists()
+        print(f"{name}: {model.title}, {model.precision}, {model.licence}")
+        print(f"  {'installed' if here else f'not installed, {model.megabytes} MB to download'}")
+        print(f"  package         {model.pins[0]}")
+        print(f"  sha256          {model.sha256}")
+        print(f"  full precision  {model.hub_id}")
 
 
 def scores_command(options: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -19,31 +18,21 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     text into different windows, and then nothing is paired.
     """
     choice("by", by, ("model", "block", "head"))
+    alphas = []
     for report in (first, second):
         require(k in report.targets, f"alpha_{k} was not measured: measure with targets=({k},)")
-    shapes = [tuple(report.alpha.shape) for report in (first, second)]
-    alike = shapes[0][0] == shapes[1][0] and first.length == second.length
-    require(
-        alike,
-        f"the reports are of {shapes[0][0]} samples of {first.length} tokens and {shapes[1][0]} of {second.length}",
-    )
-    require(shapes[0][0] > 1, "an interval needs at least two samples")
-    alphas = [report.alpha[:, report.targets.index(k)].double().numpy() for report in (first, second)]
-    if by == "model":
-        return _rows(alphas[1].mean((1, 2)) - alphas[0].mean((1, 2)))
-    require(alphas[0].shape[1] == alphas[1].shape[1], "the models have different numbers of blocks: compare by model")
-    if by == "block":
-        return _rows(alphas[1].mean(2) - alphas[0].mean(2)).rename_axis("block")
-    require(alphas[0].shape == alphas[1].shape, "the models have different numbers of heads: compare by block")
-    table = _rows((alphas[1] - alphas[0]).reshape(shapes[0][0], -1))
-    blocks, heads = np.indices(alphas[0].shape[1:]).reshape(2, -1) + 1
-    return table.set_index(pd.MultiIndex.from_arrays([blocks, heads], names=["block", "head"]))
-
-
-def _rows(differences: np.ndarray) -> pd.DataFrame:
-    """Mean and 95 % interval over the samples, the first axis; rows count from 1."""
-    differences = differences.reshape(len(differences), -1)
-    mean = differences.mean(axis=0)
-    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences, axis=0)
-    table = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half, "n": len(differences)})
-    return table.set_index(pd.RangeIndex(1, len(table) + 1))
+        alphas.append(report.alpha[:, report.targets.index(k)].double().numpy())  # (samples, layers, heads)
+    sizes = [f"{report.samples} samples of {report.length} tokens" for report in (first, second)]
+    require(sizes[0] == sizes[1], f"the reports are of {sizes[0]} and {sizes[1]}")
+    require(first.samples > 1, "an interval needs at least two samples")
+    if by != "head":
+        alphas = [alpha.mean(axis=2 if by == "block" else (1, 2), keepdims=True) for alpha in alphas]
+    alike = alphas[0].shape == alphas[1].shape
+    require(alike, f"the models have different numbers of blocks or heads: they cannot be compared by {by}")
+    differences = alphas[1] - alphas[0]
+    low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+    columns = {"mean": differences.mean(axis=0), "low": low, "high": high}
+    table = pd.DataFrame({name: values.ravel() for name, values in columns.items()}).assign(n=len(differences))
+    blocks, heads = (range(1, count + 1) for count in differences.shape[1:])
+    table.index = pd.MultiIndex.from_product([blocks, heads], names=["block", "head"])
+    return table if by == "head" else table.droplevel("head")

@@ -1,14 +1,12 @@
-"""Where the attention goes that a first token does not take: its share by kind of key, and sinks on later keys."""
+"""Where the attention goes that a first token does not take: its share by kind of key."""
 
 from __future__ import annotations
 
-import pandas as pd
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report, check_epsilons
 from sinkutils.model.decoder import TransformerLM
 
 FIRST_QUERY = 3  # from here the first key, the one before and the query's own are three
@@ -57,27 +55,3 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
         for kind, chosen in kinds.items():
             shares[kind][pair] = (rows * chosen).sum(dim=-1).mean()
     return {kind: share.double().numpy().round(4).tolist() for kind, share in shares.items()}
-
-
-def secondary_sinks(report: Report, ids: Tensor, epsilon: float = 0.3, queries: int = 16) -> pd.DataFrame:
-    """The keys k > 1 that are sinks: mean attention alpha_k above epsilon from the at least `queries` that see them.
-
-    report: of `measure(model, ids, mass=True)` on texts of one length; ids: the same (n, T). A row a layer, head, text
-    and key, the largest first: layer and head (from 0), text, position (from 1), token (its id), alpha. A key near the
-    end is seen by few queries, among them itself, so that any is "a sink" there. Raises ValueError without mass.
-    """
-    check_epsilons((epsilon,))
-    if report.mass is None:
-        raise ValueError("secondary sinks need alpha of every key: measure(model, ids, mass=True)")
-    last = max(1, report.mass.shape[-1] - queries + 1)
-    text, layer, head, key = (report.mass[..., 1:last] > epsilon).nonzero(as_tuple=True)
-    columns = {
-        "layer": torch.tensor(report.layers)[layer],
-        "head": head,
-        "text": text,
-        "position": key + 2,
-        "token": ids.cpu()[text, key + 1],
-        "alpha": report.mass[text, layer, head, key + 1],
-    }
-    table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
-    return table.sort_values("alpha", ascending=False, ignore_index=True)

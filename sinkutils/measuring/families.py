@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.measuring.masks import LONG
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.model.flash import PositionMask
 
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
@@ -39,16 +38,6 @@ REFUSED = {
     "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
     "xlnet": "without a permutation mask it sees later tokens",
 }
-
-
-def context_length(model: nn.Module) -> int:
-    """C, the longest input that a model was made for; sys.maxsize where its configuration names none, as with ALiBi."""
-    config: Any = model.config
-    if isinstance(model, TransformerLM):
-        return config.context_length
-    shape = config.get_text_config()
-    limits = (getattr(shape, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
-    return next((limit for limit in limits if isinstance(limit, int)), sys.maxsize)
 
 
 def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
@@ -186,12 +175,17 @@ class Call(NamedTuple):
         return self._replace(mask=mask if mask.ndim == 4 else mask[None, None])
 
 
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as it is added to logits, if it is one of booleans."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), device=mask.device, dtype=dtype)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, keys)."""
-    seen = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
-    if seen.dtype == torch.bool:
-        zero = torch.zeros((), device=seen.device, dtype=call.q.dtype)
-        seen = torch.where(seen, zero, torch.finfo(call.q.dtype).min)
+    seen = added(call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device)), call.q.dtype)
     function: Any = eager_function(call.module)
     part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
     out, weights = function(*part[:5], **call.kwargs)
@@ -210,11 +204,15 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
     wanted = f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) beside the output"
     shape = (*call.q.shape[:3], call.k.shape[2])
     require(isinstance(weights, Tensor) and weights.shape == shape, f"{wanted}, or choose eager or sdpa")
-    expected = (weights @ repeat_heads(call.v, call.q.shape[1]).to(weights.dtype)).transpose(1, 2)
-    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
-    off = (out - expected).abs().max() > tolerance * max(1.0, float(call.v.abs().max()))
-    require(not bool(off), f"{wanted}, and its output is not these weights times the values")
+    require(is_product(out, weights, call.v), f"{wanted}, and its output is not these weights times the values")
     return out, weights
+
+
+def is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
+    """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
+    expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
+    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
+    return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
 
 def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
@@ -222,15 +220,11 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
 
     Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
     """
-    q, k, v = call.q, *(repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
-    logits = q.float() @ k.float().mT * call.scale
+    logits = call.q.float() @ repeat_heads(call.k, call.q.shape[1]).float().mT * call.scale
     lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    expected = (scaled @ v).transpose(1, 2)
-    tolerance = 1e-4 if q.dtype in (torch.float32, torch.float64) else 3e-2
-    if (out - expected).abs().max() > tolerance * max(1.0, float(v.abs().max())):
-        why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
-        raise ValueError(f"{type(call.module).__name__} has {why}")
+    why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
+    require(is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
     return scaled
 
 

@@ -97,9 +97,8 @@ def _attention(
         return families.chunk(Call(module, query, key, value, mask, kwargs), rows)
     name = _name_of(getattr(module, "config", None))
     mask = families.chosen_keys(module, attention_mask, query, kwargs)
-    if mask is not attention_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
-        zero = torch.zeros((), device=mask.device, dtype=query.dtype)
-        mask = torch.where(mask, zero, torch.finfo(query.dtype).min)
+    if mask is not attention_mask and isinstance(mask, Tensor):  # eager functions add what they are given
+        mask = families.added(mask, query.dtype)
     return families.attention_function(module, name)(module, query, key, value, mask, **kwargs)
 
 
@@ -150,7 +149,7 @@ class Capture:
         self.table = self._embedding(model)
         self.vocabulary = len(self.table)
         self.calls: Counter[nn.Module] = Counter()
-        self.fused: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
+        self.fused: dict[nn.Module, dict[str, bool]] = {}  # whether the fused path proved right, by kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
         self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
@@ -222,8 +221,7 @@ class Capture:
             return "eager weights"
         if self.registered:
             return "registered: " + ", ".join(sorted({name for _, name in self.registered.values()}))
-        kinds_of = {module: [right for (of, _), right in self.fused.items() if of is module] for module in self.layers}
-        trusted = sum(bool(kinds) and all(kinds) for kinds in kinds_of.values())
+        trusted = sum(all(kinds.values()) for kinds in self.fused.values())
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,8 +268,8 @@ class Capture:
 
     def finish(self) -> None:
         """Raise ValueError if a layer did not report in the forward pass that ran."""
-        names = [name for name, module in self.base.named_modules() if module in self.layers]
-        wrong = [name for name in names if self.calls[self.base.get_submodule(name)] != 1]
+        named = self.base.named_modules()
+        wrong = [name for name, module in named if module in self.layers and self.calls[module] != 1]
         if wrong:
             which = f"{len(wrong)} of {len(self.layers)} attention modules ({wrong[0]}, ..)"
             what = f"{which} did not show their weights exactly once"
@@ -384,17 +382,20 @@ class Capture:
     def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
         module, q, k, v, mask, kwargs = call
+        known = self.fused.get(module, {})
         unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
         unlike = q.shape[-1] != v.shape[-1] or not q.dtype == k.dtype == v.dtype
         maps = self.tally.mass or self.tally.heads_of(layer)
-        if self.exact or self.front or unknown or unlike or maps or not self.fused.get((module, call.kind), True):
+        if self.exact or self.front or unknown or unlike or maps or not known.get(call.kind, True):
             return None
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
-            self.fused[module, call.kind] = False
+            self.fused[module] = known | {call.kind: False}
             return None
         keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        of = (q, keys, values)
-        result = flash.fused(*of, scale=call.scale) if mask is None else flash.fused_rows(*of, mask, call.scale)
+        if mask is None:
+            result = flash.fused(q, keys, values, scale=call.scale)
+        else:
+            result = flash.fused_rows(q, keys, values, mask, call.scale)
         if result is None:
             return None
         out, lse = result
@@ -404,27 +405,33 @@ class Capture:
         if seen.dtype != torch.bool:
             logits, seen = logits + seen, seen > torch.finfo(seen.dtype).min / 2
         shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
-        parts = {"alpha": shares}
-        if kwargs.get("s_aux") is not None:
-            # A learned sink logit joins the softmax through its log-sum-exp.
-            sink = kwargs["s_aux"].float().reshape(1, -1, 1)
+        sink = kwargs.get("s_aux")
+        alpha = shares
+        if sink is not None:  # a learned sink logit joins the softmax through its log-sum-exp
+            sink = sink.float().reshape(1, -1, 1)
             total = torch.logaddexp(lse, sink)
             rest = torch.exp(lse - total)[..., None]
-            parts = {"alpha": shares * rest, "renormalised": shares, "star": torch.exp(sink - total)}
-            out = out * rest.to(out.dtype)
+            alpha, out = shares * rest, out * rest.to(out.dtype)
         out = out.transpose(1, 2).contiguous()
-        if (module, call.kind) not in self.fused:
-            looked_at = masks.rows_to_compare(seen, CHECK_ROWS)
-            expected, weights = families.chunk(call._replace(q=q[:1], k=k[:1], v=v[:1]), looked_at)
-            tolerance = 2e-5 if q.dtype in (torch.float32, torch.float64) else 3e-2
-            close = (parts["alpha"][:1, :, looked_at] - weights[..., columns]).abs().max() <= tolerance
-            tolerance *= max(1.0, float(v.abs().max()))
-            self.fused[module, call.kind] = bool(close and (out[:1, looked_at] - expected).abs().max() <= tolerance)
-            if not self.fused[module, call.kind]:
+        if call.kind not in known:
+            right = self._proves_right(call, masks.rows_to_compare(seen, CHECK_ROWS), out, alpha)
+            self.fused[module] = known | {call.kind: right}
+            if not right:
                 return None
-        for name, value in parts.items():
-            self.tally.add(name, layer, value.mean(-1) if name == "star" else mean_over_queries(value, columns))
+        self.tally.add("alpha", layer, mean_over_queries(alpha, columns))
+        if sink is not None:
+            self.tally.add("renormalised", layer, mean_over_queries(shares, columns))
+            self.tally.add("star", layer, torch.exp(sink - total).mean(-1))
         return out
+
+    def _proves_right(self, call: Call, rows: Tensor, out: Tensor, alpha: Tensor) -> bool:
+        """Whether the first text's output (B, T, H, D) and A_ik (B, H, T, K) are those of the exact path, at `rows`."""
+        first = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
+        expected, weights = families.chunk(first, rows)
+        tolerance = 2e-5 if out.dtype in (torch.float32, torch.float64) else 3e-2
+        gap = (alpha[:1, :, rows] - weights[..., self.tally.columns(rows.device)]).abs().max()
+        gap_of_out = (out[:1, rows] - expected).abs().max() / max(1.0, float(call.v.abs().max()))
+        return bool(gap <= tolerance) and bool(gap_of_out <= tolerance)
 
     def _exact(self, call: Call, layer: int) -> Tensor:
         """Output and weights by the family's eager function, chunk by chunk of queries."""
@@ -438,7 +445,7 @@ class Capture:
             for rows in torch.arange(length, device=call.q.device).split(step):
                 out, part = families.chunk(call, rows)
                 outs.append(out)
-                if self.checking and step >= length:
+                if self.checking:  # of a text of one chunk
                     self._look_for_later(part)
                 if self.front:
                     stars.append(part[..., : self.front].sum(dim=-1).float())  # (B, H, R)

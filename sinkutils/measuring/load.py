@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from sinkutils.checks import device as find_device
-from sinkutils.checks import require
+from sinkutils.checks import first_line, require
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.measuring.measure import special_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
@@ -25,42 +24,17 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import ADVICE, CorruptRecord, read_record
+from sinkutils.study.record import CorruptRecord, read_record, short_name
 from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-LARGEST_TABLES = 2**30  # bytes of a model's position tables
+TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
-@dataclass(frozen=True)
-class ZooModel:
-    """One line of Table 8, or a newer model (in_paper is False)."""
-
-    name: str  # as the paper writes it
-    hub_id: str
-    family: str
-    parameters: float  # nominal, all of them where only some are active
-    chat: bool = False
-    in_paper: bool = True
-    sink_1: float | None = None  # the paper's Sink_1 in percent on natural text (Table 1, Appendix B.3), where printed
-
-
-def _table(name: str) -> list[dict[str, str]]:
-    with open(PAPER / name, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-_TABLE_8 = [row for row in _table("open_lms.csv") if row["item"] == "Table 8"]
-_PRINTED = {row["hub_id"]: float(row["sink_1"]) for row in _TABLE_8 if row["sink_1"]}
-MODELS = tuple(
-    ZooModel(name, hub_id, family, float(parameters), chat == "1", in_paper == "1", _PRINTED.get(hub_id))
-    for name, hub_id, family, parameters, chat, in_paper in map(dict.values, _table("models.csv"))
-)
-
-
-def find(name: str) -> ZooModel | None:
-    """The registry's entry by name (in any case) or hub id, or None."""
-    return next((model for model in MODELS if name.lower() in (model.name.lower(), model.hub_id.lower())), None)
+def zoo() -> dict[str, str]:
+    """The models of Table 8 and newer ones: hub ids by the paper's name."""
+    with open(PAPER / "models.csv", newline="", encoding="utf-8") as file:
+        return {row["name"]: row["hub_id"] for row in csv.DictReader(file)}
 
 
 def load_lm(
@@ -74,7 +48,7 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of the registry, a hub id, a local folder, a recorded run that kept its weights
+    name_or_path: a name of Table 8 (`zoo`), a hub id, a local folder, a recorded run that kept its weights
         ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
@@ -91,36 +65,49 @@ def load_lm(
     allowed = [None, *(getattr(torch, one) for one in DTYPES)]
     require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
     target = None if device == "auto" else find_device(device)
-    recorded, is_folder = Runs(runs).named(name), name != "" and Path(name).is_dir()
-    here = recorded is not None or is_folder or name.lower() in REAL_MODELS
-    require(revision is None or not here, f"revision is of a hub id, and {name!r} has one state only: leave it out")
+    records = Runs(runs)
+    recorded, path = records.named(name), Path(name)
+    here = name != "" and path.exists()
+    real = not here and name.lower() in REAL_MODELS
+    if revision is not None and (recorded or here or real):
+        raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
     if recorded is not None:
         return _load_record(recorded, find_device(target), kind)
-    if here and not is_folder:
+    if here:
+        _refuse_files(path)
+        return _load_transformers(name, target, kind, None, trust_remote_code)
+    if real:
         model, tokenizer = _load_transformers(str(installed(name.lower())), target, kind, None, False)
         named: Any = model
         named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
         return model, tokenizer
-    known = None if is_folder else find(name)
-    if not is_folder:
-        _refuse_unrecorded(name, Runs(runs).folder)
-    return _load_transformers(known.hub_id if known else name, target, kind, revision, trust_remote_code)
+    _refuse_unrecorded(name, records.folder)
+    by_name = {title.lower(): hub_id for title, hub_id in zoo().items()}
+    return _load_transformers(by_name.get(name.lower(), name), target, kind, revision, trust_remote_code)
+
+
+def _refuse_files(path: Path) -> None:
+    """Raise ModelUnavailable for a file, or a folder whose files are read in another way."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    names = [file.name for file in files]
+    for file in files:
+        if file.suffix == ".gguf" and "config.json" not in names:
+            how = f"load it by AutoModelForCausalLM.from_pretrained({file.parent!s}, gguf_file={file.name!r})"
+            raise ModelUnavailable(f"{str(path)!r} is a GGUF file: {how} and measure that model")
+    if "adapter_config.json" in names and importlib.util.find_spec("peft") is None:
+        raise ModelUnavailable(f"{str(path)!r} holds an adapter of another model: pip install peft")
 
 
 def _refuse_unrecorded(name: str, runs: Path) -> None:
     """Raise ModelUnavailable, with the seeds there are, for a name that can only be meant as a record's."""
-    preset, _, rest = name.partition("/")
-    recorded = runs / preset / rest.partition("/")[0] if rest else runs
-    seeds = sorted(path.name for path in recorded.glob("*/") if path.name.isdecimal()) if rest else []
-    if seeds:
-        which = " or ".join(f"{preset}/{recorded.name}/{seed}" for seed in seeds)
-        raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
-    if name.endswith(".gguf") and Path(name).is_file():
-        file = Path(name)
-        raise ModelUnavailable(f"{name!r} is a GGUF file: {GGUF.format(folder=file.parent, file=file.name)}")
     if not name or name.startswith((".", "/", "~")):
         raise ModelUnavailable(f"there is no folder {name!r}")
-    if name.count("/") == 2 or preset in PRESETS:
+    preset, *rest = name.split("/")
+    seeds = sorted(path.name for path in (runs / preset / rest[0]).glob("*/") if path.name.isdecimal()) if rest else []
+    if seeds:
+        which = " or ".join(f"{preset}/{rest[0]}/{seed}" for seed in seeds)
+        raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
+    if len(rest) == 2 or preset in PRESETS:
         raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
 
 
@@ -130,7 +117,7 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
         weights = record.load_weights() if record.weights else {}
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
-    which = f"the record {'/'.join(folder.parts[-3:])}"
+    which = f"the record {short_name(folder)}"
     if record.weights is None:
         preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
         command = f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
@@ -138,12 +125,10 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     try:
         config = from_dict(LMConfig, record.config["model"])
         with torch.device("meta"):  # takes no memory, whatever the config says
-            shapes = TransformerLM(config)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelUnavailable(f"config.json of {which} is of no model of this version: {error}") from error
-    fits = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in shapes.state_dict().items()}
-    if not fits or sum(table.nbytes for table in shapes.buffers()) > LARGEST_TABLES:
-        raise ModelUnavailable(f"{which}: model.safetensors holds another model than config.json: {ADVICE}")
+            TransformerLM(config).load_state_dict(weights, assign=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
+        raise ModelUnavailable(why) from error
     model = TransformerLM(config)
     model.load_state_dict(weights)
     tokenizer = open_tokenizer(folder / "tokenizer.json")
@@ -151,94 +136,77 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
 
 
 def _load_transformers(
-    hub_id: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
+    name: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
 ) -> tuple[nn.Module, Any]:
-    """target: None leaves the devices to accelerate."""
+    """From a hub id or a folder. target: None leaves the devices to accelerate."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise ImportError(f"loading {hub_id!r} needs transformers: pip install transformers") from error
-    local = Path(hub_id).is_dir()
-    if local:
-        _refuse_files(Path(hub_id))
+        raise ImportError(f"loading {name!r} needs transformers: pip install transformers") from error
+    local = Path(name).is_dir()
     offline = not local and not hub_reachable()
-    common = {"revision": revision or "main", "trust_remote_code": trust_remote_code, "local_files_only": offline}
-    kind = dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")
-    placement = {} if target else {"device_map": "auto"}
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
+    if revision is not None:
+        common["revision"] = revision
+    options = {"dtype": dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")}
+    if target is None:
+        options["device_map"] = "auto"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            hub_id, dtype=kind, output_loading_info=True, **placement, **common
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options, **common)
         model, found = loaded
         tokenizer: Any = WithoutTokenizer(model)
-        if not local or any(file for pattern in TOKENIZER_FILES for file in Path(hub_id).glob(pattern)):
-            tokenizer = AutoTokenizer.from_pretrained(hub_id, **common)
+        if not local or any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
+            tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
-        raise ModelUnavailable(_why(hub_id, local, offline, error)) from error
-    _refuse_other_weights(hub_id, model, found)
+        raise ModelUnavailable(_why(name, offline, error)) from error
+    _refuse_other_weights(name, model, found)
     if target:
         model.to(target)
     return model.eval(), tokenizer
 
 
-TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
-
-
 class WithoutTokenizer:
     """In place of the tokenizer of a folder that has none: enough for probes of random and of repeated ids."""
 
-    bos_token_id, eos_token_id = None, None
+    bos_token_id = None
 
     def __init__(self, model: Any) -> None:
-        self.added_tokens_decoder: dict[int, Any] = {}
-        self.size = len(model.get_input_embeddings().weight)
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        self.all_special_ids = sorted(set().union(*(special_ids(model, name) for name in names)))
+        self.vocabulary = {f"<{i}>": i for i in range(len(model.get_input_embeddings().weight))}
+        special = [special_ids(model, f"{role}_token_id") for role in ("bos", "eos", "pad")]
+        self.all_special_ids = set().union(*special)
 
     def get_vocab(self) -> dict[str, int]:
-        return {f"<{i}>": i for i in range(self.size)}
+        return self.vocabulary
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise ValueError(
-            "this folder has no tokenizer files, so only random and repeated ids can be made of it, no text"
-        )
+        raise ValueError("this folder has no tokenizer files, so only random and repeated ids can be made of it")
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(f"<{int(i)}>" for i in ids)
 
 
-def _refuse_files(folder: Path) -> None:
-    """Raise ModelUnavailable for a folder whose files are read in another way."""
-    here = {file.name for file in folder.iterdir()}
-    gguf = next((name for name in sorted(here) if name.endswith(".gguf")), None)
-    if gguf and "config.json" not in here:
-        raise ModelUnavailable(f"{str(folder)!r} holds a GGUF file: {GGUF.format(folder=folder, file=gguf)}")
-    if "adapter_config.json" in here and importlib.util.find_spec("peft") is None:
-        raise ModelUnavailable(f"{str(folder)!r} holds an adapter of another model: pip install peft")
-
-
-GGUF = "load it by AutoModelForCausalLM.from_pretrained({folder!s}, gguf_file={file!r}) and measure that model"
-
-
-def _refuse_other_weights(hub_id: str, model: nn.Module, found: dict[str, Any]) -> None:
+def _refuse_other_weights(name: str, model: nn.Module, found: dict[str, Any]) -> None:
     """Raise ModelUnavailable where weights are missing, which would be random, or where blocks have unused ones.
 
     Other weights that are not used, such as those of another head, give a warning.
     """
-    missing = sorted(found["missing_keys"])
-    unused = sorted(found["unexpected_keys"])
-    lists = {name[: place.start()] for name in model.state_dict() if (place := re.search(r"\d+\.", name))}
-    of_blocks = [name for name in unused if (place := re.search(r"\d+\.", name)) and name[: place.start()] in lists]
     parts = []
-    for what, names in (("without", missing), ("with unused", unused)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            parts.append(f"{what} {names[0]}{more}")
-    says = f"the weights of {hub_id!r} are not those of its config.json: {', '.join(parts)}"
-    if missing or of_blocks:
+    for what, keys in (("without", found["missing_keys"]), ("with unused", found["unexpected_keys"])):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            parts.append(f"{what} {min(keys)}{more}")
+    says = f"the weights of {name!r} are not those of its config.json: {', '.join(parts)}"
+    lists = {_list_of(key) for key in model.state_dict()} - {None}
+    if found["missing_keys"] or any(_list_of(key) in lists for key in found["unexpected_keys"]):
         raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
-    if unused:
+    if parts:
         warnings.warn(says, stacklevel=4)
+
+
+def _list_of(key: str) -> str | None:
+    """The list of blocks that a weight belongs to, such as "model.layers."; None outside one."""
+    place = re.search(r"\d+\.", key)
+    return key[: place.start()] if place else None
 
 
 def hub_reachable(seconds: float = 5.0) -> bool:
@@ -254,13 +222,13 @@ def hub_reachable(seconds: float = 5.0) -> bool:
     return True
 
 
-def _why(hub_id: str, local: bool, offline: bool, error: Exception) -> str:
+def _why(name: str, offline: bool, error: Exception) -> str:
     """One line on why a model did not load: transformers' own, but where that says nothing or too much."""
-    what, said = f"{'the folder ' if local else ''}{hub_id!r}", " ".join(str(error).split())
+    said = " ".join(str(error).split())
     if "weights_only" in said or isinstance(error, pickle.UnpicklingError):
-        return f"{what} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
+        return f"{name!r} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", said):
-        return f"{what} is no causal language model: transformers has none for {found[1]}"
+        return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
-        return f"{hub_id!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-    return f"{what} could not be loaded: {said[:300] or type(error).__name__}"
+        return f"{name!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
+    return f"{name!r} could not be loaded: {said[:300] or type(error).__name__}"

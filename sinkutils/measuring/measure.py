@@ -124,9 +124,9 @@ def reported(
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
-        shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"ids must be a tensor of shape (samples, T), with at least one of each; got {shape}")
+    instance("ids", ids, Tensor)
+    good = ids.ndim == 2 and ids.numel() > 0
+    require(good, f"ids must have the shape (samples, T), with at least one of each; got {tuple(ids.shape)}")
     require(ids.dtype in (torch.int64, torch.int32), f"ids must be int64 or int32, got {ids.dtype}")
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
@@ -196,9 +196,9 @@ def check_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
     """The (layer, head) pairs, each once. Raises ValueError unless they are pairs that count from 0."""
     require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     for pair in heads:
-        good = isinstance(pair, tuple | list) and len(pair) == 2
-        good = good and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in pair)
-        require(good, f"heads are (layer, head) pairs that count from 0, got {pair!r}")
+        require(isinstance(pair, tuple | list) and len(pair) == 2, f"heads are (layer, head) pairs, got {pair!r}")
+        for number in pair:
+            integer("heads, (layer, head) pairs that count from 0,", number, least=0)
     return tuple(dict.fromkeys((layer, head) for layer, head in heads))
 
 

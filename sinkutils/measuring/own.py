@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkutils.checks import choice
 from sinkutils.data.corpus import Corpus
 from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, special_ids
-from sinkutils.measuring.families import context_length
-from sinkutils.measuring.load import find, load_lm
+from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
 from sinkutils.study.record import read_record
@@ -34,11 +34,6 @@ class Subject:
     fixed_position: int | None = None  # where training put x_fix (Table 10 right)
     corpus: str | Corpus = "docstrings"  # of natural text
     length: int = 64  # T at which training measured it
-
-    @property
-    def context(self) -> int:
-        """C, the longest input that the model was made for."""
-        return context_length(self.model)
 
     @property
     def firsts(self) -> tuple[str, ...]:
@@ -67,8 +62,7 @@ class Subject:
         Raises ValueError for a `first` that the model does not have.
         """
         first = first or self.firsts[0]
-        if first not in self.firsts:
-            raise ValueError(f"first must be one of {', '.join(self.firsts)} for {self.name}, got {first!r}")
+        choice("first", first, self.firsts)
         ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, corpus=self.corpus, texts=texts)
         if first != X_FIX:
             return ids
@@ -85,8 +79,7 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        known = find(name)
-        return Subject(known.name if known else Path(name).name, model, tokenizer)
+        return Subject(Path(name).name, model, tokenizer)
     run = read_record(folder).config
     fixed, length = run["data"]["fixed_position"], run["train"]["eval_length"]
     return Subject(run["experiment"], model, tokenizer, fixed, length=length)

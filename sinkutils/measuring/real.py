@@ -14,8 +14,8 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sinkutils.checks import require
 from sinkutils.data.cache import cache_root
 
 GGUF, SOURCE, TERMS, SETTINGS = "model.gguf", "source.json", "TERMS.html", "tokenizer_config.json"
@@ -96,8 +96,7 @@ def install(name: str) -> Path:
     Raises ValueError for a name that is not in REAL_MODELS, and ModelUnavailable where the package index cannot be
     reached, where a file is not the pinned one, or where the cache cannot be written; nothing is kept then.
     """
-    if name not in REAL_MODELS:
-        raise ValueError(f"a real model is one of {', '.join(REAL_MODELS)}; got {name!r}")
+    require(name in REAL_MODELS, f"a real model is one of {', '.join(REAL_MODELS)}; got {name!r}")
     folder = folder_of(name)
     if (folder / SOURCE).exists():
         return folder
@@ -191,21 +190,3 @@ def _convert(name: str, folder: Path) -> None:
     known = REAL_MODELS[name]
     source = {"packages": known.pins, "sha256": known.sha256, "licence": known.licence}
     (folder / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
-
-
-def listing() -> list[dict[str, Any]]:
-    """A row a real model: name, title, whether it is here, where from, size, precision, licence, hash, hub id."""
-    rows = []
-    for name, model in REAL_MODELS.items():
-        folder = folder_of(name)
-        here = (folder / SOURCE).exists()
-        row = {
-            "name": name,
-            "title": model.title,
-            "installed": f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.0f} MB" if here else "no",
-            "package": model.pins[0],
-            "download": f"{model.megabytes} MB",
-        }
-        facts = {key: getattr(model, key) for key in ("precision", "sha256", "licence")}
-        rows.append(row | facts | {"full precision": model.hub_id})
-    return rows

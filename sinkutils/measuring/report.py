@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import choice, integer, numbers, require
+from sinkutils.checks import numbers, require
 
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
-NORMS = ("embedding_norms", "hidden_norms", "before_norm_norms", "query_norms", "key_norms", "value_norms")
-BY_POSITION = (*NORMS, "hidden_peaks")
+DRAWS = 2000  # of the bootstrap
+DIGITS = 5  # of the numbers in a summary
+BY_POSITION = (
+    "embedding_norms", "hidden_norms", "before_norm_norms", "query_norms", "key_norms", "value_norms", "hidden_peaks",
+)  # fmt: skip
 
 
 class NotFinite(ValueError):
@@ -36,7 +39,7 @@ class Kept:
 
 @dataclass
 class Report:
-    """What `measure` returns; tensors are float32 on the CPU. `RecordedReport` answers the same from a summary.
+    """What `measure` returns; tensors are float32 on the CPU.
 
     Positions k count from 1, layers from 0. "star" stands for k*, x* or a learned sink logit.
     """
@@ -123,37 +126,15 @@ class Report:
         values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
         return torch.tensor(values, device="cpu")
 
-    def norm_ratio(self, name: str = "hidden_norms", k: int = 1, last: bool = False) -> list[float]:
-        """The norm at position k over the mean of the others', by block (Figs. 7, 8); of q, k, v by attention layer.
-
-        last: also of the last block's output, whose norms reflect the next token's prediction; q, k and v have none.
-        Raises ValueError where these norms were not measured or there are no others (T = 1).
-        """
-        choice("name", name, NORMS)
-        norms = getattr(self, name)
-        require(norms is not None, f"this report has no {name}: measure(norms=True); some families show none")
-        left_out = name in ("hidden_norms", "before_norm_norms") and not last and len(norms) > 1
-        return norm_ratio(np.atleast_2d(norms)[: -1 if left_out else None], k)
-
-    def curve(self, k: int | str = 1, epsilons: Sequence[float] = CURVE_EPSILONS) -> np.ndarray:
-        """Sink_k^eps in percent at each eps (Fig. 3)."""
-        return np.array([self.sink(k, eps) for eps in epsilons])
-
-    def interval(
-        self, k: int | str = 1, eps: float = 0.3, level: float = 0.95, draws: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
-        """A bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
-        require(0 < level < 1, f"level must be in (0, 1), got {level}")
-        integer("draws", draws, least=1)
+    def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
+        """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
-        picks = np.random.default_rng(seed).integers(0, len(each), size=(draws, len(each)))
-        low, high = np.quantile(100 * each[picks].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+        picks = np.random.default_rng(0).integers(0, len(each), size=(DRAWS, len(each)))
+        low, high = np.quantile(100 * each[picks].mean(axis=1), [0.025, 0.975])
         return float(low), float(high)
 
-    def to_dict(self, digits: int = 5) -> dict[str, Any]:
-        """A JSON-able summary, which `from_dict` reads: Sink at every target and eps with intervals, alpha, norms."""
-        curve = sorted({*self.epsilons, *CURVE_EPSILONS})
-        sink = {f"{k}": {f"{eps}": round(self.sink(k, eps), digits) for eps in curve} for k in self._keys}
+    def to_dict(self) -> dict[str, Any]:
+        """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         result: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -162,32 +143,38 @@ class Report:
             "samples": self.samples,
             "skipped": self.skipped,
             "skipped_why": self.skipped_why,
-            "floor": round(self.floor, digits),
+            "floor": round(self.floor, DIGITS),
             "targets": list(self.targets),
             "epsilons": list(self.epsilons),
             "layers": list(self.layers),
-            "excess": {f"{k}": round(self.excess(k), digits) for k in self._keys},
-            "interval": {
-                f"{k}": {f"{eps}": [round(x, digits) for x in self.interval(k, eps)] for eps in self.epsilons}
-                for k in self._keys
-            },
+            "excess": {},
+            "interval": {},
         }
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
+        sink = {}
+        for k in self._keys:
+            key = str(k)
+            result["excess"][key] = round(self.excess(k), DIGITS)
+            sink[key] = {
+                str(eps): round(self.sink(k, eps), DIGITS) for eps in sorted({*self.epsilons, *CURVE_EPSILONS})
+            }
+            intervals = {str(eps): self.interval(k, eps) for eps in self.epsilons}
+            result["interval"][key] = {eps: [round(x, DIGITS) for x in both] for eps, both in intervals.items()}
         if self.star is not None:
             result["sink_star"] = sink.pop("star")
         result["sink"] = sink
-
-        def rounded(values: Tensor) -> list:
-            return np.round(values.double().numpy(), digits).tolist()
-
         if any(self.windows):
             result |= {"windows": list(self.windows), "chunked": self.chunked}
-            result["visible_alpha"] = {f"{k}": rounded(self.visible_alpha(k).mean(dim=0)) for k in self.targets}
+            result["visible_alpha"] = {str(k): _rounded(self.visible_alpha(k).mean(dim=0)) for k in self.targets}
         shares = {"alpha": self.alpha, "alpha_star": self.star, "alpha_renormalised": self.renormalised}
-        means = {name: share.mean(dim=0) for name, share in shares.items() if share is not None}
-        means |= {name: rows for name in BY_POSITION if (rows := getattr(self, name)) is not None}
-        return result | {name: rounded(values) for name, values in means.items()}
+        for name, share in shares.items():
+            if share is not None:
+                result[name] = _rounded(share.mean(dim=0))
+        for name in BY_POSITION:
+            if getattr(self, name) is not None:
+                result[name] = _rounded(getattr(self, name))
+        return result
 
     def summary(self) -> dict[str, float]:
         """The numbers that tell one model from another, as scalars; what was not measured is left out.
@@ -206,35 +193,8 @@ class Report:
             largest = float(self.first_elements.max())
             numbers |= {"element": largest, "element_block": block + 1, "element_dimension": dimension}
         if self.value_norms is not None and self.length > 1:
-            numbers["value_ratio"] = min(self.norm_ratio("value_norms"))
+            numbers["value_ratio"] = min(norm_ratio(self.value_norms))
         return numbers
-
-    @staticmethod
-    def from_dict(summary: dict[str, Any], alpha: Tensor | None = None, star: Tensor | None = None) -> Report:
-        """The report of a `to_dict` summary, with the same answers: a RecordedReport, whose alpha is the mean over
-        samples.
-
-        alpha (samples, targets, layers, heads) of the first targets, and star (samples, layers, heads), where alpha by
-        text was kept beside the summary: then Sink is known at any eps, as of a live report.
-        """
-        same = ("bos", "skipped", "skipped_why", "name", "path", "chunked")
-        fields: dict[str, Any] = {name: summary[name] for name in same if name in summary}
-        for name in BY_POSITION:
-            if name in summary:
-                fields[name] = _tensor(summary[name])
-        if alpha is not None:
-            kind: type[Report] = Report
-            fields["star"] = None if star is None else star.float()
-        else:
-            kind, fields["recorded"] = RecordedReport, summary
-            for name in ("star", "renormalised"):
-                if f"alpha_{name}" in summary:
-                    fields[name] = _tensor(summary[f"alpha_{name}"])[None]
-        alpha = _tensor(summary["alpha"])[None] if alpha is None else alpha.float()
-        lengths = _tensor(summary.get("lengths", [summary["T"]] * len(alpha)))
-        targets = tuple(summary["targets"])[: alpha.shape[1]]
-        fields["windows"] = tuple(summary.get("windows", ()))
-        return kind(alpha, targets, tuple(summary["epsilons"]), lengths, tuple(summary["layers"]), **fields)
 
     def __str__(self) -> str:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
@@ -262,10 +222,11 @@ class Report:
             of_width = [index for index, w in enumerate(self.windows) if w == width]
             layers = ", ".join(str(self.layers[index]) for index in of_width)
             for k in self.targets:
-                if (cap := self.caps(k)[of_width[0]]) < 1:
-                    seen = f"{float(self.visible_alpha(k)[:, of_width].mean()):.4f}"
+                cap = self.caps(k)[of_width[0]]
+                if cap < 1:
+                    seen = float(self.visible_alpha(k)[:, of_width].mean())
                     line = f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there"
-                    lines.append(f"{line}; over the queries that see the key its mean is {seen}")
+                    lines.append(f"{line}; over the queries that see the key its mean is {seen:.4f}")
         return lines
 
     @property
@@ -287,55 +248,8 @@ class Report:
         return (self._of(k) > eps).double()
 
 
-@dataclass
-class RecordedReport(Report):
-    """A report of which a summary was kept: alpha is the mean over samples, and Sink is known at the kept eps only."""
-
-    recorded: dict[str, Any] = field(default_factory=dict)  # what `to_dict` returned
-
-    @property
-    def samples(self) -> int:
-        return self.recorded["samples"]
-
-    def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
-        """Sink_k^eps in percent. Raises ValueError for an eps that the summary does not have."""
-        if k == "star":
-            return self._at(self.recorded.get("sink_star", {}), k, eps)
-        return self._at(self.recorded["sink"].get(f"{k}", {}), k, eps)
-
-    def excess(self, k: int | str = 1) -> float:
-        """As it was measured, where the summary has it, else of the mean alpha."""
-        self._of(k)
-        kept = self.recorded.get("excess", {})
-        return float(kept[f"{k}"]) if f"{k}" in kept else super().excess(k)
-
-    def visible_alpha(self, k: int = 1) -> Tensor:
-        """As it was measured; alpha_k itself where there are no windows: (1, layers, heads)."""
-        return _tensor(self.recorded["visible_alpha"][f"{k}"])[None] if any(self.windows) else self._of(k)
-
-    def interval(
-        self, k: int | str = 1, eps: float = 0.3, level: float = 0.95, draws: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
-        """As it was measured, at 95 %."""
-        require(level == 0.95, f"a record without alpha by text has intervals of 95 % only, got level {level}")
-        low, high = self._at(self.recorded["interval"].get(f"{k}", {}), k, eps)
-        return low, high
-
-    def to_dict(self, digits: int = 5) -> dict[str, Any]:
-        """The summary."""
-        return self.recorded
-
-    def _at(self, values: dict[str, Any], k: int | str, eps: float) -> Any:
-        self._of(k)
-        check_epsilons((eps,))
-        known = ", ".join(values) or "of which there is none for this key"
-        require(f"{eps}" in values, f"eps must be one that the record has, {known}; got {eps}")
-        return values[f"{eps}"]
-
-
-def _tensor(values: Any) -> Tensor:
-    """On the CPU, whatever the default device."""
-    return torch.tensor(values, device="cpu")
+def _rounded(values: Tensor) -> list:
+    return np.round(values.double().numpy(), DIGITS).tolist()
 
 
 def first_key(queries: np.ndarray, window: int | None, chunked: bool) -> np.ndarray:
@@ -362,16 +276,14 @@ def uniform_alpha(length: int, k: int | str = 1, window: int | None = None, chun
     return float(np.mean(1 / (keys + 1) if k == "star" else (first <= int(k)) / keys))
 
 
-def norm_ratio(norms: Any, k: int = 1) -> list[float]:
-    """The norm at position k over the mean of the others, for each row of norms (rows, positions).
+def norm_ratio(norms: Any) -> list[float]:
+    """The norm at the first position over the mean of the others (Figs. 7, 8), for each row of norms (rows, positions).
 
-    Raises ValueError for a k that is no position, or where there are no others (T = 1).
+    The last block's states are about the next token, and their norms another matter. Raises ValueError for T = 1.
     """
     rows = np.asarray(norms, dtype=float)
-    if rows.ndim != 2 or rows.shape[1] < 2 or not 1 <= k <= rows.shape[1]:
-        raise ValueError(f"a norm ratio needs rows of at least two positions and k among them; got {rows.shape}, k={k}")
-    others = np.delete(rows, k - 1, axis=1).mean(axis=1)
-    return (rows[:, k - 1] / others).tolist()
+    require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
+    return (rows[:, 0] / rows[:, 1:].mean(axis=1)).tolist()
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ in `measure`), positions from 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import integer, require
 from sinkutils.measuring.hf import Capture, capturing
-from sinkutils.measuring.measure import check_range, evaluating, reported, unwrapped
+from sinkutils.measuring.measure import check_range, evaluating, measure, reported, unwrapped
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tally import Tally
 
@@ -116,42 +116,11 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
 
 def massive(model: nn.Module, ids: Tensor) -> Tensor:
     """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
-    activations are the few dimensions above 1,000.
+    activations are the few dimensions above 1,000. Of several streams the largest.
     """
-    ratios: list[Tensor] = []
-
-    def see(_: nn.Module, __: Any, output: Any) -> None:
-        sizes = _hidden(output).float().abs()
-        ratios.append((sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]).mean(dim=0).cpu())
-
-    with _operating(model, ids) as capture, ExitStack() as hooks:
-        for block in capture.blocks:
-            hooks.enter_context(block.register_forward_hook(capture.here(see)))
-        capture.run(ids)
-    return torch.stack(ratios)
-
-
-def normed(model: nn.Module, ids: Tensor, largest: int = 3) -> dict[str, Tensor]:
-    """What LN leaves of h, which is what each attention layer reads (Section 3.1), means over texts (n, T).
-
-    "share": of ||LN(h)||^2 in its `largest` dimensions; "rest": the median |LN(h)_j| over dimensions. Each (layers, 2):
-    of the first token, and the mean over the others.
-    """
-    integer("T", ids.shape[1], least=2)
-    rows: dict[str, list[Tensor]] = {"share": [], "rest": []}
-
-    def see(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        sizes = (args[0] if args else kwargs["hidden_states"]).float().abs()
-        squares = sizes.square()
-        share = squares.topk(largest, dim=-1).values.sum(dim=-1) / squares.sum(dim=-1)  # (n, T)
-        for key, values in (("share", share), ("rest", sizes.median(dim=-1).values)):
-            rows[key].append(torch.stack([values[:, 0].mean(), values[:, 1:].mean()]).cpu())
-
-    with _operating(model, ids) as capture, ExitStack() as hooks:
-        for module in capture.layers:
-            hooks.enter_context(module.register_forward_pre_hook(capture.here(see), with_kwargs=True))
-        capture.run(ids)
-    return {key: torch.stack(values) for key, values in rows.items()}
+    found = measure(model, ids).first_elements
+    assert found is not None
+    return found
 
 
 def set_back(

@@ -46,7 +46,6 @@ class Tally:
     def __post_init__(self) -> None:
         self.values: dict[str, dict[int, list[Tensor]]] = {}  # name -> layer -> a (B, ..) for each batch
         self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,), over samples
-        self.firsts: dict[int, Tensor] = {}  # layer -> (d,), |h_1| over the median element, over samples
         self.kept: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
 
     def heads_of(self, layer: int) -> list[int]:
@@ -57,16 +56,15 @@ class Tally:
         return torch.tensor(self.targets, device=device) - 1
 
     def add(self, name: str, layer: int, value: Tensor) -> None:
-        """Add (B, ..) values of a layer; mass, which is by position, is padded with zeros."""
-        if name == "mass":
-            value = F.pad(value, (0, self.length - value.shape[-1]))
+        """Add (B, ..) values of a layer."""
         self.values.setdefault(name, {}).setdefault(layer, []).append(value.float())
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of x (B, H, T, D), mean over heads."""
         if self.norms:
             wide = torch.promote_types(x.dtype, torch.float32)
-            self._sum(f"{name}_norms", layer, torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1))
+            norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1)
+            self._sum(f"{name}_norms", layer, self.padded(norms))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
         """Add a block's output (B, S, T, d), of S streams: its norms, and its largest element at each position over
@@ -76,21 +74,23 @@ class Tally:
         if self.norms:
             sizes = hidden.abs().float()
             usual = lower_median(sizes.flatten(1)).clamp(min=1e-30)
-            self._sum("hidden_peaks", layer, sizes.amax(dim=(1, 3)) / usual[:, None])
-            first = (sizes[:, :, 0].amax(dim=1) / usual[:, None]).sum(dim=0)  # (d,) of the first position
-            self.firsts[layer] = self.firsts.get(layer, 0) + first
+            self._sum("hidden_peaks", layer, self.padded(sizes.amax(dim=(1, 3)) / usual[:, None]))
+            self._sum("first_elements", layer, sizes[:, :, 0].amax(dim=1) / usual[:, None])  # (B, d)
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
-        """Add a number a position, (B, T), to the sum over samples."""
-        total = rows.sum(dim=0).float()
+        """Add rows (B, n) of a layer to the sum over samples."""
         layers = self.sums.setdefault(name, {})
-        layers[layer] = layers.get(layer, 0) + F.pad(total, (0, self.length - len(total)))
+        layers[layer] = layers.get(layer, 0) + rows.sum(dim=0).float()
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values by position (.., T) with zeros up to the longest sequence."""
+        return F.pad(values, (0, self.length - values.shape[-1]))
 
     def add_map(self, layer: int, head: int, name: str, value: Tensor) -> None:
         """Keep (B, T, T) of one head for figures; shorter sequences are padded with zeros."""
         missing = self.length - value.shape[-1]
-        padded = F.pad(value.float(), (0, missing, 0, missing))
-        self.kept.setdefault((layer, head), {}).setdefault(name, []).append(padded.cpu())
+        square = F.pad(value.float(), (0, missing, 0, missing))
+        self.kept.setdefault((layer, head), {}).setdefault(name, []).append(square.cpu())
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add the norms of q (B, H, T, D), k and v (of H heads or fewer), and of the chosen heads cos(q_i, k_j) and
@@ -106,31 +106,36 @@ class Tally:
     def add_weights(self, layer: int, chunks: Iterable[Tensor], sink: bool = False) -> None:
         """Add what is asked for of a layer's attention weights, given in chunks of rows (B, H, R, T).
 
-        sink: what a row lacks to one is a learned sink logit's. Weights of hidden keys are 0, so that sums run over
-        i >= k.
+        sink: what a row lacks to one is a learned sink logit's.
         """
         heads = self.heads_of(layer) if "map" in self.keep else []
         sums: dict[str, Tensor] = {}
         maps: list[Tensor] = []
+        done = 0
         for weights in chunks:
-            columns, length = self.columns(weights.device), weights.shape[-1]
-            parts = {"alpha": weights[..., columns].float()}
+            device, length = weights.device, weights.shape[-1]
+            rows = torch.arange(done, done + weights.shape[2], device=device)[:, None]
+            done += len(rows)
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            columns = self.columns(device)
+            # Of a key k the rows i >= k count; those before see it through a prefix only.
+            parts = {"alpha": weights[..., columns].to(wide) * (rows >= columns)}
             if sink:
-                rest = weights.float().sum(dim=-1, keepdim=True)
-                parts |= {"renormalised": parts["alpha"] / rest, "star": 1 - rest}
+                rest = weights.to(wide).sum(dim=-1, keepdim=True)
+                parts["renormalised"] = parts["alpha"] / rest
+                parts["star"] = 1 - rest
             if self.mass:
-                parts["mass"] = weights
-            for name, rows in parts.items():
-                sums[name] = sums.get(name, 0) + rows.sum(dim=2, dtype=torch.float32)
+                parts["mass"] = weights * (rows >= torch.arange(length, device=device))
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0) + part.sum(dim=2, dtype=wide)
             maps.append(weights[:, heads])
         for name, total in sums.items():
             if name == "star":
-                mean = total[..., 0] / length
+                self.add(name, layer, total[..., 0] / length)
             elif name == "mass":
-                mean = total / torch.arange(length, 0, -1, device=total.device)
+                self.add(name, layer, self.padded(total / torch.arange(length, 0, -1, device=device)))
             else:
-                mean = (total / (length - columns)).transpose(1, 2)
-            self.add(name, layer, mean)
+                self.add(name, layer, (total / (length - columns)).transpose(1, 2))
         for head, whole in zip(heads, torch.cat(maps, dim=2).unbind(1), strict=True):
             self.add_map(layer, head, "map", whole)
 
@@ -148,13 +153,11 @@ class Tally:
         for name, by_layer in self.values.items():
             values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
             fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
-        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(
-            dim=0
-        )  # sequences that have each position
+        has_position = lengths[:, None] > torch.arange(self.length, device="cpu")  # (samples, positions)
+        counts = has_position.sum(dim=0)
         for name, sums in self.sums.items():
-            fields[name] = torch.stack([total.cpu() / counts for _, total in sorted(sums.items())])
-        if self.firsts:
-            fields["first_elements"] = torch.stack([one.cpu() / len(order) for _, one in sorted(self.firsts.items())])
+            samples = len(order) if name == "first_elements" else counts
+            fields[name] = torch.stack([total.cpu() / samples for _, total in sorted(sums.items())])
         if self.norms:
             fields["embedding_norms"] = fields["embedding_norms"][0]
         fields["kept"] = {
@@ -196,18 +199,10 @@ class OwnModel:
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]  # what x* sees of itself says nothing
-        own = shares[..., -shares.shape[2] :]  # of the tokens, (B, H, T, T)
-        columns = tally.columns(q.device)
-        tally.add("alpha", layer, mean_over_queries(own[..., columns], columns))
-        if first:
-            tally.add("star", layer, shares[..., -shares.shape[2] - 1].mean(dim=-1))
-        elif spec.has_star:
-            tally.add("star", layer, shares[..., 0].mean(dim=-1))
-        if tally.mass:
-            every_key = torch.arange(own.shape[-1], device=q.device)
-            tally.add("mass", layer, mean_over_queries(own, every_key).transpose(1, 2))
-        for head in tally.heads_of(layer) if "map" in tally.keep else []:
-            tally.add_map(layer, head, "map", own[:, head])
+        length = shares.shape[2]
+        tally.add_weights(layer, [shares[..., -length:]])
+        if first or spec.has_star:
+            tally.add("star", layer, shares[..., -length - 1].mean(dim=-1))
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])

@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,16 +25,21 @@ from sinkutils.checks import require
 from sinkutils.data.probes import KINDS, encode, probe
 from sinkutils.data.tokenizer import bos_id
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.open_lms import SAMPLE
 from sinkutils.measuring.report import Report, norm_ratio
 from sinkutils.paths import OPEN_LMS
 from sinkutils.plots.attention import attention_map, token_label
 from sinkutils.plots.heads import heads_by_block
 from sinkutils.plots.theme import COLORS, STYLE
 
+# The text of the maps: our own words.
+SAMPLE = (
+    "A sink is where water goes when nobody needs it. A head of attention has to put its weight somewhere too: its "
+    "shares sum to one, whether or not the text holds what it looks for. Most heads of a trained model put what is "
+    "left over on the first token, and that token learns to carry nothing."
+)
 INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-RATIOS = {"hidden_norms": ("h", "first"), "key_norms": ("k", "other"), "value_norms": ("v", "baseline")}
+CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24
 ABSENT = "–"
 
@@ -55,27 +61,29 @@ def report_model(
     own = None if texts is None else list(texts)
     inputs = _inputs(tokenizer, own, n, length)
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
-    main, ids = next(iter(reports)), next(iter(inputs.values()))
+    main = next(iter(reports))
     parameters = sum(p.numel() for p in model.parameters())
+    digest = hashlib.sha256(inputs[main].numpy().tobytes()).hexdigest()
     facts = {
         "model": f"{type(model).__name__}, {parameters:,} parameters, {next(model.parameters()).dtype}",
         "inputs": f"{n} texts of {length} tokens for each; the numbers on top are of {main}",
         "natural text": "given by the user" if own else "docstrings",
-        "token ids": f"SHA-256 {hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]} ({main})",
+        "token ids": f"SHA-256 {digest[:16]} ({main})",
         "attention": reports[main].path,
         "versions": ", ".join(f"{package} {version(package)}" for package in ("sinkutils", "torch", "transformers")),
     }
-    text = torch.tensor([encode(tokenizer, own[0] if own else SAMPLE)[:MAP_TOKENS]])
+    text = encode(tokenizer, own[0] if own else SAMPLE)[:MAP_TOKENS]
     if "BOS" in main:
-        text = torch.cat([torch.tensor([[bos_id(tokenizer)]]), text], dim=1)
+        text = [bos_id(tokenizer), *text]
     heads = _four_heads(reports[main])
-    kept = measure(model, text, heads=heads, keep=("map",), norms=False).kept
+    kept = measure(model, torch.tensor([text]), heads=heads, keep=("map",), norms=False).kept
     maps = {f"block {layer + 1}, head {head + 1}": kept[layer, head].map for layer, head in heads}
-    tokens = [token_label(token, tokenizer) for token in text[0].tolist()]
+    tokens = [token_label(token, tokenizer) for token in text]
     others = {}
     if beside is not None:
         other, its_tokenizer, its_name = beside
-        others[its_name] = measure(other, next(iter(_inputs(its_tokenizer, own, n, length).values())))
+        ids = next(iter(_inputs(its_tokenizer, own, n, length).values()))
+        others[its_name] = measure(other, ids)
     return report_page(reports, name, maps, tokens, others, facts)
 
 
@@ -99,26 +107,29 @@ def report_page(
     name = name or main.name or "a model"
     others = dict(beside or {})
     require(name not in others, f"two models are called {name!r}: give one another name")
-    rows = {other: _row(report.to_dict()) for other, report in ({name: main} | others).items()} | _references()
+    summaries = {title: report.to_dict() for title, report in reports.items()}
+    inputs = {title: _row(summary) for title, summary in summaries.items()}
+    own = next(iter(inputs.values()))
+    models = {name: own} | {other: _row(report.to_dict()) for other, report in others.items()} | _references()
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
-        alpha = main.alpha[:, 0].mean(dim=0)
-        heads = _svg(heads_by_block(alpha, ax=_axes(5.6)), f"Attention of every head to the first token, {name}")
-        drawn = [attention_map(np.squeeze(weights), tokens, ax=_axes(4.2, 4.2)) for weights in (maps or {}).values()]
-        for ax, title in zip(drawn, maps or {}, strict=True):
+        heads = heads_by_block(main.alpha[:, 0].mean(dim=0), ax=_axes(5.6))
+        drawn = ""
+        for title, weights in (maps or {}).items():
+            ax = attention_map(np.squeeze(weights), tokens, ax=_axes(4.2, 4.2))
             ax.set_title(title)
+            drawn += _svg(ax, f"Attention map, {title}")
         page = {
             "name": html.escape(name),
             "uniform": f"{main.floor:.3f}",
-            "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in rows[name].items()),
-            "inputs": _table({title: _row(report.to_dict()) for title, report in reports.items()}),
-            "heads": heads,
-            "maps": "".join(_svg(ax, f"Attention map, {ax.get_title('left')}") for ax in drawn) or ABSENT,
+            "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
+            "inputs": _table(inputs),
+            "heads": _svg(heads, f"Attention of every head to the first token, {name}"),
+            "maps": drawn or ABSENT,
             "norms": _norms(main, name),
-            "models": _table(rows),
-            "facts": _table({key: {"": value} for key, value in (facts or {}).items()}),
+            "models": _table(models),
+            "facts": _table({key: {" ": value} for key, value in (facts or {}).items()}),
         }
-    numbers = {title: report.to_dict() for title, report in reports.items()}
-    written = json.dumps({"name": name, "reports": numbers, "facts": dict(facts or {})}, separators=(",", ":"))
+    written = json.dumps({"name": name, "reports": summaries, "facts": dict(facts or {})}, separators=(",", ":"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
 
@@ -139,10 +150,9 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
 def _four_heads(report: Report) -> list[tuple[int, int]]:
     """Layer and head of those with the most attention to the first token, the least, and two between."""
     alpha = report.alpha[:, 0].mean(dim=0)
-    order = alpha.flatten().argsort(descending=True).tolist()
-    picks = [order[0], order[len(order) // 3], order[2 * len(order) // 3], order[-1]]
-    heads = alpha.shape[1]
-    return [(report.layers[pick // heads], pick % heads) for pick in dict.fromkeys(picks)]
+    order = alpha.flatten().argsort(descending=True)
+    chosen = order[torch.linspace(0, len(order) - 1, 4).long().unique()]
+    return [(report.layers[pick // alpha.shape[1]], pick % alpha.shape[1]) for pick in chosen.tolist()]
 
 
 def _row(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -157,7 +167,7 @@ def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     row["excess in later blocks"] = f"{excess[1:].mean():.2f}" if len(excess) > 1 else ABSENT
     if "hidden_norms" in summary and summary["T"] > 1:
         ratios = norm_ratio(summary["hidden_norms"])
-        # The last block's state is about the next token: its norms are another matter, as in Report.norm_ratio.
+        # The last block's state is about the next token: its norms are another matter.
         row["norm of h<sub>1</sub> / others, largest"] = f"{max(ratios[:-1] or ratios):.1f}"
     if "hidden_peaks" in summary:
         largest = max(peaks[0] for peaks in summary["hidden_peaks"])
@@ -177,12 +187,9 @@ def _references() -> dict[str, dict[str, str]]:
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = ["".join(f"<th>{column}</th>" for column in ["", *columns])]
-    for title, row in rows.items():
-        cells = [title, *(row.get(column, ABSENT) for column in columns)]
-        lines.append("".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells))
-    return "<table><tr>" + "</tr><tr>".join(lines) + "</tr></table>"
+    frame = pd.DataFrame([{"": title} | dict(row) for title, row in rows.items()]).fillna(ABSENT)
+    with pd.option_context("display.max_colwidth", None):
+        return frame.astype(str).map(html.escape).to_html(index=False, border=0, escape=False)
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
@@ -191,25 +198,27 @@ def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
 
 def _norms(report: Report, name: str) -> str:
     """Two figures by block: norm ratios of h, k and v, and the largest element of h_1; what was not measured is out."""
-    norms, elements = _axes(), _axes()
-    for key, (symbol, color) in RATIOS.items():
-        if getattr(report, key) is not None and report.length > 1:
-            ratios = report.norm_ratio(key, last=True)
-            norms.plot(range(1, len(ratios) + 1), ratios, "o-", markersize=4, color=COLORS[color], label=symbol)
-    if report.hidden_peaks is not None:
-        peaks = report.hidden_peaks[:, 0]
-        elements.plot(range(1, len(peaks) + 1), peaks, "o-", markersize=4, color=COLORS["first"], label="h")
-    drawn = ""
-    for ax, label in ((norms, "norm of token 1 / others"), (elements, "largest element of token 1 / median")):
-        if not ax.lines:
-            continue
-        ax.set(xlabel="block", ylabel=label, yscale="log")
-        ax.legend()
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        ax.yaxis.set_major_formatter(LogFormatter())
-        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
-        drawn += _svg(ax, f"{label}, by block, of {name}")
+    norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
+    ratios = {of: norm_ratio(rows) for of, rows in norms.items() if rows is not None and report.length > 1}
+    peaks = {} if report.hidden_peaks is None else {"h": report.hidden_peaks[:, 0].tolist()}
+    drawn = _by_block(ratios, "norm of token 1 / others", name)
+    drawn += _by_block(peaks, "largest element of token 1 / median", name)
     return drawn or ABSENT
+
+
+def _by_block(curves: Mapping[str, list[float]], label: str, name: str) -> str:
+    """A figure of curves over blocks, on a logarithmic scale; nothing without curves."""
+    if not curves:
+        return ""
+    ax = _axes()
+    for of, values in curves.items():
+        ax.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=CURVES[of], label=of)
+    ax.set(xlabel="block", ylabel=label, yscale="log")
+    ax.legend()
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.yaxis.set_major_formatter(LogFormatter())
+    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    return _svg(ax, f"{label}, by block, of {name}")
 
 
 def _svg(ax: Axes, alt: str) -> str:

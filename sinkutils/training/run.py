@@ -268,7 +268,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
                 gradients = gradient_norms(run.model, run.probe)
-            final["gradients"] = {"input": three_digits(gradients.get("input", []))}
+            final["gradients"] = {"input": three_digits(gradients)}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 

@@ -25,7 +25,7 @@ from sinkutils.data import external
 from sinkutils.data.packing import Chunks, DataConfig
 from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report
+from sinkutils.measuring.report import CURVE_EPSILONS, Report
 from sinkutils.model import fast
 from sinkutils.model.attention import CHOICES, AttentionSpec, attend
 from sinkutils.model.config import CHOICES as VARIANTS
@@ -365,9 +365,9 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
 def test_the_curve_falls_with_eps_and_the_interval_holds_the_estimate(values):
     alpha = torch.tensor(values)[:, None, None, None]
     report = Report(alpha, (1,), (0.3,), torch.full((len(values),), 64), (0,))
-    assert (np.diff(report.curve()) <= 1e-9).all()
-    low, high = report.interval(draws=200)
-    assert 0 <= low <= high <= 100 and report.interval(draws=200) == (low, high)
+    assert (np.diff([report.sink(eps=eps) for eps in CURVE_EPSILONS]) <= 1e-9).all()
+    low, high = report.interval()
+    assert 0 <= low <= high <= 100 and report.interval() == (low, high)
     if len({bool(value > 0.3) for value in alpha.flatten()}) == 1:
         assert low == high == report.sink()
 

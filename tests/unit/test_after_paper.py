@@ -13,7 +13,6 @@ from torch import Tensor
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -50,21 +49,15 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     handle = model.blocks[1].attention.register_forward_hook(
         lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
     )
-    projected: list[Tensor] = []
-    model.blocks[1].attention.qkv.register_forward_hook(lambda _, __, out: projected.append(out) or out.retain_grad())
     torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
     handle.remove()
     expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
-    assert found["input"][1] == pytest.approx(expected.tolist(), rel=1e-3)
-    values = projected[0].grad.sum(0)[1:, 32:].norm(dim=-1)  # q and k stand before v
-    assert found["value"][1] == pytest.approx(values.tolist(), rel=1e-3)
-    assert [len(rows) for rows in found.values()] == [2, 2] and len(found["value"][0]) == 8
-    assert gradient_norms(model, ids[:, :1]) == {}, "one token predicts none"
-    # v_j's gradient is the attention-weighted sum of those of the outputs that read it: none is read by no one
-    assert min(map(min, found["value"])) > 0
+    assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
+    assert [len(row) for row in found] == [8, 8]
+    assert gradient_norms(model, ids[:, :1]) == [], "one token predicts none"
     with torch.no_grad():
         model.embed.weight[ids[0, 0]] = torch.nan
-    assert gradient_norms(model, ids) == {}
+    assert gradient_norms(model, ids) == []
 
 
 def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
@@ -96,8 +89,7 @@ def test_peaks_are_the_largest_element_over_the_median_one():
     expected = (sizes.amax(-1) / sizes.flatten(1).median(1).values[:, None]).mean(0)
     report = measure(model, ids)
     torch.testing.assert_close(report.hidden_peaks[1], expected)
-    again = Report.from_dict(report.to_dict())
-    torch.testing.assert_close(again.hidden_peaks, report.hidden_peaks, rtol=1e-4, atol=1e-5)
+    assert report.to_dict()["hidden_peaks"][1] == pytest.approx(expected.tolist(), rel=1e-4)
     assert measure(model, ids, norms=False).hidden_peaks is None
 
 

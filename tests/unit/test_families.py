@@ -165,11 +165,3 @@ def test_adapters_and_compilation_are_looked_through_and_learned_prompts_refused
         assert torch.equal(measure(wrapped, ids).alpha, measure(model, ids).alpha)
     with pytest.raises(ValueError, match="learned prompts"):
         measure(outer(Adapted(model, prompts=True)), ids)
-
-
-def test_a_models_context_is_its_configurations_and_unbounded_where_that_names_none():
-    llama, mpt = build("llama"), build("mpt")
-    assert rules.context_length(llama) == llama.config.max_position_embeddings
-    assert rules.context_length(mpt) == mpt.config.max_seq_len
-    assert rules.context_length(build("bloom")) == sys.maxsize, "ALiBi"
-    assert rules.context_length(build("gemma3")) == build("gemma3").config.get_text_config().max_position_embeddings

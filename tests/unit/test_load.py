@@ -1,9 +1,9 @@
 """The registry of Table 8, and loading of local and recorded models."""
 
-import csv
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
@@ -18,7 +18,7 @@ from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.data.probes import probe
 from sinkutils.measuring import load
-from sinkutils.measuring.load import MODELS, ModelUnavailable, load_lm
+from sinkutils.measuring.load import ModelUnavailable, load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import RunConfig
@@ -34,18 +34,22 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def test_the_registry_holds_the_32_models_of_table_8():
-    paper = [model for model in MODELS if model.in_paper]
-    with open(paths.PAPER / "open_lms.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["item"] == "Table 8"]
-    assert {row["hub_id"]: row["model"] for row in rows} == {model.hub_id: model.name for model in paper}
-    assert len(paper) == 32
-    assert len({model.hub_id for model in MODELS}) == len(MODELS) == len({model.name for model in MODELS})
-    families = {family: sum(m.family == family for m in paper) for family in {m.family for m in paper}}
-    assert families == {"LLaMA2": 4, "LLaMA3": 4, "GPT2": 4, "Mistral": 2, "Pythia": 10, "OPT": 6, "Jamba": 2}
-    assert sum(model.chat for model in paper) == 6
-    assert sum(model.sink_1 is not None for model in paper) == len([row for row in rows if row["sink_1"]])
-    assert load.find("gpt2-xl") is load.find("openai-community/gpt2-XL") is not None
-    assert load.find("no such model") is None
+    models = pd.read_csv(paths.PAPER / "models.csv")
+    paper = models[models.in_paper == 1]
+    rows = pd.read_csv(paths.PAPER / "open_lms.csv").query("item == 'Table 8'")
+    assert dict(zip(rows.hub_id, rows.model, strict=True)) == dict(zip(paper.hub_id, paper["name"], strict=True))
+    assert len(paper) == 32 and models.hub_id.is_unique and models["name"].is_unique
+    families = {"LLaMA2": 4, "LLaMA3": 4, "GPT2": 4, "Mistral": 2, "Pythia": 10, "OPT": 6, "Jamba": 2}
+    assert paper.family.value_counts().to_dict() == families and paper.chat.sum() == 6
+    assert load.zoo() == dict(zip(models["name"], models.hub_id, strict=True))
+
+
+def test_a_model_is_known_by_the_papers_name_in_any_case(monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "_load_transformers", lambda name, *_: asked.append(name))
+    for name in ("GPT2-XL", "gpt2-xl", "owner/model"):
+        load_lm(name)
+    assert asked == ["openai-community/gpt2-xl"] * 2 + ["owner/model"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])

@@ -10,7 +10,6 @@ import zlib
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from helpers import made_up, own_model
@@ -93,10 +92,9 @@ def test_a_figure_in_a_notebook_is_a_small_png_with_an_alt_text():
 # --- the shared figures ----------------------------------------------------------------------------------------------
 
 
-def test_every_head_is_a_dot_at_its_alpha_over_its_block_from_a_frame_or_an_array():
+def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     alpha = np.array([[0.1, 0.9], [0.4, 0.2]])
-    frame = pd.DataFrame({"block": [1, 1, 2, 2], "alpha_1": alpha.ravel()})
-    for heads in (alpha, torch.tensor(alpha), frame):
+    for heads in (alpha, torch.tensor(alpha)):
         x, y = plots.heads_by_block(heads, ax=plt.figure().subplots()).collections[0].get_offsets().T
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == [1, 1, 2, 2]
     with pytest.raises(ValueError, match=r"\(layers, heads\), got \(2,\)"):

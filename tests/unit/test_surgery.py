@@ -11,7 +11,6 @@ from sinkutils.measuring.surgery import (
     hide,
     keys_values,
     massive,
-    normed,
     rounded,
     set_back,
     stream,
@@ -192,19 +191,3 @@ def test_models_without_a_cache_of_keys_and_values_say_so(ids):
     for dimension in (-1, 999):
         with pytest.raises(ValueError, match=f"dimension must be in 0..31, got {dimension}"):
             set_back(build("llama"), ids, 0, (dimension,))
-    with pytest.raises(ValueError, match="T must be at least 2"):
-        normed(build("llama"), ids[:, :1])
-
-
-def test_what_attention_reads_of_h_is_its_norm_output(model, ids):
-    seen = []
-    norm = {"gpt2": "ln_1", "opt": "self_attn_layer_norm"}.get(model.config.model_type, "input_layernorm")
-    for name, module in model.named_modules():
-        if name.endswith(norm):
-            module.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
-    found = normed(model, ids, largest=2)
-    squares = torch.stack(seen[-3:]).square()  # (L, n, T, d)
-    shares = squares.topk(2).values.sum(-1) / squares.sum(-1)
-    torch.testing.assert_close(found["share"][:, 0], shares[:, :, 0].mean(dim=1))
-    torch.testing.assert_close(found["share"][:, 1], shares[:, :, 1:].mean(dim=(1, 2)))
-    torch.testing.assert_close(found["rest"][:, 0], squares.sqrt()[:, :, 0].median(dim=-1).values.mean(dim=1))

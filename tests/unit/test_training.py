@@ -189,7 +189,7 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     assert curve.shape[:2] == (4, 4)  # four evaluations; x_1 to x_3, and k*
     assert torch.equal(curve[-1], torch.cat([report.alpha[:, :3].mean(0), star.mean(0)[None]]).half())
     assert final["destinations"] == destinations(model, ids, line_breaks(tokenizer))
-    np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids)["input"], rtol=1e-2)
+    np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids), rtol=1e-2)
 
 
 def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
