@@ -261,6 +261,8 @@ def claims_command(options: argparse.Namespace) -> None:
 
 def measure_command(options: argparse.Namespace) -> None:
     """measure the attention sink of causal language models"""
+    import pandas as pd
+
     from sinkutils.data.external import read_texts
     from sinkutils.measuring.own import BOS, TEXT, subject
 
@@ -283,6 +285,9 @@ def measure_command(options: argparse.Namespace) -> None:
         print(json.dumps({name: report.to_dict() for name, report in results.items()}))
         return
     print("\n\n".join(str(report) for report in results.values()))
+    if len(options.model) > 1:  # a row each: of the checkpoints of one run, its curve
+        table = pd.DataFrame({name: report.summary() for name, report in results.items()}).T
+        print(f"\n{table.round(3).to_string()}")
 
 
 def report_command(options: argparse.Namespace) -> None:

@@ -131,6 +131,9 @@ def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
     arguments = ("measure", "smoke/fixed_1/0", "--runs", runs, "-n", 5, "--probe", "random", "--json")
     assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
+    both = said(capsys, "measure", "smoke/k_bias/0", "smoke/fixed_1/0", "--runs", runs, "-n", 5, "--probe", "random")
+    header, *rows = both.strip().splitlines()[-3:]
+    assert "later_blocks" in header and [row.split()[0] for row in rows] == ["smoke/k_bias/0", "smoke/fixed_1/0"]
     advice = said(capsys, "measure", "smoke/k_bias", "--runs", runs, status=2)
     assert "of this experiment take smoke/k_bias/0\n" in advice
 
