@@ -35,7 +35,8 @@ try:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     from sinkutils.measuring import families, masks
-    from sinkutils.measuring.families import Call, repeat_heads
+    from sinkutils.measuring.families import Call
+    from sinkutils.measuring.fused import can_serve, fused, proves_right
 except ImportError as error:
     raise ImportError(
         "measuring models of others needs transformers 5.4 or later: pip install -U transformers"
@@ -44,16 +45,10 @@ except ImportError as error:
 NAME = "sinkutils"  # of the attention function and of its mask
 EXACT_ELEMENTS = 2**25  # attention weights that the exact path holds at a time: 128 MiB in float32
 CHECK_TOKENS = 16  # the longest text of `Capture.check`
-CHECK_ROWS = 64  # queries on which the fused path is compared with the exact one, or all
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
 INTERFACE = (
     "what is read are attention functions of transformers' AttentionInterface, or weights (B, H, T, T) that modules "
     "named Attention return"
-)
-# Keyword arguments that do not change what attention computes, or that the fused path takes into account.
-KNOWN = set(
-    "dropout scaling is_causal s_aux sliding_window position_ids cache_position use_cache output_attentions "
-    "output_hidden_states output_router_logits position_embeddings".split()
 )
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
@@ -149,7 +144,7 @@ class Capture:
         self.table = self._embedding(model)
         self.vocabulary = len(self.table)
         self.calls: Counter[nn.Module] = Counter()
-        self.fused: dict[nn.Module, dict[str, bool]] = {}  # whether the fused path proved right, by kind of mask
+        self.proved: dict[nn.Module, dict[str, bool]] = {}  # whether the fused path proved right, by kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
         self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
@@ -221,7 +216,7 @@ class Capture:
             return "eager weights"
         if self.registered:
             return "registered: " + ", ".join(sorted({name for _, name in self.registered.values()}))
-        trusted = sum(all(kinds.values()) for kinds in self.fused.values())
+        trusted = sum(all(kinds.values()) for kinds in self.proved.values())
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
     def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,57 +376,27 @@ class Capture:
 
     def _fused(self, call: Call, layer: int) -> Tensor | None:
         """Output by a fused kernel, alpha by its log-sum-exp; None where that cannot be done or proves wrong."""
-        module, q, k, v, mask, kwargs = call
-        known = self.fused.get(module, {})
-        unknown = any(value is not None and name not in KNOWN for name, value in kwargs.items())
-        unlike = q.shape[-1] != v.shape[-1] or not q.dtype == k.dtype == v.dtype
+        module, q = call.module, call.q
+        known = self.proved.get(module, {})
         maps = self.tally.mass or self.tally.heads_of(layer)
-        if self.exact or self.front or unknown or unlike or maps or not known.get(call.kind, True):
+        if self.exact or self.front or maps or not known.get(call.kind, True) or not can_serve(call):
             return None
         if not flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1]):
-            self.fused[module] = known | {call.kind: False}
+            self.proved[module] = known | {call.kind: False}
             return None
-        keys, values = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if mask is None:
-            result = flash.fused(q, keys, values, scale=call.scale)
-        else:
-            result = flash.fused_rows(q, keys, values, mask, call.scale)
-        if result is None:
-            return None
-        out, lse = result
         columns = self.tally.columns(q.device)
-        logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
-        seen = call.mask_of(torch.arange(q.shape[2], device=q.device), columns)
-        if seen.dtype != torch.bool:
-            logits, seen = logits + seen, seen > torch.finfo(seen.dtype).min / 2
-        shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
-        sink = kwargs.get("s_aux")
-        alpha = shares
-        if sink is not None:  # a learned sink logit joins the softmax through its log-sum-exp
-            sink = sink.float().reshape(1, -1, 1)
-            total = torch.logaddexp(lse, sink)
-            rest = torch.exp(lse - total)[..., None]
-            alpha, out = shares * rest, out * rest.to(out.dtype)
-        out = out.transpose(1, 2).contiguous()
+        found = fused(call, columns)
+        if found is None:
+            return None
         if call.kind not in known:
-            right = self._proves_right(call, masks.rows_to_compare(seen, CHECK_ROWS), out, alpha)
-            self.fused[module] = known | {call.kind: right}
-            if not right:
+            self.proved[module] = known | {call.kind: proves_right(call, found, columns)}
+            if not self.proved[module][call.kind]:
                 return None
-        self.tally.add("alpha", layer, mean_over_queries(alpha, columns))
-        if sink is not None:
-            self.tally.add("renormalised", layer, mean_over_queries(shares, columns))
-            self.tally.add("star", layer, torch.exp(sink - total).mean(-1))
-        return out
-
-    def _proves_right(self, call: Call, rows: Tensor, out: Tensor, alpha: Tensor) -> bool:
-        """Whether the first text's output (B, T, H, D) and A_ik (B, H, T, K) are those of the exact path, at `rows`."""
-        first = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
-        expected, weights = families.chunk(first, rows)
-        tolerance = 2e-5 if out.dtype in (torch.float32, torch.float64) else 3e-2
-        gap = (alpha[:1, :, rows] - weights[..., self.tally.columns(rows.device)]).abs().max()
-        gap_of_out = (out[:1, rows] - expected).abs().max() / max(1.0, float(call.v.abs().max()))
-        return bool(gap <= tolerance) and bool(gap_of_out <= tolerance)
+        self.tally.add("alpha", layer, mean_over_queries(found.alpha, columns))
+        if found.star is not None:
+            self.tally.add("renormalised", layer, mean_over_queries(found.shares, columns))
+            self.tally.add("star", layer, found.star.mean(-1))
+        return found.out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
         """Output and weights by the family's eager function, chunk by chunk of queries."""

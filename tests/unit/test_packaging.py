@@ -161,10 +161,10 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
     graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which names it
 
 
-def test_no_module_is_longer_than_480_lines():
+def test_no_module_is_longer_than_460_lines():
     package = Path(sinkutils.__file__).parent
     lines = {
         str(path.relative_to(package)): len(path.read_text("utf-8").splitlines()) for path in package.rglob("*.py")
     }
     assert len(lines) > 10
-    assert {name: count for name, count in lines.items() if count > 480} == {}
+    assert {name: count for name, count in lines.items() if count > 460} == {}
