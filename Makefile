@@ -45,7 +45,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The notebooks first: 00 trains two models and takes long. Before them the text, whose making shows progress.
+# The notebooks first: 02 trains three models and takes longest. Before them the text, whose making shows progress.
 test: lint
 	$(BIN)/python -c "from sinkutils.data.corpus import load_corpus; load_corpus('docstrings', 1024)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --no-loadscope-reorder --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS) tests

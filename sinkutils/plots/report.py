@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor, nn
 
 from sinkutils.checks import require
@@ -163,6 +163,8 @@ def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     if "0.3" in summary["interval"]["1"]:
         low, high = summary["interval"]["1"]["0.3"]
         row["95 % interval"] = f"{low:.1f} to {high:.1f}"
+    if "sink_star" in summary:  # of a learned sink, a key of its own or a sink token
+        row["Sink<sub>*</sub>"] = f"{summary['sink_star']['0.3']:.1f} %"
     row["excess in block 1"] = f"{excess[0]:.2f}"
     row["excess in later blocks"] = f"{excess[1:].mean():.2f}" if len(excess) > 1 else ABSENT
     if "hidden_norms" in summary and summary["T"] > 1:
@@ -207,17 +209,20 @@ def _norms(report: Report, name: str) -> str:
 
 
 def _by_block(curves: Mapping[str, list[float]], label: str, name: str) -> str:
-    """A figure of curves over blocks, on a logarithmic scale; nothing without curves."""
+    """A figure of curves over blocks, on a logarithmic scale where they differ much; nothing without curves."""
     if not curves:
         return ""
     ax = _axes()
     for of, values in curves.items():
         ax.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=CURVES[of], label=of)
-    ax.set(xlabel="block", ylabel=label, yscale="log")
+    values = [value for curve in curves.values() for value in curve if value > 0]
+    if values and max(values) > 10 * min(values):
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set(xlabel="block", ylabel=label)
     ax.legend()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    ax.yaxis.set_major_formatter(LogFormatter())
-    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    ax.yaxis.set_major_formatter("{x:g}")
     return _svg(ax, f"{label}, by block, of {name}")
 
 

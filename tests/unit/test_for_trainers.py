@@ -100,3 +100,10 @@ def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(su, "load_lm", lambda name, device: (known["model"], tokenizer))
     for code in re.findall(r"```python\n(.*?)```", TEN, flags=re.DOTALL):
         exec(code, known)
+
+
+def test_a_page_about_a_model_with_a_learned_sink_says_what_that_sink_takes():
+    shape = su.LMConfig(64, 32, 2, 2, 32, 64, attention=su.AttentionSpec(sink_logit="learned"))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    report = su.measure(su.TransformerLM(shape, seed=0), ids)
+    assert f"{report.sink_star():.1f} %" in su.report_page(report).partition("Sink<sub>*</sub>")[2][:30]
