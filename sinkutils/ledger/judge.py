@@ -231,7 +231,8 @@ def _compared(check: Check, ours: Readings, outcome: Outcome, corrected: Mapping
     The others: no effect beyond the margin, by a one-sided test per side that is asked (TOST); surely beyond, it fails.
     """
     kind, quantity = check.kind, check.quantity
-    estimate = ours.difference(*check.runs, quantity, check.fresh)
+    name, other = check.runs
+    estimate = ours.difference(name, other, quantity, check.fresh)
     if quantity in EXCESSES:
         bar = SHARES[kind] * _base(ours).mean
     elif kind == "more":
@@ -239,7 +240,7 @@ def _compared(check: Check, ours: Readings, outcome: Outcome, corrected: Mapping
     elif quantity in RATIOS:
         bar = math.log(1 + SHARES[kind])
     else:
-        bar = SHARES[kind] * ours.level(check.runs[1], quantity, check.fresh).mean
+        bar = SHARES[kind] * ours.level(other, quantity, check.fresh).mean
     outcome = replace(outcome, estimate=estimate, bar=bar)
     if kind == "more":
         p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))

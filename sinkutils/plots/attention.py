@@ -31,7 +31,7 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelsize=min(8.0, 190 / length))
-    names = tokens or range(1, length + 1)
+    names = tokens or [str(position) for position in range(1, length + 1)]
     ax.set_yticks(range(length), names, parse_math=False)  # a token may hold dollars
     ax.set_xticks(range(length), names, rotation=90, parse_math=False)
     ax.xaxis.tick_top()
