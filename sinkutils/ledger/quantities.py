@@ -61,8 +61,10 @@ COMPARED = (
     "sink_1",  # the paper's metric over all blocks, in percent
 )
 # Averaged and compared by their logarithms.
-OF_STATES = ("hidden", "element", "element_1", "before_norm", "star_hidden", "key", "value")
-RATIOS = (*OF_STATES, "gathered", "end", "gradient", "spike")
+RATIOS = (
+    *("hidden", "element", "element_1", "before_norm", "star_hidden", "key", "value"),  # of states
+    *("gathered", "end", "gradient", "spike"),
+)
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
 
