@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.readings import Readings
-from sinkutils.ledger.statistics import difference, level
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import resolve
 
@@ -39,7 +38,7 @@ def main() -> None:
         runs = {name: seeds(spread, 3) for name, spread in zip(names, spreads, strict=True)}
         ours = Readings("laptop", {base: seeds(BASE_SPREAD, 6), **runs})
         for at, name in enumerate(names):
-            found = (level(ours, name, "excess"), difference(ours, name, "base", "excess"))
+            found = (ours.level(name, "excess"), ours.difference(name, "base", "excess"))
             for counts, estimate in zip(covered.values(), found, strict=True):
                 counts[at] += estimate.low <= 0 <= estimate.high
     tenths = np.arange(len(names)) * 10 // len(names)

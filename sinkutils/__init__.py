@@ -29,7 +29,6 @@ _HOMES = {
     "claims": "ledger.table",
     "claim_checks": "ledger.table",
     "verdict": "ledger.table",
-    "effect": "ledger.table",
     "theme": "plots.theme",
     "save": "plots.theme",
     "explore": "plots.explorer",

@@ -62,10 +62,9 @@ class Corpus:
 
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""
-        tokens, start = self.tokens(split), 0
-        for end in np.flatnonzero(tokens == self.eos_id).tolist():
-            yield np.asarray(tokens[start:end])
-            start = end + 1
+        tokens = np.asarray(self.tokens(split))
+        for document in np.split(tokens, np.flatnonzero(tokens == self.eos_id) + 1)[:-1]:
+            yield document[:-1]
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of some tokens."""
@@ -134,10 +133,10 @@ def load_corpus(
         except ValueError as error:
             warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
             shutil.rmtree(folder)
+    build = partial(_build, name, documents, vocab_size, tokenizer, max_tokens, progress)
     if name.startswith("packed:"):
-        write_whole(folder, partial(unpack, Path(name.removeprefix("packed:"))))
-    else:
-        write_whole(folder, partial(_build, name, documents, vocab_size, tokenizer, max_tokens, progress))
+        build = partial(unpack, Path(name.removeprefix("packed:")))
+    write_whole(folder, build)
     return Corpus(folder)
 
 

@@ -24,8 +24,8 @@ from sinkutils.data.packing import Batches
 from sinkutils.data.tokenizer import encode
 
 Conversation = list[dict[str, str]]
-ULTRACHAT = "HuggingFaceH4/ultrachat_200k/train_sft"  # the paper's data set, and the split for fine-tuning
-SOURCES = ("docstrings", "ultrachat", "hub:<owner>/<data set>[/<split>]", "path:<file.jsonl>")
+ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")  # the paper's data set, and the split for fine-tuning
+SOURCES = ("docstrings", "ultrachat", "path:<file.jsonl>")
 IGNORED = -100  # a target without loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
 QUESTIONS = {"class": "What is the class {}?", "function": "What does {} do?", "method": "What does {} do?"}
@@ -67,12 +67,11 @@ def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
     """
     if name == "docstrings":
         return (pair for source in embedded.sources(progress) for pair in conversations_of(source))
-    kind, _, rest = f"hub:{ULTRACHAT}".partition(":") if name == "ultrachat" else name.partition(":")
-    if kind == "hub" and "/" in rest:
-        owner, dataset, *split = rest.split("/")
-        return external.conversations(f"{owner}/{dataset}", *split)
-    if kind == "path" and rest:
-        return external.conversations("json", data_files=str(Path(rest).expanduser()))
+    if name == "ultrachat":
+        return external.conversations(*ULTRACHAT)
+    kind, _, file = name.partition(":")
+    if kind == "path" and file:
+        return external.conversations("json", data_files=str(Path(file).expanduser()))
     raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(SOURCES)}")
 
 
@@ -99,7 +98,9 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer
     end = layout.context_length + 1
-    return (ids[:end], targets[:end]) if {*targets[:end]} != {IGNORED} else None
+    if set(targets[:end]) == {IGNORED}:
+        return None
+    return ids[:end], targets[:end]
 
 
 def make_pairs(

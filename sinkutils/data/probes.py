@@ -60,15 +60,13 @@ def probe(
     if kind is None:
         ids = _windows(tokenizer, n, needed, seed, _several(texts))
     elif kind == "natural":
-        generator = np.random.default_rng([seed, KINDS.index(kind)])
-        ids = _natural(tokenizer, n or SEQUENCES, needed, generator, corpus, texts)
+        ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
-        generator = np.random.default_rng([seed, KINDS.index(kind)])
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
         require(bool(vocabulary), "the tokenizer has special tokens only, none that could stand in a text")
-        shape = (n or SEQUENCES, needed)
-        drawn = generator.choice(vocabulary, size=shape if kind == "random" else (shape[0], 1))
-        ids = np.broadcast_to(drawn, shape)
+        generator = np.random.default_rng([seed, KINDS.index(kind)])
+        drawn = generator.choice(vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1))
+        ids = np.broadcast_to(drawn, (len(drawn), needed))
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
     return torch.from_numpy(np.array(ids, dtype=np.int64))
@@ -92,8 +90,6 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
     least = n or 1
     few = f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed"
     require(len(windows) >= least, f"{few}: give more text, a smaller n or a smaller length")
-    if n is None or n == len(windows):
-        return np.array(windows)
     chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
     return np.array(windows)[np.sort(chosen)]
 
@@ -102,11 +98,11 @@ def _natural(
     tokenizer: Any,
     n: int,
     needed: int,
-    generator: np.random.Generator,
+    seed: int,
     corpus: str | Corpus,
     texts: Iterable[str] | None,
 ) -> np.ndarray:
-    """The first `needed` tokens of n documents that have them, in an order drawn by `generator`."""
+    """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
     documents: list[Any]  # texts, or the ids of their tokens in the corpus
     source = None
     if texts is not None:
@@ -115,14 +111,12 @@ def _natural(
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
         where, documents = f"corpus {source.name!r}", list(source.documents("probe"))
     chosen: list[Any] = []
-    for index in generator.permutation(len(documents)):
-        document = documents[index]
-        if source is None:
-            ids = head(tokenizer, document, needed)
-        elif tokenizer is source.tokenizer:
-            ids = document
-        else:
-            ids = head(tokenizer, source.decode(document), needed)
+    for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
+        ids = documents[index]
+        if source and tokenizer is not source.tokenizer:
+            ids = source.decode(ids)
+        if isinstance(ids, str):
+            ids = _head(tokenizer, ids, needed)
         if len(ids) >= needed:
             chosen.append(ids[:needed])
         if len(chosen) == n:
@@ -131,10 +125,8 @@ def _natural(
     raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
 
 
-def head(tokenizer: Any, text: str, needed: int) -> list[int]:
+def _head(tokenizer: Any, text: str, needed: int) -> list[int]:
     """The first tokens of a text; at least `needed` of them if the text has so many."""
-    if len(text) <= CHARACTERS_A_TOKEN * needed:
-        return encode(tokenizer, text)
     ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
     # The last token of a cut text may not be a token of the whole text.
     return ids if len(ids) > needed else encode(tokenizer, text)

@@ -122,9 +122,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     backend = _backend(tokenizer)
     if backend is not None:
         with _reading_text(backend):
-            if backend is tokenizer:
-                return tokenizer.encode(text, add_special_tokens=False).ids
-            return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False))
+            return backend.encode(text, add_special_tokens=False).ids
     options = {}
     if hasattr(tokenizer, "tokens_trie"):  # written in Python; splitting undoes the added tokens that are not special
         special = tokenizer.convert_ids_to_tokens(sorted(marked_special(tokenizer)))
@@ -137,9 +135,6 @@ def _reading_text(tokenizer: Tokenizer) -> Iterator[None]:
     """While this is entered, the tokenizer takes special tokens in a text as text, and neither cuts nor pads it."""
     with _LOCK:
         before, truncation, padding = tokenizer.encode_special_tokens, tokenizer.truncation, tokenizer.padding
-        if before and not truncation and not padding:
-            yield
-            return
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()

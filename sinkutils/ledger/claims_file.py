@@ -16,11 +16,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sinkutils import paths
 from sinkutils.ledger.quantities import QUANTITIES
@@ -64,31 +67,25 @@ class Claim:
 
 
 @lru_cache(maxsize=2)
-def read_claims(path: Path | None = None) -> tuple[Claim, ...]:
+def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
-    import yaml
-
-    path = path or paths.LEDGER / "claims.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-    claims = tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
-    if len({claim.id for claim in claims}) < len(claims):
-        raise ValueError(f"{path.name} has two claims with the same id")
-    return claims
+    return tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
 
 
 def _claim(entry: dict[str, Any]) -> Claim:
     """A claim from its entry in the file."""
     try:
-        lines = {field: entry.get(field) or [] for field in ("checks", "given")}
-        checks = {field: tuple(_checks(lines[field], entry.get("fresh", False))) for field in lines}
+        fresh = entry.get("fresh", False)
+        checks = {field: _checks(entry.get(field, []), fresh) for field in ("checks", "given")}
         return Claim(**{**entry, **checks})
     except (TypeError, ValueError) as error:
         raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
 
 
-def _checks(lines: list[dict[str, Any]], fresh: bool) -> list[Check]:
+def _checks(lines: list[dict[str, Any]], fresh: bool) -> tuple[Check, ...]:
     """One check for each run, or pair of runs, of each line of YAML."""
-    checks = []
+    checks: list[Check] = []
     for line in lines:
         if "real" in line:
             kind = "above" if "above" in line else "below"
@@ -98,18 +95,14 @@ def _checks(lines: list[dict[str, Any]], fresh: bool) -> list[Check]:
         quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
         if more or kind not in KINDS or quantity not in QUANTITIES:
             raise ValueError(f"no such check: {line}")
-        checks += [Check(kind, runs, quantity, fresh) for runs in _groups(kind, line)]
-    return checks
-
-
-def _groups(kind: str, line: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The runs, or pairs of runs, that a line asks about."""
-    names = _listed(line[kind])
-    if kind in KINDS_OF_ONE:
-        return [(name,) for name in names]
-    if kind == "more" and "than" not in line:
-        return list(pairwise(names))
-    return list(product(names, _listed(line.get("than", "base"))))
+        names = _listed(line[kind])
+        groups: Iterable[tuple[str, ...]] = product(names, _listed(line.get("than", "base")))
+        if kind in KINDS_OF_ONE:
+            groups = zip(names, strict=True)
+        elif kind == "more" and "than" not in line:
+            groups = pairwise(names)
+        checks += [Check(kind, runs, quantity, fresh) for runs in groups]
+    return tuple(checks)
 
 
 def _listed(value: str | list[str]) -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sinkutils.measuring.report import uniform_alpha
+
 Numbers = dict[str, float]
 
 ONSET = 2.9  # percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4)
@@ -59,8 +61,10 @@ COMPARED = (
     "sink_1",  # the paper's metric over all blocks, in percent
 )
 # Averaged and compared by their logarithms.
-OF_STATES = ("hidden", "element", "element_1", "before_norm", "star_hidden", "key", "value")
-RATIOS = (*OF_STATES, "gathered", "end", "gradient", "spike")
+RATIOS = (
+    *("hidden", "element", "element_1", "before_norm", "star_hidden", "key", "value"),  # of states
+    *("gathered", "end", "gradient", "spike"),
+)
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
 
@@ -81,8 +85,7 @@ def of_run(config: dict[str, Any], metrics: dict[str, Any], alpha: np.ndarray | 
     numbers = _of_losses(final, curve)
     if "report" in final:
         report, window = final["report"], config["model"]["attention"]["window"]
-        numbers |= _of_attention(report, window)
-        numbers |= _of_states(report)
+        numbers |= _of_attention(report, window) | _of_states(report)
         if alpha is not None:
             numbers |= _of_course(alpha, [point["step"] for point in curve], report, window)
     if "gradient_norms" in curve[-1]:
@@ -105,19 +108,6 @@ def as_judged(numbers: Numbers) -> Numbers:
     return kept
 
 
-def uniform_alpha(length: int, target: int | None = 1, window: int | None = None) -> float:
-    """alpha of a target under uniform causal attention; in a window w, query i spreads over min(i, w) keys.
-
-    target: its position, counted from 1; None: a key of the model's own, which every query sees beside the others.
-    """
-    queries = np.arange(target or 1, length + 1)
-    keys = np.minimum(queries, window or length)
-    if target is None:
-        return float(np.mean(1 / (keys + 1)))
-    sees = queries - target < (window or length)
-    return float(np.mean(sees / keys))
-
-
 def excess(alpha: Any, uniform: Any) -> Any:
     """(alpha - u) / (1 - u): 0 where attention is uniform, 1 where all of it is on the target."""
     return (alpha - uniform) / (1 - uniform)
@@ -127,13 +117,13 @@ def norm_ratio(norms: Sequence[Sequence[float]]) -> np.ndarray:
     """The first position's norm over the mean of the others', for each row of norms by position; NaN over zeros."""
     rows = np.asarray(norms, dtype=float)
     others = rows[:, 1:].mean(axis=1)
-    return np.divide(rows[:, 0], others, out=np.full(len(rows), np.nan), where=others > 0)
+    return rows[:, 0] / np.where(others > 0, others, np.nan)
 
 
 def _of_losses(final: dict[str, Any], curve: list[dict[str, Any]]) -> Numbers:
     steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])
-    losses = [point["valid_loss"] for point in curve]
-    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"], "turn": steps[np.argmin(losses)]}
+    least = np.argmin([point["valid_loss"] for point in curve])
+    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"], "turn": steps[least]}
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]
     below = [i for i, point in enumerate(curve) if point["sink_1"] < ONSET]
@@ -144,17 +134,15 @@ def _of_losses(final: dict[str, Any], curve: list[dict[str, Any]]) -> Numbers:
 
 
 def _of_attention(report: dict[str, Any], window: int | None) -> Numbers:
-    length, targets = report["T"], report["targets"]
-    alpha = np.mean(report["alpha"], axis=2)  # (targets, blocks)
-    uniform = [uniform_alpha(length, target, window) for target in targets]
-    numbers = {"block_1": excess(alpha[0, 0], uniform[0])}
-    for name, target in (("excess", 1), ("excess_2", 2), ("excess_3", 3)):
-        if target in targets:
-            row = targets.index(target)
-            numbers[name] = excess(_later(alpha[row]), uniform[row])
+    length = report["T"]
+    alpha = np.mean(report["alpha"], axis=2)  # (targets, blocks), the first token's first
+    numbers = {"block_1": excess(alpha[0, 0], uniform_alpha(length, 1, window))}
+    for target, blocks in zip(report["targets"], alpha, strict=True):
+        name = "excess" if target == 1 else f"excess_{target}"
+        numbers[name] = excess(_later(blocks), uniform_alpha(length, target, window))
     if report.get("alpha_star"):
         star = np.mean(report["alpha_star"], axis=1)
-        numbers["excess_star"] = excess(_later(star), uniform_alpha(length, None, window))
+        numbers["excess_star"] = excess(_later(star), uniform_alpha(length, "star", window))
     seen = min(window or length, length)  # queries that see x_1
     if seen > 1:
         numbers["visible"] = excess(_later(alpha[0]) * length / seen, uniform_alpha(seen))
@@ -163,13 +151,14 @@ def _of_attention(report: dict[str, Any], window: int | None) -> Numbers:
 
 def _of_course(alpha: np.ndarray, steps: list[int], report: dict[str, Any], window: int | None) -> Numbers:
     """What training added. A target beyond the report's is the model's own key."""
-    course = [_later(blocks) for blocks in alpha[:, 0].mean(axis=2)]  # one per evaluation
-    excesses = excess(np.array(course), uniform_alpha(report["T"], 1, window))
+    length = report["T"]
+    course = np.array([_later(blocks) for blocks in alpha[:, 0].mean(axis=2)])  # one per evaluation
+    excesses = excess(course, uniform_alpha(length, 1, window))
     early = int(np.searchsorted(steps, steps[-1] / 10, side="right")) - 1
     numbers = {"highest": excesses.max(), "learned": excesses[-1] - excesses[0], "late": excesses[-1] - excesses[early]}
     if alpha.shape[1] > len(report["targets"]):
-        first, last = (_later(alpha[at, -1].mean(axis=1)) for at in (0, -1))
-        numbers["learned_star"] = (last - first) / (1 - uniform_alpha(report["T"], None, window))
+        first, *_, last = (_later(blocks) for blocks in alpha[:, -1].mean(axis=2))
+        numbers["learned_star"] = (last - first) / (1 - uniform_alpha(length, "star", window))
     return numbers
 
 

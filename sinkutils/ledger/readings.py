@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-
 from sinkutils import paths
+from sinkutils.ledger import statistics
 from sinkutils.ledger.quantities import Numbers, as_judged, failed, of_run
+from sinkutils.ledger.statistics import Estimate
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS, Record
+from sinkutils.study.record import SUMS
 from sinkutils.study.store import Runs
 
 LEAST_SEEDS = {"desk": 2}  # seeds of an experiment without which nothing is judged, where not 3: a night per run
 FRESH = {"laptop": 3}  # the first seed that came after the claims of ours were seen; elsewhere all came after
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Readings:
     """What the ledger judges at a preset; it never changes.
 
-    runs: by experiment and seed, the quantities that a run holds; None for a run whose training failed. priors: kept
-    by `statistics`, for these runs alone: `dataclasses.replace` makes Readings with none.
+    runs: by experiment and seed, the quantities that a run holds; None for a run whose training failed. In all methods,
+    fresh: only seeds that came after the claims of ours.
     """
 
     preset: str
     runs: Mapping[str, Mapping[int, Numbers | None]]
     least: int = 3  # seeds
-    priors: dict[str, tuple[float, float, float]] = field(default_factory=dict, init=False)
 
     def seeds(self, name: str, fresh: bool = False) -> dict[int, Numbers | None]:
-        """The runs of an experiment by seed; fresh: only of seeds that came after the claims of ours."""
+        """The runs of an experiment by seed."""
         first = FRESH.get(self.preset, 0) if fresh else 0
         runs = self.runs.get(label(name, self.preset), {})
         return {seed: run for seed, run in runs.items() if seed >= first}
@@ -45,10 +44,20 @@ class Readings:
         runs = self.seeds(name, fresh)
         return {seed: run[quantity] for seed, run in runs.items() if run is not None and quantity in run}
 
-    def differences(self, name: str, other: str, quantity: str, fresh: bool = False) -> list[float]:
-        """One experiment's quantity less another's, for each seed that both have."""
+    def level(self, name: str, quantity: str, fresh: bool = False) -> Estimate:
+        """The mean of a quantity over an experiment's seeds."""
+        return statistics.level(self.values(name, quantity, fresh), _prior(self, quantity))
+
+    def difference(self, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate:
+        """One experiment's quantity less another's, over the seeds that both have."""
         these, those = self.values(name, quantity, fresh), self.values(other, quantity, fresh)
-        return [these[seed] - those[seed] for seed in these if seed in those]
+        return statistics.difference(these, those, _prior(self, quantity))
+
+
+@lru_cache(maxsize=256)
+def _prior(ours: Readings, quantity: str) -> statistics.Prior:
+    """The common variance of all experiments. Readings are told apart by identity, so none gets another's."""
+    return statistics.fit_prior([list(ours.values(name, quantity).values()) for name in ours.runs])
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +78,6 @@ def readings(preset: str = "laptop", folder: Path | str | None = None) -> Readin
 
 @lru_cache(maxsize=4)
 def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
-    trials = _trials(preset) if store.folder == paths.RUNS else {}
     runs: dict[str, dict[int, Numbers | None]] = {}
     for entry in store.entries(preset):
         record = entry.record
@@ -77,26 +85,34 @@ def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> 
             continue
         numbers = None
         if not failed(record.config, record.metrics):
-            numbers = of_run(record.config, record.metrics, _curve(record))
-            numbers |= trials.get((entry.experiment, entry.seed), {})
+            curve = record.arrays.get("curve")
+            numbers = of_run(record.config, record.metrics, None if curve is None else curve.numpy())
         runs.setdefault(entry.experiment, {})[entry.seed] = numbers
+    if store.folder == paths.RUNS:
+        _add_trials(preset, runs)
     return Readings(preset, runs, LEAST_SEEDS.get(preset, 3))
 
 
-def _curve(record: Record) -> np.ndarray | None:
-    """alpha along the curve (evaluations, targets, blocks, heads), where the record keeps it."""
-    from safetensors.numpy import load_file
+def _add_trials(preset: str, runs: dict[str, dict[int, Numbers | None]]) -> None:
+    """What was measured on the weights that some records keep (benchmarks/trials.py)."""
+    for row in _table("trials.csv"):
+        numbers = runs.get(row["experiment"], {}).get(int(row["seed"]))
+        if row["preset"] == preset and numbers is not None:
+            numbers |= as_judged({row["quantity"]: float(row["value"])})
 
-    path = record.folder / "alpha.safetensors"
-    return load_file(path).get("curve") if path.exists() else None
+
+@lru_cache(maxsize=1)
+def real_models() -> dict[str, dict[str, tuple[float, float]]]:
+    """What finished language models say (benchmarks/real_models.py), by model and question.
+
+    A number as the two ends of its interval, which are one where there is none.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for row in _table("real_models.csv"):
+        found.setdefault(row["model"], {})[row["question"]] = float(row["low"]), float(row["high"])
+    return found
 
 
-def _trials(preset: str) -> dict[tuple[str, int], Numbers]:
-    """What was measured on the weights that some records keep, by experiment and seed (benchmarks/trials.py)."""
-    trials: dict[tuple[str, int], Numbers] = {}
-    with (paths.LEDGER / "trials.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["preset"] == preset:
-                run = row["experiment"], int(row["seed"])
-                trials.setdefault(run, {}).update(as_judged({row["quantity"]: float(row["value"])}))
-    return trials
+def _table(file: str) -> list[dict[str, str]]:
+    with (paths.LEDGER / file).open(encoding="utf-8") as opened:
+        return list(csv.DictReader(opened))

@@ -10,17 +10,16 @@ variances of all settings tell: with d0 degrees of freedom for the common s0^2 a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
 
-from sinkutils.checks import require
-from sinkutils.ledger.readings import Readings
-
 LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
 ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
+
+Prior = tuple[float, float, float]  # d0, s0^2, and the most degrees of freedom that an estimate can have
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,6 @@ class Estimate:
     error: float
     freedom: float  # degrees of freedom of its t interval
     seeds: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} (95 %: {self.low:+.3f} to {self.high:+.3f}, {self.seeds} seeds)"
 
     @property
     def low(self) -> float:
@@ -56,54 +52,46 @@ class Estimate:
         return replace(self, mean=-self.mean).p_above(-bar)
 
 
-def level(ours: Readings, name: str, quantity: str, fresh: bool = False) -> Estimate:
-    """The mean of a quantity over an experiment's seeds. Raises ValueError where fewer than two hold it."""
-    values = list(ours.values(name, quantity, fresh).values())
-    require(len(values) > 1, f"fewer than two seeds of {name} hold {quantity} at preset {ours.preset!r}")
-    variance, freedom = moderated(values, prior(ours, quantity))
-    return Estimate(float(np.mean(values)), math.sqrt(variance / len(values)), freedom, len(values))
+def level(values: Mapping[int, float], prior: Prior) -> Estimate:
+    """The mean of a quantity over the seeds of a setting, at least two. values: by seed."""
+    sample = list(values.values())
+    variance, freedom = moderated(sample, prior)
+    return Estimate(float(np.mean(sample)), math.sqrt(variance / len(sample)), freedom, len(sample))
 
 
-def difference(ours: Readings, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate:
-    """One experiment's quantity less another's, seed by seed. Raises ValueError where they share fewer than two.
+def difference(these: Mapping[int, float], those: Mapping[int, float], prior: Prior) -> Estimate:
+    """One setting's quantity less another's, over the seeds that they share, at least two.
 
     Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a fifth
     of the variance at most, is given away: the differences' own variances could not be moderated, since they all share
     the base's seeds and so are not independent.
     """
-    values = ours.differences(name, other, quantity, fresh)
-    require(len(values) > 1, f"{name} and {other} share fewer than two seeds at preset {ours.preset!r}: train more")
-    common = prior(ours, quantity)
-    settings = [ours.values(setting, quantity, fresh) for setting in (name, other)]
-    (a, freedom_a), (b, freedom_b) = (moderated(list(values.values()), common) for values in settings)
-    freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b) if a + b > 0 else freedom_a + freedom_b
-    return Estimate(float(np.mean(values)), math.sqrt((a + b) / len(values)), freedom, len(values))
+    paired = [these[seed] - those[seed] for seed in these if seed in those]
+    a, freedom_a = moderated(list(these.values()), prior)
+    b, freedom_b = moderated(list(those.values()), prior)
+    freedom = freedom_a + freedom_b
+    if a + b > 0:
+        freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b)
+    return Estimate(float(np.mean(paired)), math.sqrt((a + b) / len(paired)), freedom, len(paired))
 
 
-def moderated(values: Sequence[float], common: tuple[float, float, float]) -> tuple[float, float]:
-    """The moderated variance of at least two values, and its freedom; common: as `fit_prior` gives it."""
+def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
+    """The moderated variance of at least two values, and its degrees of freedom."""
     own = len(values) - 1
-    d0, s0_squared, most = common
+    d0, s0_squared, most = prior
     variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
     return variance, max(own, min(d0 + own, most))
 
 
-def prior(ours: Readings, quantity: str) -> tuple[float, float, float]:
-    """`fit_prior` on the variances of all settings of a preset."""
-    if quantity not in ours.priors:
-        samples = [list(ours.values(name, quantity).values()) for name in ours.runs]
-        several = [sample for sample in samples if len(sample) > 1]
-        variances = np.array([np.var(sample, ddof=1) for sample in several])
-        ours.priors[quantity] = fit_prior(variances, np.array([len(sample) - 1.0 for sample in several]))
-    return ours.priors[quantity]
+def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
+    """The settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
 
-
-def fit_prior(variances: np.ndarray, freedoms: np.ndarray) -> tuple[float, float, float]:
-    """d0 and s0^2 of the settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
-
-    Also the most degrees of freedom that an estimate can have, those of all settings together. A log variance scatters
-    by trigamma(d / 2) through its few seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
+    samples: the values of each setting. A log variance scatters by trigamma(d / 2) through its few seeds; what it
+    scatters beyond is that of the true variances, trigamma(d0 / 2).
     """
+    several = [sample for sample in samples if len(sample) > 1]
+    variances = np.array([np.var(sample, ddof=1) for sample in several])
+    freedoms = np.array([len(sample) - 1.0 for sample in several])
     together = float(freedoms.sum())
     if len(variances) < LEAST_SETTINGS or not (variances > 0).any():
         return 0.0, 0.0, together

@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from sinkutils.checks import choice
 from sinkutils.ledger.claims_file import read_claims
-from sinkutils.ledger.judge import Judged, judge_claims
-from sinkutils.ledger.outcome import HOLDS, Outcome
+from sinkutils.ledger.judge import HOLDS, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
-from sinkutils.ledger.statistics import Estimate, difference, level
+from sinkutils.ledger.statistics import Estimate
+
+CHECK_COLUMNS = "id kind runs quantity state mean low high seeds bar p passes words premise".split()
 
 
 def claims(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
@@ -39,12 +39,15 @@ def claim_checks(preset: str = "laptop", folder: Path | str | None = None) -> pd
     margin. p: after Holm, of directional checks. passes: of a "no effect" check, the largest effect that would still
     pass. All of ratios as logarithms. premise: whether the claim takes it for granted.
     """
-    return pd.DataFrame(
-        {"id": one.claim.id, **_check_row(outcome), "premise": premise}
-        for one in judge_claims(read_claims(), readings(preset, folder))
-        for premise, outcomes in ((False, one.outcomes), (True, one.premises))
-        for outcome in outcomes
-    )
+    rows = []
+    for one in judge_claims(read_claims(), readings(preset, folder)):
+        for premise, outcomes in ((False, one.outcomes), (True, one.premises)):
+            for outcome in outcomes:
+                row = {"id": one.claim.id, **vars(outcome), "runs": ", ".join(outcome.runs), "premise": premise}
+                row |= _numbers("mean", outcome.estimate)
+                row["seeds"] = outcome.estimate.seeds if outcome.estimate else 0
+                rows.append(row)
+    return pd.DataFrame(rows, columns=CHECK_COLUMNS if rows else None)
 
 
 def verdict(id: str, preset: str = "laptop", folder: Path | str | None = None) -> str:
@@ -55,18 +58,6 @@ def verdict(id: str, preset: str = "laptop", folder: Path | str | None = None) -
     raise ValueError(f"no claim {id!r} in data/claims.yaml")
 
 
-def effect(
-    name: str, reference: str, preset: str = "laptop", quantity: str = "excess", folder: Path | str | None = None
-) -> Estimate:
-    """One experiment's quantity less another's, over the seeds that both have, with its 95 % interval.
-
-    Ratios are compared by their logarithms. Raises ValueError for an unknown quantity or preset, and where the two
-    share fewer than two seeds.
-    """
-    choice("quantity", quantity, QUANTITIES)
-    return difference(readings(preset, folder), name, reference, quantity)
-
-
 def _holds(one: Judged) -> str:
     held = [outcome for outcome in one.outcomes if outcome.state == HOLDS]
     return f"{len(held)} of {len(one.outcomes)}"
@@ -74,7 +65,6 @@ def _holds(one: Judged) -> str:
 
 def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
     """A claim as a row; see `claims`."""
-    claim = one.claim
     read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
     lines = []
     for outcome in one.outcomes:
@@ -83,9 +73,11 @@ def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
         else:
             lines.append(f"{outcome.runs[0]} {outcome.quantity} {outcome.words}")
     excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
-    lines += [f"{quantity}: {_levels(quantity, runs, ours)}" for quantity, runs in read.items()]
-    intervals = [f"{quantity}: {_levels(quantity, runs, ours, True)}" for quantity, runs in read.items()]
-    first = next((outcome.estimate for outcome in one.outcomes if outcome.estimate), None)
+    intervals = []
+    for quantity, runs in read.items():
+        lines.append(f"{quantity}: {_levels(quantity, runs, ours)}")
+        intervals.append(f"{quantity}: {_levels(quantity, runs, ours, interval=True)}")
+    claim = one.claim
     return {
         **{name: getattr(claim, name) for name in ("id", "part", "source", "claim", "paper")},
         "ours": "; ".join(lines),
@@ -93,20 +85,9 @@ def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
         **{name: _levels(name, excesses, ours) for name in ("block_1", "sink_1")},
         "verdict": one.verdict,
         "holds": _holds(one),
-        **_numbers("effect", first),
+        **_numbers("effect", next((outcome.estimate for outcome in one.outcomes if outcome.estimate), None)),
         "trivial": claim.trivial,
         "remark": claim.remark,
-    }
-
-
-def _check_row(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "kind": outcome.kind,
-        "runs": ", ".join(outcome.runs),
-        **{name: getattr(outcome, name) for name in ("quantity", "state")},
-        **_numbers("mean", outcome.estimate),
-        "seeds": outcome.estimate.seeds if outcome.estimate else 0,
-        **{name: getattr(outcome, name) for name in ("bar", "p", "passes", "words")},
     }
 
 
@@ -122,7 +103,7 @@ def _levels(quantity: str, runs: Iterable[str], ours: Readings, interval: bool =
     for run in runs:
         if len(ours.values(run, quantity)) < 2:
             continue
-        estimate = level(ours, run, quantity)
+        estimate = ours.level(run, quantity)
         numbers = [estimate.low, estimate.high] if interval else [estimate.mean]
         if quantity in RATIOS:
             numbers = [math.exp(number) for number in numbers]

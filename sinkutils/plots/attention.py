@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
@@ -17,35 +16,25 @@ from sinkutils.plots.theme import COLORS
 SHADES = "magma_r"  # of all maps: little is light, much is dark; even steps, so that it also reads in grey
 
 
-def attention_map(
-    weights: Any, tokens: Sequence[str] | None = None, sink: int | None = 1, ax: Axes | None = None
-) -> Axes:
+def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     """Draw A_ij, queries down and keys across, on a square-root scale from 0 to 1, so that small weights show.
 
-    weights: (T, T), or (T, T + 1) where the first key is k*. Keys that a query cannot see (after itself) stay white.
-    tokens: the T names for the edges. sink: the column to frame, counted from 1; None frames none.
+    weights: (T, T); keys that a query cannot see (after itself) stay white, and the first is framed. tokens: the T
+    names for the edges; None: their positions.
     """
     squares = np.array(weights, dtype=float)
-    length, columns = squares.shape
-    stars = ["k*"] * (columns - length)
-    require(columns in (length, length + 1), f"weights must have the shape (T, T) or (T, T + 1), got {squares.shape}")
-    squares[~np.tri(length, columns, len(stars), dtype=bool)] = np.nan
-    ax = ax or plt.gca()
+    length = len(squares)
+    require(squares.shape == (length, length), f"weights must have the shape (T, T), got {squares.shape}")
+    squares[np.triu_indices(length, 1)] = np.nan
     ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
+    ax.add_patch(Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8))
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    ax.tick_params(length=0, labelsize=min(8.0, 190 / columns))
-    if tokens is None:
-        ax.set(xlabel="key", ylabel="query")
-    else:
-        ax.set_yticks(range(length), tokens, parse_math=False)  # a token may hold dollars
-        ax.set_xticks(range(columns), [*stars, *tokens], rotation=90, parse_math=False)
-        ax.xaxis.tick_top()
-    if sink is not None:
-        first_query = max(0, sink - 1 - len(stars))
-        color = COLORS["star"] if stars and sink == 1 else COLORS["first"]
-        edge = (sink - 1.5, first_query - 0.5)
-        ax.add_patch(Rectangle(edge, 1, length - first_query, fill=False, edgecolor=color, linewidth=1.8))
+    ax.tick_params(length=0, labelsize=min(8.0, 190 / length))
+    names = tokens or [str(position) for position in range(1, length + 1)]
+    ax.set_yticks(range(length), names, parse_math=False)  # a token may hold dollars
+    ax.set_xticks(range(length), names, rotation=90, parse_math=False)
+    ax.xaxis.tick_top()
     return ax
 
 

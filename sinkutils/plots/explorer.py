@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from sinkutils.checks import integer, require
+from sinkutils.checks import integer
 from sinkutils.measuring.measure import measure
 from sinkutils.plots.attention import SHADES, attention_map, token_label
 from sinkutils.plots.interactive import Interactive, shade, still_figure
@@ -28,7 +27,8 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None
 
     ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
     output can carry. tokenizer: names the tokens, else their ids do. A still picture where scripts do not run.
-    Raises ValueError as `measure` does, and for a length that is no positive integer.
+    It starts at the head with the largest alpha_1 of the first text. Raises ValueError as `measure` does, and for a
+    length that is no positive integer.
     """
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
@@ -39,34 +39,19 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None
     texts = max(1, 2 * MOST_WEIGHTS // (len(heads) * shown**2))
     ids = ids[:texts, :shown]
     kept = measure(model, ids, heads=heads, keep=("map",), norms=False).kept
-    weights = np.stack([np.asarray(kept[head].map) for head in heads], axis=1)
+    weights = np.stack([np.asarray(kept[head].map) for head in heads], axis=1)  # (texts, heads, T, T)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
-    return explore_maps(weights, heads, tokens, name, columns=probe.alpha.shape[-1])
-
-
-def explore_maps(
-    weights: Any, heads: Sequence[tuple[int, int]], tokens: Sequence[Sequence[str]], name: str = "", columns: int = 1
-) -> Interactive:
-    """`explore` of maps that are there already; it starts at the head with the largest alpha_1 of the first text.
-
-    weights: (texts, heads, T, T); heads: layer and head of each, from 0, layer by layer, `columns` in a row of
-    the grid; tokens: their names, text by text.
-    """
-    weights = np.asarray(weights, dtype=float)
-    length = len(tokens[0])
-    wanted = (len(tokens), len(heads), length, length)
-    require(weights.shape == wanted, f"weights of these heads and tokens must be {wanted}, got {weights.shape}")
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     best = int(alpha[0].argmax())
-    row, column = np.tril_indices(length)
+    row, column = np.tril_indices(shown)
     packed = zlib.compress(shade(np.sqrt(weights))[..., row, column].tobytes(), 9)
     data = {
         "packed": base64.b64encode(packed).decode(),
-        "tokens": [list(names) for names in tokens],
+        "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
         "names": [[layer + 1, head + 1] for layer, head in heads],
-        "columns": columns,
-        "T": length,
+        "columns": probe.alpha.shape[-1],
+        "T": shown,
         "head": best,
     }
     layer, head = data["names"][best]
@@ -94,6 +79,6 @@ def _still(weights: np.ndarray, alpha: np.ndarray, data: dict[str, Any], title: 
         grid.set_yticks(rows, [str(data["names"][row * columns][0]) for row in rows])
         grid.set(ylabel="block", xlabel="head", xticks=[])
         grid.grid(False)
-        attention_map(weights, data["tokens"][0], ax=ax)
+        attention_map(weights, data["tokens"][0], ax)
         figure.suptitle(title, fontsize=11, fontweight="bold")
     return figure

@@ -74,32 +74,30 @@ class Interactive:
         return f"[picture: {self.alt}]"
 
 
-def film(runs: Mapping[str, Any], k: int | str = 1) -> Interactive:
+def film(runs: Mapping[str, Record], k: int | str = 1) -> Interactive:
     """Play back how a sink emerges: every head's mean attention to one key along training, one row per run.
 
-    runs: by title, a Record, or (steps, alphas) with steps (N,) and alphas (N, layers, heads), the mean attention of
-    each head to the key at each of these steps; None where a record is missing, which is left out.
-    k: which key of a Record: a position counted from 1, or "*" for k*, x* or a sink logit.
-    Raises ValueError where nothing is left, or where the runs were measured at different steps.
+    runs: records by title. k: which key: a position counted from 1, or "*" for k*, x* or a sink logit.
+    Raises ValueError for no runs, a record without that key, or runs that were measured at different steps.
     """
-    courses = {title: _course(title, run, k) for title, run in runs.items() if run is not None}
-    require(len(courses) > 0, "there is nothing to play: none of these runs is recorded")
-    steps = next(iter(courses.values()))[0]
-    same = all(np.array_equal(steps, others) for others, _ in courses.values())
-    require(same, "the runs of a film must have been measured at the same steps")
+    require(len(runs) > 0, "there is nothing to play")
+    courses = {title: _course(title, record, k) for title, record in runs.items()}
+    all_steps = [[point["step"] for point in record.metrics["curve"]] for record in runs.values()]
+    steps = all_steps[0]
+    require(all_steps.count(steps) == len(runs), "the runs of a film must have been measured at the same steps")
     key = "k*" if k == "*" else f"token {k}"
     data: dict[str, Any] = {
         "key": key,
-        "steps": steps.tolist(),
+        "steps": steps,
         "picks": np.unique(np.linspace(0, len(steps) - 1, THUMBNAILS).round().astype(int)).tolist(),
         "runs": [],
     }
     colors = [COLORS["star" if k == "*" else "first"], *OTHER_LINES]
-    for (title, (_, alphas)), color in zip(courses.items(), cycle(colors), strict=False):
+    for (title, alphas), color in zip(courses.items(), cycle(colors), strict=False):
         frames = shade(alphas).reshape(len(steps), -1).tolist()
         run = {"name": title, "color": color, "heads": alphas.shape[2], "frames": frames}
         data["runs"].append(run | {"means": alphas.mean(axis=(1, 2)).round(4).tolist()})
-    still = _film_still(data, [alphas for _, alphas in courses.values()])
+    still = _film_still(data, [*courses.values()])
     alt = f"Attention of every head to {key} at steps of training, and its mean along training: {', '.join(courses)}"
     caption = (
         f"A square is a head (rows: blocks, columns: heads), darker the more attention it gives to {key}; with each "
@@ -130,20 +128,15 @@ def still_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _course(title: str, run: Any, k: int | str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps (N,) of a run and every head's mean attention to the key then, (N, layers, heads)."""
-    if isinstance(run, Record):
-        points, curve = run.metrics["curve"], run.arrays.get("curve")  # (N, targets, layers, heads), k* last if any
-        require(curve is not None, f"the record of {title!r} keeps no attention along training")
-        assert curve is not None
-        has_star = "sink_star" in points[0]
-        keys = [*range(1, 1 + curve.shape[1] - has_star), *["*"] * has_star]
-        require(k in keys, f"the record of {title!r} keeps attention to the keys {keys}, not to {k!r}")
-        run = [point["step"] for point in points], curve[:, keys.index(k)].float()
-    steps, alphas = np.asarray(run[0]), np.asarray(run[1], dtype=float)
-    good = alphas.ndim == 3 and steps.shape == alphas.shape[:1]
-    require(good, f"{title!r} needs steps (N,) and alphas (N, layers, heads), got {steps.shape} and {alphas.shape}")
-    return steps, alphas
+def _course(title: str, record: Record, k: int | str) -> np.ndarray:
+    """Every head's mean attention to the key at each evaluation, (evaluations, layers, heads)."""
+    curve = record.arrays.get("curve")  # (evaluations, targets, layers, heads), k* last if any
+    if curve is None:
+        raise ValueError(f"the record of {title!r} keeps no attention along training")
+    has_star = "sink_star" in record.metrics["curve"][0]
+    keys: list[int | str] = [*range(1, 1 + curve.shape[1] - has_star), *["*"] * has_star]
+    require(k in keys, f"the record of {title!r} keeps attention to the keys {keys}, not to {k!r}")
+    return curve[:, keys.index(k)].double().numpy()
 
 
 def _film_still(data: Mapping[str, Any], courses: Sequence[np.ndarray]) -> Figure:

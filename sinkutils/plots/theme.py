@@ -65,17 +65,14 @@ def theme() -> dict[str, str]:
     return dict(COLORS)
 
 
-def save(figure: Figure | Axes, name: str, alt: str = "") -> Path:
+def save(figure: Figure | Axes, name: str) -> Path:
     """Save a figure as a PNG in 256 colours, the same bytes for the same picture; returns its path.
 
     It goes to figures/ where `run --in-place` makes what is committed, else to rendered/figures/, which git ignores.
-    alt: the text for those who cannot see it, kept as the figure's label.
     """
     of = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
     if not isinstance(of, Figure):
         raise ValueError(f"save takes a figure or its axes, got {type(figure).__name__}")
-    if alt:
-        of.set_label(alt)
     folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"

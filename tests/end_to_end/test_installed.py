@@ -19,7 +19,8 @@ def installed(tmp_path_factory):
     elsewhere.mkdir()
     for name in ("sinkutils", "data/paper"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "data/claims.yaml", "data/trials.csv"):
+    tables = [file.relative_to(ROOT) for file in (ROOT / "data").iterdir() if file.is_file()]
+    for name in ("pyproject.toml", "README.md", "LICENSE", *tables):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)

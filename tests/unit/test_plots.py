@@ -103,19 +103,14 @@ def test_every_head_is_a_dot_at_its_alpha_over_its_block():
 
 def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
     tokens = ["a", "b", "$$", "d"]  # two dollars are no formula
-    figure, axes = plt.subplots(1, 2)
-    plain = plots.attention_map(np.full((4, 4), 0.25), tokens, ax=axes[0])
-    star = plots.attention_map(np.full((4, 5), 0.2), tokens, ax=axes[1])
-    theme.png(figure)
-    for ax, extra in ((plain, 0), (star, 1)):
-        hidden = np.isnan(np.ma.filled(ax.images[0].get_array(), np.nan))
-        assert hidden.tolist() == (~np.tri(4, 4 + extra, extra, dtype=bool)).tolist()
-        assert ax.patches[0].get_x() == -0.5 and ax.patches[0].get_height() == 4
-    assert [label.get_text() for label in star.get_xticklabels()] == ["k*", "a", "b", "$$", "d"]
-    third = plots.attention_map(np.full((4, 4), 0.25), sink=3, ax=plt.figure().subplots()).patches[0]
-    assert third.get_xy() == (1.5, 1.5) and third.get_height() == 2
-    with pytest.raises(ValueError, match=r"\(T, T\) or \(T, T \+ 1\), got \(4, 6\)"):
-        plots.attention_map(np.ones((4, 6)))
+    ax = plots.attention_map(np.full((4, 4), 0.25), tokens, plt.figure().subplots())
+    theme.png(ax.figure)
+    hidden = np.isnan(np.ma.filled(ax.images[0].get_array(), np.nan))
+    assert hidden.tolist() == (~np.tri(4, dtype=bool)).tolist()
+    assert ax.patches[0].get_x() == -0.5 and ax.patches[0].get_height() == 4
+    assert [label.get_text() for label in ax.get_xticklabels()] == tokens
+    with pytest.raises(ValueError, match=r"\(T, T\), got \(4, 6\)"):
+        plots.attention_map(np.ones((4, 6)), tokens, ax)
 
 
 def test_tokens_are_shown_as_they_are_written():
@@ -130,32 +125,29 @@ def test_tokens_are_shown_as_they_are_written():
 # --- interactive -----------------------------------------------------------------------------------------------------
 
 
-def record(folder, name, sinks, star=None):
+def record(folder, name, sinks, star=None, steps=STEPS):
     """A run whose heads all give token 1 what `sinks` says in percent, and k* what `star` says."""
     columns = [sinks] if star is None else [sinks, star]
-    curve = [{"step": step, "valid_loss": 3.0, "sink_1": sink} for step, sink in zip(STEPS, sinks, strict=True)]
+    curve = [{"step": step, "valid_loss": 3.0, "sink_1": sink} for step, sink in zip(steps, sinks, strict=True)]
     for point, value in zip(curve, star or (), strict=bool(star)):
         point["sink_star"] = value
     alpha = torch.tensor(columns).T[:, :, None, None].expand(-1, -1, 2, 3).half() / 100
     return made_up(folder, name, kept={"arrays": {"curve": alpha}}, curve=curve, final=dict(curve[-1]))
 
 
-def test_a_film_plays_records_and_courses_and_refuses_what_it_cannot(tmp_path):
+def test_a_film_plays_records_and_refuses_what_it_cannot(tmp_path):
     base = record(tmp_path, "fixed_1", (0.0, 25.0, 50.0))
     biased = record(tmp_path, "k_bias", (0.0, 0.0, 0.0), star=(5.0, 40.0, 75.0))
-    course = (STEPS, np.full((3, 2, 3), 0.25))
-    data = su.film({"base": base, "missing": None, "in the page": course}).data
-    assert [run["name"] for run in data["runs"]] == ["base", "in the page"] and data["steps"] == list(STEPS)
-    assert (
-        data["runs"][0]["means"] == pytest.approx([0, 0.25, 0.5], abs=1e-3) and data["runs"][1]["means"] == [0.25] * 3
-    )
+    data = su.film({"base": base, "biased": biased}).data
+    assert [run["name"] for run in data["runs"]] == ["base", "biased"] and data["steps"] == list(STEPS)
+    assert data["runs"][0]["means"] == pytest.approx([0, 0.25, 0.5], abs=1e-3) and data["runs"][1]["means"] == [0] * 3
     assert np.array(data["runs"][0]["frames"][2]) / (len(PALETTE) - 1) == pytest.approx(0.5, abs=0.02)
     assert su.film({"k": biased}, k="*").data["runs"][0]["means"][2] == pytest.approx(0.75, abs=1e-3)
+    other = record(tmp_path, "sigmoid", (0.0, 1.0, 2.0), steps=(0, 1, 2))
     for runs, k, message in (
-        ({"base": None}, 1, "nothing to play"),
+        ({}, 1, "nothing to play"),
         ({"base": base}, "*", "keeps attention to the keys"),
-        ({"base": base, "in the page": ((0, 1, 2), course[1])}, 1, "the same steps"),
-        ({"in the page": (STEPS[:2], course[1])}, 1, r"alphas \(N, layers, heads\), got \(2,\) and \(3, 2, 3\)"),
+        ({"base": base, "other": other}, 1, "the same steps"),
     ):
         with pytest.raises(ValueError, match=message):
             su.film(runs, k)
@@ -179,9 +171,12 @@ def test_a_length_that_is_none_is_refused_in_a_line(model, ids, length, message)
 
 
 def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(model, ids):
-    hostile = plots.explore_maps(
-        np.ones((1, 270, 23, 23)) / 23, [(0, 0)] * 270, [['</script> <"a" & b>'] * 23], "<&", 9
-    )
+    class Hostile:
+        def decode(self, ids, **options):
+            return "</s> <&"
+
+    many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
+    hostile = su.explore(su.TransformerLM(many, 0), ids, "</script> <&", Hostile())
     for picture in (su.logits(), su.explore(model, ids), hostile):
         bundle, metadata = picture._repr_mimebundle_()
         assert set(bundle) == {"text/plain", "image/png", "text/html"}

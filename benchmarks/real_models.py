@@ -1,4 +1,6 @@
-"""What the measurements of finished language models in data/open_lms say, one number per question and model.
+"""What the ledger asks of finished language models, into data/real_models.csv: python benchmarks/real_models.py
+
+One number per question and model, from their measurements in data/open_lms (benchmarks/open_lms.py); seconds.
 
 T = 64, without BOS where the paper says so (Section 3.3), else with what stood first in the model's training. The bars
 that the numbers are held against stand in data/claims.yaml.
@@ -6,10 +8,9 @@ that the numbers are held against stand in data/claims.yaml.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,10 @@ WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hid
 SHORTEST = 32  # tokens: at 16, uniform attention alone exceeds eps = 0.2
 
 
-@lru_cache(maxsize=1)
-def answers(folder: Path = paths.OPEN_LMS) -> dict[str, dict[str, tuple[float, float]]]:
+def answers() -> dict[str, dict[str, tuple[float, float]]]:
     """By model and question: a number as the two ends of its interval, which are one where there is none."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(paths.OPEN_LMS.glob("*.json")):
         sections = json.loads(path.read_text(encoding="utf-8"))
         numbers = _of_probes(sections) | _of_lengths_and_domains(sections)
         found[sections["about"]["title"]] = numbers | _of_heads(sections)
@@ -86,3 +86,16 @@ def _of_heads(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
     quarter = len(alpha) // 4
     numbers["later_less_first"] = _once(alpha[quarter:].mean() - alpha[:quarter].mean())
     return numbers
+
+
+def main() -> None:
+    """Write the table."""
+    with (paths.LEDGER / "real_models.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("model", "question", "low", "high"))
+        for model, numbers in answers().items():
+            writer.writerows((model, question, *ends) for question, ends in numbers.items())
+
+
+if __name__ == "__main__":
+    main()
