@@ -50,6 +50,8 @@ INTERFACE = (
     "what is read are attention functions of transformers' AttentionInterface, or weights (B, H, T, T) that modules "
     "named Attention return"
 )
+SILENT = f"did not show their weights: was their forward replaced? Measure the model as it was loaded; {INTERFACE}"
+TWICE = "ran more than once in a pass: of a module in several places, give each place a copy (copy.deepcopy)"
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 _own: dict[int, str] = {}  # what configurations of models under measurement name otherwise, by their id
@@ -263,12 +265,12 @@ class Capture:
 
     def finish(self) -> None:
         """Raise ValueError if a layer did not report in the forward pass that ran."""
-        named = self.base.named_modules()
-        wrong = [name for name, module in named if module in self.layers and self.calls[module] != 1]
-        if wrong:
-            which = f"{len(wrong)} of {len(self.layers)} attention modules ({wrong[0]}, ..)"
-            what = f"{which} did not show their weights exactly once"
-            raise ValueError(f"{self.kind} cannot be measured: {what}; {INTERFACE}")
+        calls = {name: self.calls[module] for name, module in self.base.named_modules() if module in self.layers}
+        for count, why in ((0, SILENT), (2, TWICE)):
+            wrong = [name for name, seen in calls.items() if min(seen, 2) == count]
+            if wrong:
+                which = f"{len(wrong)} of {len(calls)} attention modules ({wrong[0]}, ..)"
+                raise ValueError(f"{self.kind} cannot be measured: {which} {why}")
 
     def check_positions(self, length: int) -> None:
         """Raise ValueError for more positions than are learned: a look-up beyond them would end a GPU's use."""
