@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import SHAPE, DenseMaps, draw, own_model, word_tokenizer
+from helpers import SHAPE, DenseMaps, own_model, word_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
@@ -25,7 +25,6 @@ from sinkutils.data import external
 from sinkutils.data.packing import Chunks, DataConfig
 from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import CURVE_EPSILONS, Report
 from sinkutils.model import fast
 from sinkutils.model.attention import CHOICES, AttentionSpec, attend
 from sinkutils.model.config import CHOICES as VARIANTS
@@ -338,38 +337,6 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
     if spec.is_softmax and not spec.differential:
         torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
     answered("attend")
-
-
-@cases(0.1)
-@given(
-    changes({k: v for k, v in SPEC.items() if "bias" not in k and "value" not in k}, 4),
-    st.integers(1, 40),
-    st.sampled_from(["none", "kv"]),
-    st.sampled_from(["none", "shared", "heads"]),
-)
-def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
-    try:
-        spec = AttentionSpec(**{**fields, "bias": bias})
-    except ValueError as error:
-        return refused("forms", error, names_of(AttentionSpec))
-    inputs, extras = draw(spec, length, position)
-    quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
-    pairs = [(quick, dense), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True)]
-    for got, expected in pairs:
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    answered("forms")
-
-
-@cases(0.1)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30))
-def test_the_curve_falls_with_eps_and_the_interval_holds_the_estimate(values):
-    alpha = torch.tensor(values)[:, None, None, None]
-    report = Report(alpha, (1,), (0.3,), torch.full((len(values),), 64), (0,))
-    assert (np.diff([report.sink(eps=eps) for eps in CURVE_EPSILONS]) <= 1e-9).all()
-    low, high = report.interval()
-    assert 0 <= low <= high <= 100 and report.interval() == (low, high)
-    if len({bool(value > 0.3) for value in alpha.flatten()}) == 1:
-        assert low == high == report.sink()
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))

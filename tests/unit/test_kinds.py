@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from helpers import alpha_by_definition
-from helpers import tokens as any_tokens
-from small_models import build, eager_alpha, state_of
+from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
@@ -26,12 +25,8 @@ from sinkutils.measuring import masks, surgery
 from sinkutils.measuring.families import repeat_heads
 from sinkutils.measuring.measure import measure
 
-T, TARGETS = 16, (1, 2, 5)
+T, TARGETS = 24, (1, 2, 5)
 close = {"atol": 1e-5, "rtol": 1e-4}
-
-
-def tokens(samples: int = 3, length: int = T) -> Tensor:
-    return any_tokens(samples, length, least=3, vocabulary=96)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -61,14 +56,14 @@ class Registered:
         return out, {"weights": weights, "nothing": None, "others": weights / weights.sum(-1, True)}[self.returns]
 
 
-def registered(function, name: str = "mine", mask=eager_mask, family: str = "llama") -> nn.Module:
-    AttentionInterface.register(name, function)
+def registered(function, mask=eager_mask, family: str = "llama") -> nn.Module:
+    AttentionInterface.register("mine", function)
     if mask:
-        AttentionMaskInterface.register(name, mask)
+        AttentionMaskInterface.register("mine", mask)
     else:
-        AttentionMaskInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop("mine", None)
     model = build(family)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation("mine")
     return model
 
 
@@ -240,6 +235,7 @@ def test_special_ids_of_the_text_part_are_read():
 def test_padding_by_eos_that_only_the_tokenizer_knows_of_is_warned_of(pad):
     model, ids = build("llama"), tokens()
     model.config.pad_token_id = pad
+    ids[0, -1] = model.config.eos_token_id  # one is text, several at an end are not
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measure(model, ids)
@@ -304,13 +300,23 @@ def test_what_is_no_model_of_transformers_is_told_what_is_needed_and_a_wrapper_w
         measure(nn.Sequential(build("llama")), tokens())
 
 
-@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
-def test_an_offloaded_model_is_measured(offload, tmp_path):
+PLACES = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
+PLACES |= dict.fromkeys(("model.norm", "model.rotary_emb", "lm_head"), "cpu")
+WAYS = {
+    "cpu_offload": {"execution_device": "cpu"},
+    "disk_offload": {"execution_device": "cpu"},
+    "dispatch_model": {"device_map": PLACES, "main_device": "cpu"},  # as `device_map` loads it
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_an_offloaded_model_and_one_spread_over_places_are_measured(family, way, tmp_path):
     accelerate = pytest.importorskip("accelerate")
-    model, ids = build("llama"), tokens()
+    model, ids = build(family), tokens()
     right = measure(model, ids).alpha
-    where = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
-    spread = getattr(accelerate, offload)(model, execution_device="cpu", **where)
+    where = {} if way == "cpu_offload" else {"offload_dir": tmp_path}
+    spread = getattr(accelerate, way)(model, **WAYS[way], **where)
     torch.testing.assert_close(measure(spread, ids).alpha, right, **close)
 
 

@@ -98,9 +98,13 @@ def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
 
 @pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
+    """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):
         pytest.skip(unavailable("smoke")[name])
     base, variant = (dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters()) for n in ("base", name))
+    other = dict(TransformerLM(config("base", "smoke").model, seed=4).named_parameters())
+    starts = [x["blocks.0.attention.out.weight"] for x in (base, other)] + [base["blocks.1.attention.out.weight"]]
+    assert not torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
     shared = [key for key in base if key in variant and base[key].shape == variant[key].shape]
     assert shared
     for key in shared:
@@ -108,14 +112,6 @@ def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_
             torch.testing.assert_close(variant[key] / variant[key].std(), base[key] / base[key].std())
         else:
             assert torch.equal(variant[key], base[key]), key
-
-
-def test_starts_differ_between_seeds_names_and_shapes():
-    first, again, other = (dict(TransformerLM(LMConfig(), seed=seed).named_parameters()) for seed in (0, 0, 1))
-    for key, value in first.items():
-        assert torch.equal(value, again[key])
-        assert value.ndim == 1 or not torch.equal(value, other[key])
-    assert not torch.equal(*(first[f"blocks.{layer}.attention.qkv.weight"] for layer in range(2)))
 
 
 def test_a_gate_multiplies_the_output_of_a_head_and_changes_no_attention():
@@ -162,24 +158,10 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
         torch.testing.assert_close(got, rotate(normed, *tables.values()))
 
 
-def test_qk_norm_bounds_the_logits_and_sandwich_norm_the_sublayers():
-    report = measure(own_model(1.0, qk_norm=True), tokens(2, 21))
-    for norms in (report.query_norms, report.key_norms):
-        torch.testing.assert_close(norms, torch.full((2, 21), 8**0.5), rtol=1e-2, atol=0)
+def test_sandwich_norm_norms_what_a_sublayer_adds():
     block = own_model(1.0, norm="sandwich").blocks[0]
     step = block.after_1(block.attention(block.norm_1(1e-3 * torch.randn(2, 5, 16)), {}))
     torch.testing.assert_close(step.square().mean(-1), torch.ones(2, 5), rtol=2e-2, atol=0)
-
-
-def test_rotary_products_depend_on_the_distance_only():
-    cos, sin = (table.double() for table in rotary_tables(40, 8))
-    q, k = torch.randn(2, 8).double()
-
-    def product(i, j):
-        return rotate(q, cos[i], sin[i]) @ rotate(k, cos[j], sin[j])
-
-    torch.testing.assert_close(product(5, 2), product(35, 32), rtol=1e-6, atol=1e-6)
-    assert not torch.isclose(product(5, 2), product(6, 2))
 
 
 def test_positions_turn_and_are_embedded_at_the_papers_frequencies():
@@ -215,9 +197,7 @@ def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one
     ("changes", "message"),
     [
         ({"num_heads": 3}, "num_heads must divide"),
-        ({"vocab_size": 0}, "vocab_size must be a positive integer"),
         ({"context_length": 2.5}, "context_length must be a positive integer"),
-        ({"position": "sinusoid"}, "position must be one of"),
         ({"gate": "both"}, "gate must be one of none, head, element"),
         ({"sink_token": "yes"}, "sink_token must be True or False"),
         ({"attention": "softmax"}, "attention must be of type AttentionSpec"),
@@ -225,10 +205,7 @@ def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one
         ({"attention": AttentionSpec(bias="k", bias_dims=9)}, "bias_dims"),
         ({"attention": AttentionSpec(prefix=2), "position": "alibi"}, "no bias for keys after the query"),
         ({"num_heads": 16}, "head dimension must be a multiple of 2"),
-        (
-            {"hidden_size": 24, "num_heads": 4, "attention": AttentionSpec(differential=True)},
-            "must be a multiple of 4 with",
-        ),
+        ({"num_heads": 8, "attention": AttentionSpec(differential=True)}, "must be a multiple of 4 with"),
     ],
 )
 def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message):
@@ -241,11 +218,8 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message)
     [
         (torch.zeros(3, dtype=torch.long), r"shape \(B, T\)"),
         (torch.zeros(1, 3), "int64 or int32"),
-        (torch.full((1, 3), 60), r"0\.\.59"),
         (torch.full((1, 3), -1), r"0\.\.59"),
         (torch.zeros(1, 33, dtype=torch.long), "1 to 32 positions"),
-        (torch.zeros(1, 0, dtype=torch.long), "1 to 32 positions"),
-        (torch.zeros(0, 3, dtype=torch.long), "at least one sequence"),
         ([[1, 2]], "must be a tensor"),
     ],
 )

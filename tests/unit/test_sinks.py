@@ -8,7 +8,7 @@ import torch
 from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
 
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
+from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
 from sinkutils.measuring.tally import attention_shares
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
@@ -179,16 +179,6 @@ def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(na
     assert measure(model, tokens(), TARGETS).excess(key) == pytest.approx(0, abs=1e-6)
 
 
-def test_a_window_is_named_with_its_cap():
-    """alpha over the queries that see the key: test_capture.py."""
-    report = measure(build("window_1_16"), tokens(), TARGETS)
-    assert report.windows == (4, 4) and report.caps(5) == pytest.approx([4 / 16] * 2)
-    assert "layers 0, 1 see 4 keys: alpha_1 is at most 0.200 there" in str(report)
-    plain = measure(build("default"), tokens(), TARGETS)
-    assert torch.equal(plain.visible_alpha(2), plain.alpha[:, 1]) and plain.caps(2) == [1, 1]
-    assert "see" not in str(plain)
-
-
 @pytest.mark.parametrize("name", ["window_1_16", "k_bias", "default"])
 def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(name):
     mask = torch.ones(3, T, dtype=torch.long)
@@ -212,10 +202,3 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
         assert tuple(summary["windows"]) == live.windows
     for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):
         assert said in str(live)
-
-
-def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
-    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [3.0, 1.0, 9.0]
-    assert norm_ratio([[1.0, 2.0]]) == [0.5]
-    with pytest.raises(ValueError, match="at least two positions"):
-        norm_ratio([[1.0]])
