@@ -3,14 +3,11 @@
 import csv
 import dataclasses
 import json
-import re
 from importlib import import_module
 
 import pytest
-import torch
 
 from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
@@ -18,7 +15,6 @@ from sinkutils.study.grid import config, keeps_weights, plan, resolve, unavailab
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
-from sinkutils.training.run import next_token_loss
 
 SMALL = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
 AFTER = [e.name for e in experiments("8")]
@@ -78,13 +74,6 @@ def changes(run: RunConfig, base: RunConfig) -> dict:
     return {path: after[path] for path in after if after[path] != before[path] and path != "experiment"}
 
 
-def test_names_are_unique_and_read_as_file_names_and_sections_partition_them():
-    names = [e.name for e in EXPERIMENTS]
-    assert len(set(names)) == len(names) >= 113 and all(re.fullmatch("[a-z0-9_.]+", name) for name in names)
-    by_section = [e.name for section in "4567CD8" for e in experiments(section)]
-    assert sorted(by_section) == sorted(names)
-
-
 @pytest.mark.parametrize("scale", SMALL)
 def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_it_names(scale):
     assert set(unavailable(scale)) == {e.name for e in EXPERIMENTS if scale not in e.presets}
@@ -107,16 +96,6 @@ def test_the_1b_preset_has_the_pair_of_section_7_4_and_nothing_else():
     assert pair == ["softmax_1b", "sigmoid_1b"]
     model = config("softmax_1b", "paper-1b").model
     assert (model.num_heads, model.head_dim) == (16, 128)
-
-
-def test_every_experiment_has_a_model_whose_every_weight_gets_a_gradient():
-    chunks = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))
-    for shape in dict.fromkeys(config(e.name, "smoke").model for e in of("smoke")):
-        model = TransformerLM(shape, 1)
-        loss = next_token_loss(model, chunks, tuple(range(1, shape.attention.prefix)))
-        loss.backward()
-        gradients = [p.grad for p in model.parameters()]
-        assert torch.isfinite(loss) and all(g is not None and torch.isfinite(g).all() for g in gradients), shape
 
 
 @pytest.mark.parametrize("scale", PRESETS)
@@ -159,43 +138,19 @@ def test_the_paper_preset_is_the_recipe_of_section_4():
     assert config("default_constant_lr", "paper").train.lr_floor == 1.0
 
 
-PAPERS = {  # what a row changes, and what it comes to at the paper's preset
+PAPERS = {  # what a row scales by the preset, and what it comes to at the paper's
     "train.learning_rate": {"lr_x2": 8e-4, "lr_half": 2e-4, "lr_quarter": 1e-4, "lr_x2.5": 1e-3, "lr_x0.025": 1e-5},
-    "train.steps": {"lr_quarter_steps_x2": 40_000, "lr_quarter_steps_x4": 80_000, "lr_x0.025": 80_000,
-                    "lr_x2_steps_half": 10_000},
+    "train.steps": {"lr_quarter_steps_x2": 40_000, "lr_x0.025": 80_000, "lr_x2_steps_half": 10_000},
     "train.batch_size": {"batch_quarter": 2**7, "batch_half": 2**8, "batch_x2": 2**10},
     "model.attention.window": {f"window_1_{n}": 2048 // n for n in (64, 32, 16, 8, 4, 2)},
     "model.attention.bias_dims": {f"k_bias_dims_{n}": n for n in (1, 2, 4, 8, 16, 32, 64)},
-    "data.share": {f"data_share_{n:g}": n for n in (1, 0.5, 0.1, 0.04, 0.02, 0.01)},
-    "data.random_positions": {"random_1": (1,), "random_1_2": (1, 2), "random_2": (2,),
-                              "random_1_to_5": (1, 2, 3, 4, 5), "random_1_to_10": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)},
-    "train.weight_decay": {"default": 0.1, "weight_decay_0": 0, "weight_decay_0.001": 0.001, "weight_decay_0.01": 0.01,
-                           "weight_decay_0.5": 0.5, "weight_decay_1": 1, "weight_decay_2": 2, "weight_decay_5": 5,
-                           "sigmoid_weight_decay_0": 0, "sigmoid_weight_decay_0.5": 0.5, "sigmoid_weight_decay_1": 1},
-    "model.attention.prefix": {"prefix_2": 2, "prefix_3": 3, "prefix_4": 4, "prefix_5": 5, "prefix_10": 10},
-    "model.attention.fixed_value_norm": {"k_bias_first_1": 1, "k_bias_first_5": 5, "k_bias_first_20": 20,
-                                         "k_bias_uniform_1": 1, "k_bias_uniform_5": 5, "k_bias_uniform_20": 20},
-    "model.attention.scale": {"default": 1, "scale_2": 2, "scale_0.2": 0.2, "scale_0.1": 0.1, "scale_0.05": 0.05},
-    "model.attention.p": {"softmax_p1_2": 1 / 2, "softmax_p1_3": 1 / 3, "softmax_p1_4": 1 / 4, "softmax_p2": 2,
-                          "softmax_p3": 3, "softmax_p4": 4, "sigmoid_p2": 2, "sigmoid_p3": 3, "sigmoid_p4": 4},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", PAPERS)
 def test_scaled_values_come_to_the_papers_at_the_paper_preset(path):
     for name, value in PAPERS[path].items():
         assert flat(config(name, "paper"))[path] == pytest.approx(value), name
-
-
-def test_sgd_has_100_times_the_rate_of_the_base_and_no_decay():
-    sgd, base = config("sgd", "laptop").train, config("base", "laptop").train
-    assert (sgd.optimizer, sgd.weight_decay) == ("sgd", 0.0)
-    assert sgd.learning_rate == pytest.approx(100 * base.learning_rate)
-
-
-def test_windows_are_measured_where_the_paper_measures_them():
-    assert config("window_1_64", "paper").train.eval_length == 64
-    assert config("window_1_8", "laptop").train.eval_length == config("window_none", "laptop").train.eval_length == 16
 
 
 def test_unknown_names_are_refused_with_what_there_is():
@@ -251,7 +206,3 @@ def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked(
     ours = [name for name in AFTER if name.endswith(("_unscored", "_steps_x2", "_steps_x4", "random_1_depth_6"))]
     assert [row["name"] for row in rows] == [name for name in AFTER if name not in ours]
     assert all(row["title"] and row["says"] and row["checked"] for row in rows)
-    assert all(row["source"] == "" or row["source"][4] == "." for row in rows)
-    for scale in ("laptop", "gpu"):
-        runs = [config(name, scale) for name in ("base", "context_32", "context_128")]
-        assert len({run.train.batch_size * run.model.context_length for run in runs}) == 1

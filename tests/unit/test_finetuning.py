@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, made_up
+from helpers import CPU, interrupted, made_up
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -28,7 +28,6 @@ from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
-from sinkutils.training.run import Run
 from sinkutils.training.sweep import _next
 from sinkutils.training.trainer import train
 
@@ -205,9 +204,6 @@ def test_at_the_papers_1b_it_is_what_appendix_d_says():
     run = config("sft_sigmoid", "paper-1b")
     assert run.start == "sigmoid_1b" and run.instructions == "ultrachat" and run.pairs == 200_000
     assert run.train.learning_rate == pytest.approx(2e-5) and run.train.batch_size == 64
-    assert run.model.context_length == 2048 and run.train.lr_floor == 0
-    assert config("sft_softmax", "paper-1b").start == "softmax_1b"
-    assert config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
 
 
 def test_starts_that_make_no_sense_are_refused():
@@ -304,38 +300,25 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
 
 
 @pytest.mark.slow
-def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
+def test_gradient_norms_are_those_before_clipping(started, chats, corpus):
     norms = []
     for clip in (1.0, 1e-6):
         state = state_of(small("sft_softmax", chats, clip_norm=clip), started, corpus)
         state.advance(state.loss)
         norms.append(float(state.passed[0][1]))
     assert norms[0] == norms[1] > 1e-3
-    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
-    record = train(run, started, corpus=corpus, progress=False)
-    assert record.status == "failed" and "not finite" in record.metrics["reason"]
 
 
 @pytest.mark.slow
-def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
-    started, chats, corpus, tmp_path, monkeypatch
-):
+def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(started, chats, corpus, tmp_path):
     run, outcomes = small("sft_softmax", chats), []
-
-    def interrupted(self, forward, advance=Run.advance):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        advance(self, forward)
-
     for number in range(3):
         copy = tmp_path / str(number)
         (copy / "smoke" / "fixed_1").mkdir(parents=True)
         (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
-        if number == 2:  # stopped in the sixth step, after a checkpoint
-            with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
+        if number == 2:
+            with interrupted(5), pytest.raises(KeyboardInterrupt):
+                train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
         outcomes.append((train(run, copy, corpus=corpus, progress=False).folder / "metrics.json").read_bytes())
     assert outcomes[0] == outcomes[1] == outcomes[2]
 

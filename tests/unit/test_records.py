@@ -58,13 +58,11 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "changed", "deleted"])
+@pytest.mark.parametrize("damage", ["truncated", "deleted"])
 def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
+    """Every flipped byte and every cut: end_to_end/test_reliability.py."""
     path = folder / file
-    blob = bytearray(path.read_bytes())
-    if damage == "changed":
-        blob[len(blob) // 2] ^= 1
-    path.write_bytes(blob[:-3] if damage == "truncated" else blob)
+    path.write_bytes(path.read_bytes()[:-3])
     if damage == "deleted":
         path.unlink()
     with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):

@@ -8,7 +8,7 @@ import torch
 from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
 
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import NotFinite, Report, uniform_alpha
+from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import attention_shares
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
@@ -202,3 +202,10 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
         assert tuple(summary["windows"]) == live.windows
     for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):
         assert said in str(live)
+
+
+def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
+    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [3.0, 1.0, 9.0]
+    assert norm_ratio([[1.0, 2.0]]) == [0.5]
+    with pytest.raises(ValueError, match="at least two positions"):
+        norm_ratio([[1.0]])

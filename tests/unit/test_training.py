@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, DONE, own_model
+from helpers import CPU, DONE, interrupted, own_model
 
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
@@ -314,19 +314,9 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
 
 
 def test_a_run_that_went_on_elsewhere_says_where_it_began(tiny, corpus, tmp_path, monkeypatch):
-    def interrupted(self, forward, advance=Run.advance):
-        if self.step == 9:
-            raise KeyboardInterrupt
-        advance(self, forward)
-
-    def stopped(**options):
-        with monkeypatch.context() as patch:
-            patch.setattr(Run, "advance", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                train(tiny, tmp_path, corpus=corpus, checkpoint_seconds=0.0, progress=False, **options)
-
-    stopped(compile=False)
-    stopped(compile=False)  # and again on the same machine
+    for _ in range(2):  # and again on the same machine
+        with interrupted(9), pytest.raises(KeyboardInterrupt):
+            train(tiny, tmp_path, corpus=corpus, compile=False, checkpoint_seconds=0.0, progress=False)
     here = {"device": "cpu", "compiled": False, "precision_used": "fp32", "instruction_set": instruction_set()}
     monkeypatch.setattr(trainer, "instruction_set", lambda: ["another"])
     monkeypatch.setattr(torch, "compile", lambda loss: loss)  # which would take most of a minute
