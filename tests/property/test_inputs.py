@@ -22,7 +22,7 @@ from small_models import build, eager_alpha
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
-from sinkutils.data.packing import Chunks, DataConfig
+from sinkutils.data.packing import DataConfig
 from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
 from sinkutils.model import fast
@@ -354,10 +354,3 @@ def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     pieces = external.PIECE.findall(text)
     assert "".join(pieces) == text and all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
     assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])
-
-
-@given(step=st.integers(0, 2000), size=st.integers(1, 64), seed=st.integers(0, 3))
-def test_a_batch_depends_on_seed_and_step_only_not_on_what_was_asked_before(corpus, step, size, seed):
-    fresh, used = (Chunks(corpus, "valid", 32, DataConfig(random_positions=(1,))) for _ in range(2))
-    used.batch(step + 1, size, seed), used.batch(0, size, seed + 1)
-    assert torch.equal(fresh.batch(step, size, seed), used.batch(step, size, seed))

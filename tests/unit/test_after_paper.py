@@ -19,10 +19,10 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.model.positions import rotary_tables, rotate
 
 
-def test_v_scale_shrinks_small_values_and_their_gradients_and_changes_no_attention():
+def test_v_scale_shrinks_small_values_and_changes_no_attention():
     scaled, plain, ids = own_model(value_scale=True), own_model(), torch.randint(60, (2, 21))
     block = scaled.blocks[0].attention
-    x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
     with torch.no_grad():
         block.double().value_scale[0] = 0.7
     v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
@@ -30,11 +30,6 @@ def test_v_scale_shrinks_small_values_and_their_gradients_and_changes_no_attenti
     block(x, {}, observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)))
     r, c = v.square().sum(-1, keepdim=True), 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
     torch.testing.assert_close(seen[0], v * r / (r + c))
-    # the formula's Jacobian: r / (r + c) across v, (r^2 + 3 c r) / (r + c)^2 along it
-    leaf = v.clone().requires_grad_()
-    squared = leaf.square().sum(-1, keepdim=True)
-    (along,) = torch.autograd.grad((leaf * squared / (squared + c) * v / r.sqrt()).sum(), leaf)
-    torch.testing.assert_close((along * v / r.sqrt()).sum(-1, keepdim=True), (r**2 + 3 * c * r) / (r + c) ** 2)
     start = TransformerLM(LMConfig(**SHAPE, value_scale=True), 0)
     assert start.blocks[0].attention.value_scale.tolist() == [0, 0]
     alphas = [measure(m, ids).alpha[:, :, 0] for m in (scaled.float(), plain)]
@@ -81,16 +76,6 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
 def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
     words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
     assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
-
-
-def test_peaks_are_the_largest_element_over_the_median_one():
-    model, ids = own_model(norm="post"), torch.randint(60, (3, 11))
-    sizes = DenseMaps(model, ids).hidden[1].abs()
-    expected = (sizes.amax(-1) / sizes.flatten(1).median(1).values[:, None]).mean(0)
-    report = measure(model, ids)
-    torch.testing.assert_close(report.hidden_peaks[1], expected)
-    assert report.to_dict()["hidden_peaks"][1] == pytest.approx(expected.tolist(), rel=1e-4)
-    assert measure(model, ids, norms=False).hidden_peaks is None
 
 
 def test_dyt_is_the_tanh_of_a_scaled_input_and_scales_the_embeddings():

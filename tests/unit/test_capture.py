@@ -3,7 +3,6 @@
 import functools
 import math
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import families
@@ -23,13 +22,6 @@ T, VOCAB = 24, families.VOCAB
 TARGETS = (1, 2, 5)
 WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma2+softcap", "llama4_text+chunks")
 close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
-
-
-def quiet(model: nn.Module, ids: Tensor, **options):
-    """`measure` without a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return measure(model, ids, **options)
 
 
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
@@ -166,17 +158,6 @@ def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(mo
         monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
         with pytest.raises(ValueError, match="321 positions, and the model has learned 320"):
             measure(model, tokens(1, 321))
-
-
-def test_padding_without_a_mask_is_warned_of():
-    model, ids = build("llama", pad_token_id=0), tokens()
-    quiet(model, ids)
-    ids[0, -2:] = model.config.pad_token_id
-    mask = torch.ones_like(ids)
-    mask[0, -2:] = 0
-    quiet(model, ids, attention_mask=mask)
-    with pytest.warns(UserWarning, match=r"padding token \(0\).*give attention_mask"):
-        measure(model, ids)
 
 
 def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():

@@ -1,6 +1,5 @@
 """The table of experiments: every one at every preset, each changing what it names and nothing else."""
 
-import csv
 import dataclasses
 import json
 from importlib import import_module
@@ -8,7 +7,6 @@ from importlib import import_module
 import pytest
 
 from sinkutils.model.config import LMConfig
-from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
 from sinkutils.study.grid import config, keeps_weights, plan, resolve, unavailable
@@ -17,7 +15,6 @@ from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 
 SMALL = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
-AFTER = [e.name for e in experiments("8")]
 # Where the default is the base, there is no fixed token to leave out.
 DEFAULT = {f"{name}_default": name for name in ("prefix_5", "learnable", "sink_token")}
 ULTRACHAT = {f"sft_{name}_ultrachat": f"sft_{name}" for name in ("softmax", "sigmoid")}  # the paper's own
@@ -198,11 +195,3 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
 def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small():
     assert [keeps_weights(config("k_bias", "laptop", seed)) for seed in range(5)] == [True] * 3 + [False] * 2
     assert not any(keeps_weights(config(name, scale)) for name, scale in (("v_bias", "laptop"), ("k_bias", "gpu")))
-
-
-def test_each_row_that_came_after_the_paper_has_its_source_and_what_was_checked():
-    with open(PAPER / "after_paper.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    ours = [name for name in AFTER if name.endswith(("_unscored", "_steps_x2", "_steps_x4", "random_1_depth_6"))]
-    assert [row["name"] for row in rows] == [name for name in AFTER if name not in ours]
-    assert all(row["title"] and row["says"] and row["checked"] for row in rows)

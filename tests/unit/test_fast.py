@@ -202,19 +202,6 @@ def test_flex_attention_serves_where_it_fits_and_was_found_right(right, monkeypa
     assert asked == [(spec, CPU, torch.float64, 6)]
 
 
-def test_a_kernel_that_fits_is_compared_under_the_operations_kind_of_mask(monkeypatch):
-    asked, cuda = [], torch.device("cuda")
-    monkeypatch.setattr(flash, "HAS_TRITON", True)
-    monkeypatch.setattr(flash, "trusted", lambda *arguments: asked.append(arguments[1]) or True)
-    for fields in ({}, {"window": 5}, {"prefix": 4}):
-        assert flash.flex_serves(AttentionSpec(**fields), cuda, torch.float32, 16)
-    assert asked == ["causal", "window", "prefix"]
-    for fields in ({"similarity": "relu"}, {"normalizer": "length"}):
-        assert not flash.flex_serves(AttentionSpec(**fields), cuda, torch.float32, 16)
-    assert not flash.flex_serves(AttentionSpec(), CPU, torch.float32, 16)
-    assert len(asked) == 3, "a kernel that does not fit is not compared"
-
-
 def test_which_kernel_serves_where():
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     plain, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -244,17 +231,23 @@ def test_which_kernel_serves_where():
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
         ("dense", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
+        ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
+        ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
         ("flex", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
         ("flex", {}, "cuda", torch.float32, 4096, True),
         ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    monkeypatch.setattr(flash, "trusted", lambda *_: True)
+    compared = []
+    monkeypatch.setattr(flash, "trusted", lambda kernel, kind, *_: compared.append(kind) or True)
     for triton, expected in ((True, form), (False, form.replace("flex", "dense"))):
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
         chosen = fast.choose_form(AttentionSpec(**fields), torch.device(device), dtype, length, 64, term)
         assert chosen == expected
+    kind = "window" if "window" in fields else "prefix" if "prefix" in fields else "causal"
+    assert compared == ([kind] if form == "flex" else []), "under the operation's kind of mask, and where it fits"
 
 
 @pytest.mark.slow

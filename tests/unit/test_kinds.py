@@ -229,6 +229,9 @@ def test_special_ids_of_the_text_part_are_read():
     ids[1, -1] = text.pad_token_id = 7
     with pytest.warns(UserWarning, match=r"padding token \(7\)"):
         measure(model, ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids, attention_mask=(ids != 7).long())
 
 
 @pytest.mark.parametrize("pad", [None, -1])

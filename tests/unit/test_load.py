@@ -75,10 +75,6 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     half, _ = load_lm(folder, dtype="bfloat16")
     assert half.unembed.weight.dtype == torch.bfloat16
     assert torch.equal(half.cos, model.cos)  # bfloat16 would blur far positions
-    bad = folder / "model.safetensors"
-    bad.write_bytes(bad.read_bytes()[:-1])
-    with pytest.raises(ModelUnavailable, match="truncated or changed"):
-        load_lm(folder)
     write_record(folder, config, DONE, {})
     with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
         load_lm(folder)
