@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import SHAPE, DenseMaps, own_model, word_tokenizer
+from helpers import SHAPE, DenseMaps, draw, own_model, word_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
@@ -337,6 +337,26 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
     if spec.is_softmax and not spec.differential:
         torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
     answered("attend")
+
+
+@cases(0.1)
+@given(
+    changes({k: v for k, v in SPEC.items() if "bias" not in k and "value" not in k}, 4),
+    st.integers(1, 40),
+    st.sampled_from(["none", "kv"]),
+    st.sampled_from(["none", "shared", "heads"]),
+)
+def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
+    try:
+        spec = AttentionSpec(**{**fields, "bias": bias})
+    except ValueError as error:
+        return refused("forms", error, names_of(AttentionSpec))
+    inputs, extras = draw(spec, length, position)
+    quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
+    pairs = [(quick, dense), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True)]
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    answered("forms")
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))

@@ -130,15 +130,6 @@ def test_biases_and_sink_logits_are_one_more_key():
     same(weights.sum(-1), torch.ones(2, 2, LENGTH, dtype=torch.float64))
 
 
-def test_differential_attention_is_the_difference_of_the_softmax_maps_of_half_the_dimensions():
-    (q, k, v), extras = draw(AttentionSpec(differential=True), 7)
-    out, weights = attend(q, k, v, AttentionSpec(differential=True), **extras)
-    first, second = (attend(q[..., n::2], k[..., n::2], v[..., n::2])[1] for n in (0, 1))
-    torch.testing.assert_close(weights, first - extras["mix"] * second)
-    torch.testing.assert_close(out, weights @ v)
-    torch.testing.assert_close(weights.sum(-1), (1 - extras["mix"]).expand(2, 2, 7))
-
-
 def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bias():
     (q, k, v), extras = inputs(bias="k")
     g = torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)

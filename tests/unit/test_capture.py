@@ -2,8 +2,6 @@
 
 import functools
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import families
 import pytest
@@ -11,7 +9,7 @@ import torch
 import transformers as tf
 from helpers import Largest, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
-from torch import Tensor, nn
+from torch import nn
 
 from sinkutils.measuring import hf, masks
 from sinkutils.measuring.families import attention_layers
@@ -133,23 +131,6 @@ def test_the_model_is_left_as_it_was_also_after_an_exception_and_its_own_outputs
     before = state_of(model)
     assert torch.equal(measure(model, ids).alpha, first.alpha)
     assert state_of(model) == before and len(eager_maps(model, ids)) == 2
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_neo"])
-def test_threads_may_measure_one_model_at_once(family):
-    model, texts = build(family).train(), [tokens(2, length) for length in (T, 17, 12, 9)]
-    expected = [measure(model, ids, TARGETS) for ids in texts]
-    start = threading.Barrier(len(texts))
-
-    def work(ids: Tensor) -> list:
-        start.wait()
-        return [measure(model, ids, TARGETS) for _ in range(5)]
-
-    with ThreadPoolExecutor(len(texts)) as pool:
-        for found, right in zip(pool.map(work, texts), expected, strict=True):
-            assert all(torch.equal(r.alpha, right.alpha) for r in found)
-            assert all(torch.equal(r.hidden_norms, right.hidden_norms) for r in found)
-    assert model.training and model.config._attn_implementation == build(family).config._attn_implementation
 
 
 def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch):

@@ -43,9 +43,6 @@ class Sink:
     Not part of the answer.
     """
 
-    def drain(self, rate: float = 1.0) -> None:
-        """Let it out at some rate."""
-
     async def fill(
         self,
         rate: float,
@@ -53,9 +50,7 @@ class Sink:
         r"""Let it in at a rate, \\alpha."""
 
 def last() -> str:
-    """Give back the last of all."""
-    def inner():
-        """Too short."""
+    """Too short."""
     if first:
         """This string belongs to no definition."""
 '''
@@ -86,15 +81,13 @@ def chats(text_folder, tmp_path_factory):
 def test_definitions_are_found_and_asked_for_and_their_first_paragraph_is_the_answer():
     assert [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)] == [
         ("class", "Sink", "A place where attention goes,"),
-        ("method", "Sink.drain", "Let it out at some rate."),
         ("method", "Sink.fill", "Let it in at a rate, \\alpha."),
-        ("function", "last", "Give back the last of all."),
-        ("function", "inner", "Too short."),
+        ("function", "last", "Too short."),
     ]
-    pairs = list(instructions.conversations_of(SOURCE))
-    assert pairs[0] == chat("What is the class Sink?", "A place where attention goes, and stays.")
-    assert pairs[1] == chat("What does Sink.drain do?", "Let it out at some rate.")
-    assert len(pairs) == 4  # two words are no answer
+    assert list(instructions.conversations_of(SOURCE)) == [  # two words are no answer
+        chat("What is the class Sink?", "A place where attention goes, and stays."),
+        chat("What does Sink.fill do?", "Let it in at a rate, \\alpha."),
+    ]
 
 
 def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first(layout):
@@ -138,9 +131,6 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
     logits = model(rows[:, 0, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1, 1:].flatten(), ignore_index=IGNORED)
     torch.testing.assert_close(answer_loss(model, rows), expected)
-    other = rows.clone()
-    other[:, 0, -1] = 5  # padding, and the targets of questions, are never looked at
-    torch.testing.assert_close(answer_loss(model, other), answer_loss(model, rows))
 
 
 # ---- where conversations come from
@@ -170,10 +160,9 @@ def test_names_are_read_as_data_set_and_split_and_unknown_or_absent_ones_say_so(
     assert "\n" not in str(error.value)
     asked = Mock()
     monkeypatch.setattr(external, "conversations", asked)
-    for name in ("ultrachat", "hub:owner/chats", "hub:owner/chats/test"):
-        conversations(name)
-    arguments = [("HuggingFaceH4/ultrachat_200k", "train_sft"), ("owner/chats",), ("owner/chats", "test")]
-    assert asked.call_args_list == [call(*each) for each in arguments]
+    conversations("hub:owner/chats")
+    conversations("hub:owner/chats/test")
+    assert asked.call_args_list == [call("owner/chats"), call("owner/chats", "test")]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +281,6 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
     for name in ("losses", "gradient_norms"):
         steps = [value for point in record.metrics["curve"] for value in point.get(name, ())]
         assert len(steps) == 8 and min(steps) > 0
-    assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
     assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
     assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
     assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()

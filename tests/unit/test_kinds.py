@@ -12,7 +12,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
 from helpers import alpha_by_definition
 from small_models import build, eager_alpha, state_of, tokens
@@ -257,18 +256,17 @@ class TinyLM(tf.PreTrainedModel):
 
     def __init__(self, config, shows: bool = True) -> None:
         super().__init__(config)
-        self.embed, self.shows = nn.Embedding(config.vocab_size, 16), shows
+        self.embed = nn.Embedding(config.vocab_size, 16)
         self.blocks = nn.ModuleList([nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)])
         for block in self.blocks:
             block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
-        self.head = nn.Linear(16, config.vocab_size)
         self.post_init()
 
     def forward(self, input_ids, labels=None):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x @ self.embed.weight.T
 
 
 class TinyAttention(nn.Module):
@@ -278,12 +276,10 @@ class TinyAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        if not self.shows:
-            return (F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2),)
         logits = 9 * q @ k.mT
-        weights = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
-        self.maps = weights
-        return (weights @ v).transpose(1, 2).flatten(2), weights
+        self.maps = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
+        out = (self.maps @ v).transpose(1, 2).flatten(2)
+        return (out, self.maps) if self.shows else (out,)
 
 
 def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_weights_are_shown():
@@ -396,19 +392,19 @@ def test_several_streams_have_no_one_h_1(family):
 
 
 @contextlib.contextmanager
-def served(model: nn.Module, ids: Tensor):
-    """Another thread that runs the model all the while; what came out, or the error."""
+def beside(work):
+    """Another thread that does this all the while; what came out, or the error."""
     stop, found = threading.Event(), []
 
-    def serve() -> None:
+    def run() -> None:
         while not stop.is_set():
             try:
                 with torch.no_grad():
-                    found.append(model(ids, use_cache=False).logits)
+                    found.append(work())
             except Exception as error:
                 found.append(error)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield found
@@ -428,11 +424,13 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
     operations = [measure, surgery.untouched, surgery.massive]
     if family != "deepseek_v32":
         operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
-    with served(model, ids) as logits:
+    serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
+    with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:
             operate(model, ids)
         again = measure(model, ids)
-    assert logits and all(isinstance(one, Tensor) and torch.allclose(one, right, atol=1e-5) for one in logits)
+    for found, expected in ((logits, right), (alphas, report.alpha)):
+        assert found and all(isinstance(one, Tensor) and torch.allclose(one, expected, atol=1e-5) for one in found)
     torch.testing.assert_close(again.alpha, report.alpha)
     torch.testing.assert_close(again.hidden_norms, report.hidden_norms)
     assert state_of(model) == before

@@ -13,7 +13,6 @@ import yaml
 from packaging.requirements import Requirement
 
 import sinkutils
-from sinkutils.commands import parser
 from sinkutils.data import embedded
 from sinkutils.study import experiments
 
@@ -98,16 +97,6 @@ def test_what_contributing_says_to_paste_is_an_experiment():
     (line,) = [line for line in text.splitlines() if line.strip().startswith("softplus: {title")]
     ((name, fields),) = yaml.safe_load(line).items()
     assert set(experiments.Experiment(name, "8", **fields).change) <= set(experiments.experiment("sigmoid").change)
-
-
-def test_the_scripts_of_a_study_call_commands_that_there_are():
-    stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
-    lines = []
-    for script in sorted((ROOT / "studies").glob("*.sh")):
-        lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
-    assert len(lines) > 10
-    for line in lines:
-        parser().parse_args(line.partition("-m sinkutils ")[2].split())
 
 
 ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "plots")
