@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
-from importlib import import_module
 
+import pandas as pd
 import pytest
 
-from sinkutils.model.config import LMConfig
+from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
-from sinkutils.study.grid import config, keeps_weights, plan, resolve, unavailable
+from sinkutils.study.grid import config, keeps_weights, resolve, unavailable
+from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
@@ -134,20 +135,6 @@ def test_unknown_names_are_refused_with_what_there_is():
             ask(*arguments)
 
 
-def test_what_a_preset_cannot_hold_is_listed_with_the_reason(monkeypatch):
-    shape = LMConfig(hidden_size=54, num_heads=3, num_layers=1)
-    monkeypatch.setitem(PRESETS, "narrow", dataclasses.replace(PRESETS["smoke"], name="narrow", model=shape))
-    table = {e.name: dataclasses.replace(e, presets=(*e.presets, "narrow")) for e in EXPERIMENTS}
-    monkeypatch.setattr(import_module("sinkutils.study.grid"), "EXPERIMENTS", tuple(table.values()))
-    monkeypatch.setattr(import_module("sinkutils.study.experiments"), "BY_NAME", table)
-    eight = {name for name in table if name.endswith("heads_8")}
-    assert set(unavailable("narrow")) == {*eight, "heads_4", "heads_2", "differential"}
-    assert "head dimension must be a multiple of 2 with position='rotary'" in unavailable("narrow")["heads_2"]
-    with pytest.raises(ValueError, match=r"heads_4.*not available at preset 'narrow'.*num_heads must divide"):
-        config("heads_4", "narrow")
-    assert not any(run.experiment == "heads_4" for run in plan("narrow"))
-
-
 def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):
     pairs = missing("laptop", tmp_path)
     assert len(set(pairs)) == len(pairs)
@@ -168,3 +155,22 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
 def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small():
     assert [keeps_weights(config("k_bias", "laptop", seed)) for seed in range(5)] == [True] * 3 + [False] * 2
     assert not any(keeps_weights(config(name, scale)) for name, scale in (("v_bias", "laptop"), ("k_bias", "gpu")))
+
+
+def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experiment():
+    rows = pd.read_csv(PAPER / "items.csv")
+    keys = [(row.item, row.row) for row in paper_rows()]
+    assert {item for item, _ in keys} == set(rows.item) and len(set(keys)) == len(keys)
+    named = {row.experiment for row in paper_rows()} - {"base"}
+    assert named == {e.name for e in EXPERIMENTS if e.section != "8"}  # of later papers: after_paper.csv
+
+
+def test_an_experiment_has_the_same_numbers_wherever_the_paper_repeats_it():
+    """Those of the default run, 18.18 and 3.73, always both; cells that are lost in the text stay empty."""
+    default = [row.values for row in paper_rows() if row.experiment in ("base", "default")]
+    assert len(default) >= 18 and all(values == {"sink_1": 18.18, "valid_loss": 3.73} for values in default)
+    for row in paper_rows():
+        reported = experiment("default" if row.experiment == "base" else row.experiment).paper
+        assert row.values.items() <= reported.items(), (row, reported)
+    stars = [row.values.get("sink_star") for row in paper_rows() if row.item == "Table 5"]
+    assert stars == [None, None, None, None, 69.74, None, 0.0]

@@ -18,26 +18,18 @@ OPERATIONS = [
     {},
     {"scale": 0.2},
     {"normalizer": "none"},
-    {"normalizer": "max_abs_sum"},
-    {"normalizer": "p_norm", "p": 2.0},
     {"normalizer": "p_norm", "p": 0.25},
     # Every similarity that cannot be negative, so that a new one is tested by being there.
     *({"similarity": f, "normalizer": z} for f in SIMILARITIES if f not in ("exp", "linear") for z in ("sum", "none")
       if (f, z) != ("softpick", "none")),
     {"similarity": "sigmoid", "normalizer": "max_abs_sum"},
     {"similarity": "sigmoid", "normalizer": "p_norm", "p": 3.0},
-    {"similarity": "elu", "normalizer": "p_norm", "p": 0.5},
-    {"similarity": "relu", "normalizer": "length"},
     {"similarity": "sigmoid", "normalizer": "none", "logit_bias": -3.0},
-    {"similarity": "linear", "normalizer": "none"},
+    {"similarity": "relu", "normalizer": "length"},
     {"similarity": "linear", "normalizer": "max_abs_sum"},
     *({"similarity": "linear", "kernel": "elu", "normalizer": z} for z in ("sum", "none", "max_abs_sum")),
     {"similarity": "linear", "kernel": "elu", "normalizer": "p_norm", "p": 2.0},
-    *({"similarity": "linear", "kernel": "mlp", "normalizer": z} for z in ("none", "max_abs_sum")),
-    *({"similarity": f, "normalizer": "length"} for f in ("exp", "sigmoid", "elu")),
-    {"similarity": "linear", "kernel": "elu", "normalizer": "length"},
-    *({"similarity": f, "normalizer": "max_abs_sum"} for f in ("elu", "relu")),
-    {"similarity": "relu", "normalizer": "p_norm", "p": 2.0},
+    {"similarity": "linear", "kernel": "mlp", "normalizer": "none"},
 ]  # fmt: skip
 MASKS = [{}, {"window": 5}, {"prefix": 4}]
 BIASES = ["none", "k", "kv", "v"]
@@ -147,12 +139,6 @@ def test_neighbouring_distances_differ_in_bfloat16():
             out = fast.attend(q, q, v, spec, distance_bias=g), attend(q, q, v, spec, distance_bias=g)[0]
         for x in out:
             assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
-
-
-@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(window=5), AttentionSpec(bias="k")], ids=name_of)
-def test_no_sequences_have_no_output_as_of_the_reference(spec):
-    (q, k, v), extras = draw(spec, 20, shape=(0, 2, 6))
-    assert fast.attend(q, k, v, spec, **extras).shape == attend(q, k, v, spec, **extras)[0].shape == (0, 2, 20, 6)
 
 
 @pytest.fixture

@@ -189,12 +189,6 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
     assert keeps_weights(start)
 
 
-def test_at_the_papers_1b_it_is_what_appendix_d_says():
-    run = config("sft_sigmoid", "paper-1b")
-    assert run.start == "sigmoid_1b" and run.instructions == "ultrachat" and run.pairs == 200_000
-    assert run.train.learning_rate == pytest.approx(2e-5) and run.train.batch_size == 64
-
-
 def test_starts_that_make_no_sense_are_refused():
     run = config("sft_softmax", "smoke")
     with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):

@@ -30,14 +30,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def quick(monkeypatch, corpus):
+def quick(monkeypatch, corpus, tmp_path):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
     def run_one(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):
         if experiment == "v_bias":
             raise RuntimeError("the machine went away")
+        monkeypatch.chdir(tmp_path)  # a worker may be anywhere
         try:
-            train(config(experiment, preset, seed), runs, corpus=corpus, progress=False)
+            train(config(experiment, preset, seed), runs, corpus=text or corpus, progress=False)
         except RunLocked:
             return 3
         return 0
@@ -84,15 +85,10 @@ def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_
     assert "the machine went away" in ended["v_bias"].detail
 
 
-def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(runs, tmp_path, text_folder, monkeypatch):
+def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(
+    quick, runs, tmp_path, text_folder, monkeypatch
+):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-
-    def elsewhere(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):
-        monkeypatch.chdir(tmp_path)
-        train(config(experiment, preset, seed), runs, corpus=text, progress=False)
-        return 0
-
-    monkeypatch.setattr(sweep_module, "run_one", elsewhere)
     with pytest.raises(FileNotFoundError, match="no such folder or file"):
         of_smoke(corpus=f"path:{tmp_path}/nowhere")
     monkeypatch.chdir(text_folder.parent)

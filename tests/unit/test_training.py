@@ -121,11 +121,13 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the
 ):
     """Held against the recipe written out once more, with settings of which none is the default."""
     data = dataclasses.replace(tiny.data, random_positions=(3,))
+    shape = dataclasses.replace(tiny.model, attention=AttentionSpec(bias="kv"), gate="head")
     settings = {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3, "clip_norm": 0.05}
-    run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), data=data, seed=1)
-    model, chunks = TransformerLM(run.model, 1), Chunks(corpus, "train", 32, data, seed=1)
-    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1] + [model.embed.weight, model.unembed.weight]
+    run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), model=shape, data=data, seed=1)
+    model, chunks = TransformerLM(shape, 1), Chunks(corpus, "train", 32, data, seed=1)
+    ends = ("attention.qkv.weight", "attention.out.weight", "attention.gate.weight", "ffn.up.weight", "ffn.down.weight")
+    matrices = [p for name, p in model.named_parameters() if name.endswith(ends)]
+    others = [p for name, p in model.named_parameters() if not name.endswith(ends)]
     adamw = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
     written_out = {
         "adamw": [adamw(model.parameters())],
@@ -202,9 +204,7 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
     assert record.status == "done" and record.metrics["reason"] is None
     assert [point["step"] for point in record.metrics["curve"]] == [0, 4, 8, 12]
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
-    assert {"corpus_train_tokens", "rules", "torch", "wall_seconds", "precision_used", "instruction_set"} <= set(
-        record.provenance
-    )
+    assert {"corpus_train_tokens", "rules", "torch", "instruction_set"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
     assert not partial_folder(record.folder).exists()
     before = (record.folder / "provenance.json").read_bytes()
@@ -249,10 +249,9 @@ def test_a_run_has_failed_where_a_loss_is_not_finite_or_none_is_near_a_uniform_g
     assert divergence([3.0, 99.0], 11.0) is None, "one bad step of several"
     assert divergence([12.0, 99.0], 11.0) == "the loss was over 11.00, twice that of a uniform guess"
     assert divergence([3.0, float("nan")], 11.0) == divergence([float("inf")], 11.0) == "the loss was not finite"
-    monkeypatch.setattr(Run, "valid_loss", lambda run: 3 * math.log(300))  # it overfits
-    assert train(change(tiny, steps=4), tmp_path / "fits", corpus=corpus, progress=False).status == "done"
-    monkeypatch.setattr(Run, "valid_loss", lambda run: math.inf)
-    assert train(change(tiny, steps=4), tmp_path / "not", corpus=corpus, progress=False).status == "failed"
+    for loss, status in ((3 * math.log(300), "done"), (math.inf, "failed")):  # the first overfits
+        monkeypatch.setattr(Run, "valid_loss", lambda run, loss=loss: loss)
+        assert train(change(tiny, steps=4), tmp_path / status, corpus=corpus, progress=False).status == status
 
 
 def test_a_model_whose_attention_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
@@ -289,18 +288,6 @@ def test_bf16_is_used_where_the_config_says_so_and_the_cpu_has_it(
     single = train(change(tiny, steps=4), tmp_path / "fp32", corpus=corpus, progress=False).metrics["final"]
     assert record.metrics["final"]["valid_loss"] == pytest.approx(single["valid_loss"], rel=0.02)
     assert (record.metrics["final"] == single) == (used == "fp32")
-
-
-def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_blocks():
-    model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    both = make_optimizers(model, TrainConfig(optimizer="muon"))
-    parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
-    assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
-    names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
-    ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
-    assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
-    with pytest.raises(ValueError, match=r"muon.*one process"):
-        make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
@@ -384,7 +371,7 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             train(tiny, tmp_path, corpus=text, progress=False)
     for file in ("config.json", "provenance.json"):
-        assert str(text_folder.parent) not in (apart.folder / file).read_text()
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()  # nothing of the machine
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
     with pytest.raises(ValueError, match="raise vocab_size"):
         train(small, tmp_path, corpus=corpus, progress=False)
@@ -428,6 +415,8 @@ def test_processes_share_batches_evenly_or_are_refused():
         Group(size=3).check_batch(512, 16)
     with pytest.raises(ValueError, match="start as many as divide 32"):
         Group(size=24).check_batch(96, 3)
+    with pytest.raises(ValueError, match=r"muon.*one process"):
+        make_optimizers(own_model(), TrainConfig(optimizer="muon"), Group(size=2))
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
         pass
 
