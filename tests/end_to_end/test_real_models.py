@@ -225,18 +225,12 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, 
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name):
+def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 400_000
     sections, known = recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
     assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
-    reports = [one for kind in sections["probes"].values() for one in kind.values()]
-    reports += [one for by_length in sections.get("lengths", {}).values() for one in by_length.values()]
-    for report in reports:
-        sinks = [report["sink"]["1"][str(eps)] for eps in open_lms.EPSILONS]
-        assert all(0 <= sink <= 100 for sink in sinks) and sinks == sorted(sinks, reverse=True)
-        assert 0 <= np.min(report["alpha"]) <= np.max(report["alpha"]) <= 1
 
 
 @pytest.mark.parametrize("name", COMMITTED)

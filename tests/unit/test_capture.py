@@ -141,14 +141,6 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
     assert measure(model, ids).bos is False
 
 
-def test_a_model_that_says_nothing_of_being_causal_is_taken_by_what_its_module_says():
-    model = build("llama")
-    wrapped = model.model.layers[0].self_attn
-    forward = wrapped.forward
-    wrapped.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "is_causal": None})
-    assert measure(model, tokens()).path == "fused"
-
-
 def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks come as tensors that know nothing of windows."""
     monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.sdpa_mask)

@@ -253,7 +253,9 @@ def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
-def test_cuda_equals_the_reference(operation):
+def test_cuda_equals_the_reference(operation, no_gpu):
+    """The last of this file: none after it must see the GPU."""
+    no_gpu.undo()
     settings = itertools.product((torch.float32, torch.bfloat16), ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40}))
     for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
         spec = AttentionSpec(**operation, **changes)

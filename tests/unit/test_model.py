@@ -167,10 +167,7 @@ def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
         assert value.tolist() == ([5.0] + [0.0] * 15 if kind == "first" else [1.25] * 16)
 
 
-def test_relative_buckets_grow_with_distance_as_t5s_do_and_equation_6_prints_one_step():
-    exact = torch.arange(16, 128)
-    printed = 16 + 16 * torch.floor(torch.log(exact / 16) / math.log(128 / 16))  # Eq. 6, floor before the factor
-    assert printed.eq(16).all() and relative_buckets(128)[16:].unique().tolist() == list(range(16, 32))
+def test_relative_buckets_grow_with_distance_as_t5s_do():
     buckets = relative_buckets(400)
     of_t5 = T5Attention._relative_position_bucket(-torch.arange(400), False, num_buckets=32, max_distance=128)
     assert torch.equal(buckets, of_t5)

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import made_up
+from helpers import interrupted, made_up
 
 from sinkutils.__main__ import main
 from sinkutils.study import record as records_module
@@ -119,8 +119,6 @@ def undisturbed(text_folder, tmp_path_factory):
 class Command:
     """`sinkutils sweep` of an experiment's first seeds, whose runs are `sinkutils train` in this process."""
 
-    stop = None  # the step at which runs are interrupted
-
     def __init__(self, seeds, text, runs):
         self.runs, self.steps = runs, Counter()
         options = f"--preset smoke --only k_bias --checkpoint-seconds 0 --runs {runs} --corpus path:{text} --seeds"
@@ -133,8 +131,6 @@ class Command:
         return SimpleNamespace(returncode=status)
 
     def advance(self, run, forward, really=Run.advance):
-        if run.step == self.stop:
-            raise KeyboardInterrupt
         self.steps[run.config.seed] += 1
         return really(run, forward)
 
@@ -210,14 +206,13 @@ def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_says_so_and_goes_on_
     command, undisturbed, capsys
 ):
     sweep, (_, expected) = command(3), undisturbed
-    sweep.stop = 50
-    assert sweep.status() == 1
+    with interrupted(50):
+        assert sweep.status() == 1
     assert capsys.readouterr().out.count("crashed  exit status 130; stopped; run the same command again") == 3
     flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.pt" for seed in range(3))
     blob = flipped.read_bytes()
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
-    sweep.stop = None
     assert sweep.status() == 0 and sweep.steps == {0: 60, 1: 60, 2: 20}
     said = [line.partition("done")[2].strip() for line in capsys.readouterr().out.splitlines()]
     damage = "{}.partial/checkpoint.pt is truncated or changed; training starts again from step 0"

