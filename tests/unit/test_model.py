@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DenseMaps, architectures, own_model, tokens
+from helpers import SHAPE, DenseMaps, architectures, own_model, tokens
+from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils.measuring.measure import measure
-from sinkutils.model.attention import AttentionSpec
+from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import FFNS, LMConfig
 from sinkutils.model.decoder import TransformerLM, fixed_value
 from sinkutils.model.positions import absolute_embedding, alibi_slopes, relative_buckets, rotary_tables, rotate
@@ -207,3 +208,54 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message)
 def test_ids_that_do_not_fit_are_refused_with_the_allowed_values(ids, message):
     with pytest.raises(ValueError, match=message):
         own_model()(ids)
+
+
+def test_v_scale_shrinks_small_values_and_changes_no_attention():
+    scaled, plain, ids = own_model(value_scale=True), own_model(), torch.randint(60, (2, 21))
+    block = scaled.blocks[0].attention
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        block.double().value_scale[0] = 0.7
+    v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
+    seen: list[Tensor] = []
+    block(x, {}, observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)))
+    r, c = v.square().sum(-1, keepdim=True), 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
+    torch.testing.assert_close(seen[0], v * r / (r + c))
+    start = TransformerLM(LMConfig(**SHAPE, value_scale=True), 0)
+    assert start.blocks[0].attention.value_scale.tolist() == [0, 0]
+    alphas = [measure(m, ids).alpha[:, :, 0] for m in (scaled.float(), plain)]
+    torch.testing.assert_close(*alphas)
+
+
+def test_dyt_is_the_tanh_of_a_scaled_input_and_scales_the_embeddings():
+    model, ids = TransformerLM(LMConfig(**SHAPE, normalization="dyt"), 0), torch.randint(60, (2, 5))
+    torch.testing.assert_close(DenseMaps(model, ids).first, 4 * model.embed(ids))  # sqrt(d)
+    norm, x = model.blocks[1].norm_2, torch.randn(2, 5, 16)
+    with torch.no_grad():
+        norm.alpha.fill_(0.3)
+        norm.weight.copy_(torch.linspace(0.5, 2, 16))
+    torch.testing.assert_close(norm(x), torch.tanh(0.3 * x) * norm.weight)
+
+
+@torch.no_grad()
+def test_a_differential_layer_is_that_of_ye_et_al_from_its_weights():
+    model, x = own_model(attention=AttentionSpec(differential=True)).double(), torch.randn(2, 6, 16).double()
+    layer, tables = model.blocks[1].attention, rotary_tables(6, 4, torch.float64)  # each map's own, of half the size
+    q, k, v = layer.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    first, second = (attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1))
+    start = 0.8 - 0.6 * math.exp(-0.3)  # of the second layer
+    q_1, k_1, q_2, k_2 = layer.mix
+    heads = (first - ((q_1 @ k_1).exp() - (q_2 @ k_2).exp() + start) * second) @ v
+    heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight * (1 - start)
+    got = layer(x, {"cos": model.cos[:6], "sin": model.sin[:6]})
+    torch.testing.assert_close(got, heads.transpose(1, 2).flatten(2) @ layer.out.weight.T, atol=1e-5, rtol=1e-5)
+
+
+def test_a_gated_norm_is_rmsnorm_times_a_gate_of_its_own_output():
+    norm = TransformerLM(LMConfig(**SHAPE, normalization="gated"), 0).blocks[1].norm_2
+    x = torch.randn(2, 5, 16)
+    y = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    a = y @ norm.down.weight.T
+    gate = 1 / (1 + torch.exp(-(a / (1 + torch.exp(-a))) @ norm.up.weight.T))
+    torch.testing.assert_close(norm(x), y * gate)
+    assert norm.down.weight.shape == (16, 16) and norm.up.weight.shape == (16, 16)

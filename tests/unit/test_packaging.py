@@ -1,22 +1,27 @@
-"""The files around the code: one set of pins, one set of commands."""
+"""The files around the code: one set of pins, a package that installs, a README with the numbers of the records."""
 
 import ast
 import graphlib
+import json
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
 import sinkutils
+import sinkutils as su
 from sinkutils.data import embedded
+from sinkutils.paths import OPEN_LMS, ROOT
 from sinkutils.study import experiments
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -120,3 +125,74 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
         assert not up, f"{name} imports {up}"
     assert any(graph.values())
     graphlib.TopologicalSorter(graph).prepare()  # a circle raises CycleError, which names it
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_each_number_of_ours_is_what_the_records_say():
+    mean = su.runs("laptop").groupby("experiment")[["sink_1", "sink_star", "block_1", "later_blocks"]].mean()
+    real = {name: json.loads((OPEN_LMS / f"{name}.json").read_text()) for name in ("smollm2", "gemma-3-270m")}
+    smol = real["smollm2"]["probes"]["natural"]["text"]["sink"]["1"]["0.3"]
+    third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}  # the BOS at the third place
+    said = {
+        f"keeps {mean.sink_1.k_bias:.1f} % of the heads ({mean.sink_1.fixed_1:.1f} % before)",
+        f"the new key takes {mean.sink_star.k_bias:.1f} %",
+        f"With sigmoid attention {mean.sink_1.sigmoid:.1f} % of the heads",
+        f"normalised, {mean.sink_1.sigmoid_normalised:.1f} %",
+        f"an excess of {mean.later_blocks.weight_decay_0:.2f}",
+        f"with the usual 0.1 it is {mean.later_blocks.fixed_1:.2f}",
+        f"with 0.5 it is {mean.later_blocks['weight_decay_0.5']:.2f}. Block 1 has {mean.block_1.weight_decay_0:.2f}",
+        f"which gets {statistics.mean(third['smollm2']['first']):.2f} of the attention",
+        f"Gemma follows its BOS, which keeps {statistics.mean(third['gemma-3-270m']['bos']):.2f}",
+        f"has a sink in {smol + 1e-6:.1f} % of its heads",  # 72.75, which half the formatters round down
+    }
+    assert [words for words in said if words not in README] == []
+    assert mean.sink_1["data_share_0.02"] == 0  # a fiftieth of the text
+
+
+@pytest.mark.parametrize(
+    "path", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_a_link_leads_to_a_file_that_is_there(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    assert [target for target in targets if not (Path(ROOT / path).parent / target).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its_code(tmp_path):
+    """As `pip install .` puts it into site-packages, away from any checkout."""
+    source, site, elsewhere = (tmp_path / name for name in ("source", "site", "elsewhere"))
+    elsewhere.mkdir()
+    for name in ("sinkutils", "data/paper"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "data/claims.yaml", "data/trials.csv"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
+
+    def call(*arguments, **environment):
+        environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=elsewhere, env=environment, text=True, capture_output=True
+        )
+
+    before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
+    listing = call("-m", "sinkutils", "list", "--section", "6")
+    assert listing.returncode == 0 and "weight_decay_0.5" in listing.stdout and "41.08" in listing.stdout
+    assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
+    ledger = call("-m", "sinkutils", "claims", "--preset", "minute")
+    assert ledger.returncode == 0 and "claims at minute" in ledger.stdout.splitlines()[-1], ledger.stderr
+    notebooks = call("-m", "sinkutils", "run")
+    assert notebooks.returncode == 2
+    assert notebooks.stderr.splitlines()[-1] == (
+        "sinkutils: the notebooks are in a checkout of the repository: run this command in one"
+    )
+    where = "from sinkutils import paths; print(paths.RUNS, paths.RENDERED)"
+    for home in ("", str(tmp_path)):
+        folders = call("-c", where, SINKUTILS_HOME=home).stdout.split()
+        assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
+    assert before == {path for path in site.rglob("*") if "__pycache__" not in path.parts}
+    assert (site / "bin" / "sinkutils").exists() and not list(elsewhere.iterdir())

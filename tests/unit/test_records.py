@@ -1,4 +1,4 @@
-"""Records: written whole or not at all, and every damaged byte or senseless value is noticed and named."""
+"""Records: written whole or not at all, every damaged byte is noticed and named, and tidy frames of them."""
 
 import dataclasses
 import errno
@@ -9,10 +9,12 @@ import shutil
 import sys
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import DONE, END, made_up
 
+import sinkutils as su
 from sinkutils import paths
 from sinkutils.measuring.load import ModelUnavailable, load_lm
 from sinkutils.study import record as records_module
@@ -206,3 +208,62 @@ def test_a_field_that_is_retired_changes_neither_what_a_record_is_of_nor_the_has
     # what the fine-tunings of the study name their start by
     assert config_hash(config("fixed_1", "laptop")).startswith("ed45b225684cd4be")
     assert config("sft_softmax", "laptop", 1).start_sha256.startswith("1f6ad9568091e3ed")
+
+
+FEW = ("fixed_1", "k_bias", "window_1_64")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A few of the study's records in a folder of their own."""
+    root = tmp_path_factory.mktemp("runs")
+    for name in FEW:
+        (root / "laptop" / name).mkdir(parents=True)
+        for seed in (0, 1):
+            (root / "laptop" / name / str(seed)).symlink_to(paths.RUNS / "laptop" / name / str(seed))
+    return root
+
+
+def report_of(name: str, seed: int) -> dict:
+    return json.loads((paths.RUNS / "laptop" / name / str(seed) / "metrics.json").read_text())["final"]
+
+
+def test_a_row_per_run_says_what_its_record_says(study):
+    table = su.runs("laptop", study).set_index(["experiment", "seed"])
+    assert len(table) == 2 * len(FEW) and (table.status == "done").all()
+    row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
+    assert (row.sink_1, row.sink_star, row.valid_loss) == (final["sink_1"], final["sink_star"], final["valid_loss"])
+    uniform = sum(1 / i for i in range(1, 65)) / 64
+    alpha = np.array(final["report"]["alpha"][0])
+    assert row.block_1 == pytest.approx(((alpha[0] - uniform) / (1 - uniform)).mean())
+    assert (row.block_1 + 3 * row.later_blocks) / 4 == pytest.approx(row.excess_1, abs=1e-4)
+    assert row.element == max(block[0] for block in final["report"]["hidden_peaks"])
+
+
+def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
+    final = report_of("k_bias", 0)
+    heads = su.heads("laptop", study).query("experiment == 'k_bias' and seed == 0")
+    assert heads.alpha_1.tolist() == np.ravel(final["report"]["alpha"][0]).tolist()
+    assert heads.alpha_star.tolist() == np.ravel(final["report"]["alpha_star"]).tolist()
+    blocks = su.blocks("laptop", study).query("experiment == 'k_bias' and seed == 0")
+    norms = final["report"]["value_norms"][2]
+    assert blocks.value_ratio.tolist()[2] == pytest.approx(norms[0] / np.mean(norms[1:]))
+    curve = su.curves("laptop", study).query("experiment == 'k_bias' and seed == 0")
+    assert curve.step.tolist()[-1] == 12_000 and curve.tokens.tolist()[-1] == 12_000 * 32 * 64
+    assert curve.valid_loss.tolist()[-1] == final["valid_loss"]
+    seen_once = su.blocks("laptop", study).query("experiment == 'window_1_64'")
+    assert np.isfinite(seen_once.excess_1).all()
+
+
+def test_the_excess_by_block_has_the_mean_that_measuring_gave(study):
+    """Also under a window, and where there is a key of its own."""
+    by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
+    table = su.runs("laptop", study).set_index(["experiment", "seed"])
+    for name in ("excess_1", "excess_star"):
+        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
+
+
+def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
+    assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
+    with pytest.raises(ValueError, match="preset must be one of"):
+        su.runs("laptp")

@@ -6,7 +6,12 @@ import math
 import pytest
 import torch
 from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
 
+from sinkutils.measuring.destinations import destinations, line_breaks
+from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import attention_shares
@@ -203,3 +208,45 @@ def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
     with pytest.raises(ValueError, match="at least two positions"):
         norm_ratio([[1.0]])
+
+
+def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
+    model, ids = own_model(sink_token=True).double(), torch.randint(60, (3, 9))
+    found = gradient_norms(model, ids)
+    assert all(p.grad is None for p in model.parameters())
+    read: list[Tensor] = []
+    handle = model.blocks[1].attention.register_forward_hook(
+        lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
+    )
+    torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    handle.remove()
+    expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
+    assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
+    assert [len(row) for row in found] == [8, 8]
+    assert gradient_norms(model, ids[:, :1]) == [], "one token predicts none"
+    with torch.no_grad():
+        model.embed.weight[ids[0, 0]] = torch.nan
+    assert gradient_norms(model, ids) == []
+
+
+def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
+    model, ids = own_model(attention=AttentionSpec(bias="k")), torch.randint(5, 60, (3, 12))
+    ids[:, 4] = 2  # a line break
+    dense = DenseMaps(model, ids)
+    found = destinations(model, ids, torch.tensor([2]))
+    rows = dense.maps[1][:, 0, 2:, :]  # of layer 2, head 1, queries 3..T; column 0 is k*
+    at = torch.arange(2, 12)
+    own, before = (rows[:, at - 2, at + 1 - back] for back in (0, 1))
+    expected = {"star": rows[..., 0], "first": rows[..., 1], "self": own, "previous": before}
+    for kind, at in expected.items():
+        assert found[kind][1][0] == pytest.approx(float(at.mean()), abs=2e-4)
+    later = range(6, 12)  # the line break at 5 is neither the query's own key nor the one before
+    broken = sum(float(rows[:, i - 2, 5].mean()) for i in later) / rows.shape[1]
+    assert found["line_break"][1][0] == pytest.approx(broken, abs=2e-4)
+    assert sum(found[kind][1][0] for kind in found) == pytest.approx(1, abs=1e-3)
+    assert destinations(model, ids[:, :2], torch.tensor([2])) == {}
+
+
+def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
+    words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
+    assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
