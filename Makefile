@@ -67,7 +67,7 @@ book: $(BOOK_VENV)/.installed
 	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d book/doctrees . book/html
 
 browser: book $(VENV)/.installed
-	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_browser.py
+	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_jupyterlab.py
 
 clean:
 	rm -rf $(VENV) $(BOOK_VENV) build book rendered *.egg-info

@@ -1,0 +1,134 @@
+"""The book of `make book`, opened as a file, without a server or a network, in Chromium: a phone and a desk."""
+
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlparse
+
+import pytest
+from browser import NOTEBOOKS, ROOT, SHOTS, chromium, console_errors, needs_chromium, requests
+
+BOOK = ROOT / "book" / "html"
+TEXTS = [path.relative_to(ROOT).with_suffix("") for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+PAGES = [BOOK / f"{name}.html" for name in ("index", "search", *TEXTS)]
+PAGES += [BOOK / "notebooks" / f"{path.stem}.html" for path in NOTEBOOKS]
+SIZES = {"desk": (1280, 1000), "phone": (390, 844)}  # a window's width and height
+pytestmark = [needs_chromium, pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")]
+
+LOOK = """
+const done = arguments[0], all = (query) => [...document.querySelectorAll(query)];
+const loaded = new Promise((wake) => document.readyState === "complete" ? wake() : addEventListener("load", wake));
+const drawn = () => window.MathJax && MathJax.startup.promise;
+const pause = () => new Promise((wake) => setTimeout(wake, 200));
+loaded.then(drawn).then(() => document.fonts.ready).then(pause).then(() => done({
+    ids: all("[id]").map((element) => element.id),
+    links: all("a[href]").map((element) => element.href),
+    images: all("img").map((image) => [image.src.slice(0, 80), image.naturalWidth]),
+    mute: all("article img").filter((image) => !image.alt.trim()).map((image) => image.src.slice(0, 80)),
+    formulas: all("span.math, div.math").length,
+    drawn: all("mjx-container").length,
+    misread: all("mjx-merror, .problematic").map((element) => element.textContent),
+    fonts: [...document.fonts].filter((font) => font.status == "error").map((font) => font.family),
+    overflow: Math.max(0, document.documentElement.scrollWidth - window.innerWidth),
+    still: all("figure script").filter((script) => !script.parentElement.querySelector("svg")).length,
+}));
+"""
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pages(request):
+    """What a browser of one size makes of every page, its console's errors and its requests; a screenshot of each."""
+    seen = {}
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with chromium(*SIZES[request.param]) as driver:
+        if request.param == "phone":  # a window cannot be so narrow
+            metrics = dict(zip(("width", "height"), SIZES["phone"], strict=True), deviceScaleFactor=2, mobile=True)
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        for path in PAGES:
+            driver.get(path.as_uri())
+            seen[path] = driver.execute_async_script(LOOK)
+            seen[path] |= {"errors": console_errors(driver), "requests": requests(driver)}
+            driver.save_screenshot(str(SHOTS / f"{request.param}_{path.stem}.png"))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("wrong", ["errors", "misread", "fonts", "overflow", "mute", "still"])
+def test_no_page_has(wrong, pages):
+    """Errors in its console, formulas or fonts that fail, more width than the window, an image without words for it, or
+    a picture that its script did not bring to life.
+    """
+    assert {path.name: page[wrong] for path, page in pages.items() if page[wrong]} == {}
+
+
+def test_every_page_needs_the_book_alone_and_no_network(pages):
+    asked = set().union(*(page["requests"] for page in pages.values()))
+    own = {address for address in asked if address.startswith((BOOK.as_uri(), "data:", "blob:"))}
+    assert len(own) > len(PAGES) and asked == own
+
+
+def test_every_image_is_there_and_every_formula_is_drawn(pages):
+    assert sum(len(page["images"]) for page in pages.values()) > len(NOTEBOOKS)
+    assert {source for page in pages.values() for source, width in page["images"] if not width} == set()
+    assert sum(page["drawn"] for page in pages.values()) > 0
+    assert [path.name for path, page in pages.items() if page["drawn"] != page["formulas"]] == []
+
+
+def test_every_link_inside_the_book_leads_somewhere(pages):
+    broken = set()
+    for path, page in pages.items():
+        for link in page["links"]:
+            address, anchor = urldefrag(link)
+            if urlparse(address).scheme in ("http", "https", "mailto"):
+                continue
+            target = Path(unquote(urlparse(address).path))
+            if BOOK not in target.parents or not target.is_file():
+                broken.add((path.name, link))
+            elif anchor and target in pages and unquote(anchor) not in pages[target]["ids"]:
+                broken.add((path.name, link))
+    assert broken == set()
+
+
+PLAY = """
+const done = arguments[0];
+Promise.all([...document.querySelectorAll("figure .controls")].map(async (controls) => {
+    const svg = controls.parentElement.querySelector("svg"), before = svg.innerHTML, changed = [];
+    for (const input of controls.querySelectorAll("input")) {
+        const start = svg.innerHTML;
+        input.value = input.value === input.min ? input.max : input.min;
+        input.dispatchEvent(new Event("input"));
+        changed.push(svg.innerHTML !== start);
+    }
+    for (const button of controls.querySelectorAll("button")) {
+        button.click();
+        await new Promise((wake) => setTimeout(wake, 400));
+        changed.push(svg.innerHTML !== before);
+    }
+    return changed;
+})).then(done);
+"""
+
+
+def test_every_slider_and_button_of_the_first_notebook_moves_its_picture(driver):
+    driver.get((BOOK / "notebooks" / "00_quickstart.html").as_uri())
+    driver.implicitly_wait(2)
+    driver.find_elements("css selector", "figure .controls")
+    moved = driver.execute_async_script(PLAY)
+    assert len(moved) >= 4
+    assert all(any(changed) for changed in moved)
+    assert sum(changed.count(False) for changed in moved) <= 1  # "nothing matches" is how the logits start
+    assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_solutions_are_folded_and_open_when_clicked(path, driver):
+    driver.get((BOOK / "notebooks" / f"{path.stem}.html").as_uri())
+    folded = driver.find_elements("xpath", "//details[summary[contains(., 'olution')]]")  # whatever is painted by then
+    inside = [item for fold in folded for item in fold.find_elements("css selector", "li, p, pre")]
+    assert inside and not any(item.is_displayed() for item in inside)
+    for fold in folded:
+        fold.find_element("tag name", "summary").click()
+    assert all(item.is_displayed() for item in inside)
