@@ -121,14 +121,3 @@ def test_every_slider_and_button_of_the_first_notebook_moves_its_picture(driver)
     assert all(any(changed) for changed in moved)
     assert sum(changed.count(False) for changed in moved) <= 1  # "nothing matches" is how the logits start
     assert console_errors(driver) == []
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_solutions_are_folded_and_open_when_clicked(path, driver):
-    driver.get((BOOK / "notebooks" / f"{path.stem}.html").as_uri())
-    folded = driver.find_elements("xpath", "//details[summary[contains(., 'olution')]]")  # whatever is painted by then
-    inside = [item for fold in folded for item in fold.find_elements("css selector", "li, p, pre")]
-    assert inside and not any(item.is_displayed() for item in inside)
-    for fold in folded:
-        fold.find_element("tag name", "summary").click()
-    assert all(item.is_displayed() for item in inside)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import zipfile
 from dataclasses import replace
-from functools import partial
 
 import gguf
 import numpy as np
@@ -167,25 +166,15 @@ def made(index, corpus, tmp_path, monkeypatch):
 
 
 def test_all_sections_of_a_record_are_made(made, corpus):
-    _, sections = made
+    measured, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
     assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
-
-
-def test_a_record_says_what_each_operation_does_to_the_model(made):
-    measured, sections = made
-    done, model, close = sections["operations"], measured.model, partial(pytest.approx, rel=1e-3)  # four digits stay
-    ids, long = measured.inputs("natural", 3, first=BOS), measured.inputs("natural", 2, 40, first=BOS)
-    hidden = surgery.hide(model, ids)
-    sinks = [hidden.report.sink(target) for target in (1, 2)]
-    assert done["hide"] == {"loss": close(hidden.loss), "sink_1": close(sinks[0]), "sink_2": close(sinks[1])}
+    hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
+    assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)  # four digits stay
     # The same BOS stands first in every text, so its transplant is what it was.
-    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
-    coarse = [surgery.rounded(model, ids, 3, first_exact=exact).loss for exact in (False, True)]
-    assert done["rounded to bits"]["3"] == close(coarse) and coarse[0] != close(coarse[1])
-    by_text = surgery.stream(model, long, 7, 1).losses[:, 16:].mean(dim=1)
-    assert sections["streaming"]["loss"]["7 + 1"] == close(by_text.tolist())
+    moved, plain = (sections["operations"][name] for name in ("transplant", "untouched"))
+    assert moved["sink_star"] == pytest.approx(plain["sink_1"], abs=8)
 
 
 TASK = """task: mine

@@ -9,7 +9,6 @@ import torch
 import transformers as tf
 from helpers import Largest, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
-from torch import nn
 
 from sinkutils.measuring import hf, masks
 from sinkutils.measuring.families import attention_layers
@@ -240,7 +239,6 @@ def test_chunks_of_queries_change_nothing(monkeypatch):
 NONE = {
     "no causal LM": lambda: tf.BertForMaskedLM(tf.BertConfig(vocab_size=VOCAB, num_hidden_layers=1)),
     "encoder-decoder": lambda: tf.T5ForConditionalGeneration(families.small_config("t5")),
-    "got Linear: what is read are": lambda: nn.Linear(2, 2),
     "embeds no tokens": lambda: tf.ViTModel(tf.ViTConfig(num_hidden_layers=1)),
     "meta device .*load it first": lambda: build("llama").to("meta"),
     "float8_e4m3fn weights": lambda: build("llama").to(torch.float8_e4m3fn),

@@ -9,7 +9,7 @@ import pytest
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
-from sinkutils.study.grid import config, keeps_weights, resolve, unavailable
+from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.paper import paper_rows
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
@@ -150,11 +150,6 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
     assert first == sorted(first, reverse=True), "the headline comes first"
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [("sft_sigmoid_ultrachat", 1)]
     assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
-
-
-def test_weights_are_kept_of_as_many_seeds_as_a_row_says_where_models_are_small():
-    assert [keeps_weights(config("k_bias", "laptop", seed)) for seed in range(5)] == [True] * 3 + [False] * 2
-    assert not any(keeps_weights(config(name, scale)) for name, scale in (("v_bias", "laptop"), ("k_bias", "gpu")))
 
 
 def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experiment():

@@ -190,15 +190,6 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids), rtol=1e-2)
 
 
-def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
-    sigmoid = AttentionSpec(similarity="sigmoid", normalizer="none")
-    arm = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, attention=sigmoid))
-    a, b, c = (Run(run, corpus, CPU) for run in (tiny, arm, dataclasses.replace(tiny, seed=1)))
-    batches = [run.chunks.batch(5, 4, run.config.seed) for run in (a, b, c)]
-    assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
-    assert torch.equal(a.probe, c.probe) and torch.equal(a.valid, c.valid)
-
-
 def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny, corpus, tmp_path):
     record = train(tiny, tmp_path / "a", corpus=corpus, progress=False, keep_weights=True)
     assert record.status == "done" and record.metrics["reason"] is None
