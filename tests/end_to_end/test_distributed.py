@@ -189,6 +189,7 @@ def test_the_papers_60m_takes_an_optimiser_step_on_a_sequence_of_2048_tokens(cor
         paper.train, batch_size=1, micro_batch=1, warmup_steps=1, valid_chunks=1, eval_sequences=1
     )
     run = Run(dataclasses.replace(paper, train=schedule), corpus, CPU)
+    run.chunks.tokens = np.random.default_rng(0).integers(3, 50_432, len(run.chunks.tokens))  # of all its words
     before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
     loss = float(run.advance(next_token_loss))
     # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.

@@ -192,7 +192,7 @@ def test_a_hook_sees_the_check_which_can_be_turned_off():
     model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape[:2])))
     measure(model, ids)
     measure(model, ids, check=False)
-    assert seen == [(1, T), (3, T), (3, T)]
+    assert seen == [(1, 16), (3, T), (3, T)]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,11 @@ def test_special_ids_of_the_text_part_are_read():
     ids[1, -1] = text.pad_token_id = 7
     with pytest.warns(UserWarning, match=r"padding token \(7\)"):
         measure(model, ids)
+    mask = torch.ones_like(ids)
+    mask[1, -1] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        measure(model, ids, attention_mask=(ids != 7).long())
+        measure(model, ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("pad", [None, -1])

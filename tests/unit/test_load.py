@@ -75,14 +75,6 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         load_lm("tiny/fixed_1/0", runs=tmp_path / "elsewhere")
 
 
-def test_an_absent_model_without_a_network_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    with pytest.raises(ModelUnavailable, match="local cache and the hub cannot be reached") as caught:
-        load_lm("Pythia-14M")
-    assert "EleutherAI/pythia-14m" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 BROKEN = {
     "malicious": "has weights in a .bin file that holds more than tensors",
     "cut": "could not be loaded: Error while deserializing header",
@@ -148,6 +140,9 @@ def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_pa
 
 def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(monkeypatch):
     refuse = Mock(side_effect=OSError("You are trying to access a gated repo.\nMake sure to have access to it"))
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
+    with pytest.raises(ModelUnavailable, match="'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"):
+        load_lm("Pythia-14M")
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
     for options in ({"trust_remote_code": False}, {"trust_remote_code": True}, {}):

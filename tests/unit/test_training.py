@@ -121,13 +121,11 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_and_clipped_gradient_at_the
 ):
     """Held against the recipe written out once more, with settings of which none is the default."""
     data = dataclasses.replace(tiny.data, random_positions=(3,))
-    shape = dataclasses.replace(tiny.model, attention=AttentionSpec(bias="kv"), gate="head")
     settings = {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3, "clip_norm": 0.05}
-    run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), model=shape, data=data, seed=1)
-    model, chunks = TransformerLM(shape, 1), Chunks(corpus, "train", 32, data, seed=1)
-    ends = ("attention.qkv.weight", "attention.out.weight", "attention.gate.weight", "ffn.up.weight", "ffn.down.weight")
-    matrices = [p for name, p in model.named_parameters() if name.endswith(ends)]
-    others = [p for name, p in model.named_parameters() if not name.endswith(ends)]
+    run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), data=data, seed=1)
+    model, chunks = TransformerLM(run.model, 1), Chunks(corpus, "train", 32, data, seed=1)
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1] + [model.embed.weight, model.unembed.weight]
     adamw = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
     written_out = {
         "adamw": [adamw(model.parameters())],
@@ -227,16 +225,13 @@ def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_bef
     assert [point["train_loss"] for point in points] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp_path):
+def test_a_diverging_run_is_recorded_as_failed_with_its_reason_and_one_that_overfits_is_not(
+    tiny, corpus, tmp_path, monkeypatch
+):
     record = train(change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False)
     assert record.metrics["curve"][0]["step"] == 0
     assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
     assert read_record(record.folder).status == "failed"
-
-
-def test_a_run_has_failed_where_a_loss_is_not_finite_or_none_is_near_a_uniform_guess(
-    tiny, corpus, tmp_path, monkeypatch
-):
     assert divergence([3.0, 99.0], 11.0) is None, "one bad step of several"
     assert divergence([12.0, 99.0], 11.0) == "the loss was over 11.00, twice that of a uniform guess"
     assert divergence([3.0, float("nan")], 11.0) == divergence([float("inf")], 11.0) == "the loss was not finite"
@@ -279,6 +274,18 @@ def test_bf16_is_used_where_the_config_says_so_and_the_cpu_has_it(
     single = train(change(tiny, steps=4), tmp_path / "fp32", corpus=corpus, progress=False).metrics["final"]
     assert record.metrics["final"]["valid_loss"] == pytest.approx(single["valid_loss"], rel=0.02)
     assert (record.metrics["final"] == single) == (used == "fp32")
+
+
+def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process():
+    model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
+    both = make_optimizers(model, TrainConfig(optimizer="muon"))
+    parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
+    assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
+    names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
+    ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
+    assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
+    with pytest.raises(ValueError, match=r"muon.*one process"):
+        make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
@@ -403,8 +410,6 @@ def test_processes_share_batches_evenly_or_are_refused():
         Group(size=3).check_batch(512, 16)
     with pytest.raises(ValueError, match="start as many as divide 32"):
         Group(size=24).check_batch(96, 3)
-    with pytest.raises(ValueError, match=r"muon.*one process"):
-        make_optimizers(own_model(), TrainConfig(optimizer="muon"), Group(size=2))
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
         pass
 
