@@ -141,7 +141,7 @@ def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_pa
 def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(monkeypatch):
     refuse = Mock(side_effect=OSError("You are trying to access a gated repo.\nMake sure to have access to it"))
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    with pytest.raises(ModelUnavailable, match="'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"):
+    with pytest.raises(ModelUnavailable, match=r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"):
         load_lm("Pythia-14M")
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
