@@ -177,17 +177,6 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
         assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_flex_attention_serves_where_it_fits_and_was_found_right(right, monkeypatch):
-    spec, asked = AttentionSpec(similarity="sigmoid", window=5), []
-    monkeypatch.setattr(fast, "DENSE_LENGTH", {})
-    monkeypatch.setattr(flash, "flex_serves", lambda *arguments: asked.append(arguments) or right)
-    monkeypatch.setattr(flash, "flex", lambda q, *_: q)
-    (q, k, v), _ = draw(spec, 20)
-    torch.testing.assert_close(fast.attend(q, k, v, spec), q if right else attend(q, k, v, spec)[0])
-    assert asked == [(spec, CPU, torch.float64, 6)]
-
-
 def test_which_kernel_serves_where():
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     plain, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -226,14 +215,14 @@ def test_which_kernel_serves_where():
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    compared = []
-    monkeypatch.setattr(flash, "trusted", lambda kernel, kind, *_: compared.append(kind) or True)
-    for triton, expected in ((True, form), (False, form.replace("flex", "dense"))):
+    compared, otherwise = [], form.replace("flex", "dense")
+    for triton, right, expected in ((True, True, form), (True, False, otherwise), (False, True, otherwise)):
+        monkeypatch.setattr(flash, "trusted", lambda kernel, kind, *_, right=right: compared.append(kind) or right)
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
         chosen = fast.choose_form(AttentionSpec(**fields), torch.device(device), dtype, length, 64, term)
         assert chosen == expected
     kind = "window" if "window" in fields else "prefix" if "prefix" in fields else "causal"
-    assert compared == ([kind] if form == "flex" else []), "under the operation's kind of mask, and where it fits"
+    assert compared == ([kind] * 2 if form == "flex" else []), "under the operation's kind of mask, and where it fits"
 
 
 @pytest.mark.slow

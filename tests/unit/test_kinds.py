@@ -414,7 +414,7 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
     report, before = measure(model, ids), state_of(model)
     operations = [measure, surgery.untouched, surgery.massive]
     if family != "deepseek_v32":
-        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
+        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2), lambda m, x: surgery.stream(m, x, 4)]
     serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
     with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:
