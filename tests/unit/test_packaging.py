@@ -168,7 +168,8 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     elsewhere.mkdir()
     for name in ("sinkutils", "data/paper"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "data/claims.yaml", "data/trials.csv"):
+    data = [f"data/{path.name}" for path in (ROOT / "data").glob("*.*")]  # and no records
+    for name in ("pyproject.toml", "README.md", "LICENSE", *data):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
