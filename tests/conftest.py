@@ -36,29 +36,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def hide_gpus(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda, "is_available", lambda: False)
-    patch.setattr(torch.cuda, "device_count", lambda: 0)
-    patch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that tests start
-
-
 @pytest.fixture(scope="module", autouse=True)  # before a module's own fixtures, which train
 def no_gpu() -> Iterator[pytest.MonkeyPatch]:
-    """What trains or measures with no word on where takes the CPU, also where there is a GPU."""
+    """What trains or measures with no word on where takes the CPU, also where there is a GPU; a test may undo it."""
     with pytest.MonkeyPatch.context() as patch:
-        hide_gpus(patch)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that tests start
         yield patch
-
-
-@pytest.fixture(autouse=True)
-def gpu_where_it_is_asked_for(request: pytest.FixtureRequest, no_gpu: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that is marked cuda sees what there is."""
-    marked = request.node.get_closest_marker("cuda")
-    if marked:
-        no_gpu.undo()
-    yield
-    if marked:
-        hide_gpus(no_gpu)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
+from sinkutils.training.run import Run
 
 CPU = torch.device("cpu")
 END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say
@@ -236,6 +238,20 @@ class Largest(TorchDispatchMode):
         sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.elements = max(self.elements, *sizes, 0)
         return result
+
+
+@contextmanager
+def interrupted(step: int) -> Iterator[None]:
+    """While this is open, a run stops when it is to take its step of this number, counted from 0."""
+
+    def advance(run: Run, forward: Any, really: Any = Run.advance) -> Tensor:
+        if run.step == step:
+            raise KeyboardInterrupt
+        return really(run, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "advance", advance)
+        yield
 
 
 def made_up(

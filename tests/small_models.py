@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import families
+import helpers
 import pytest
 import torch
-from helpers import alpha_by_definition
 from torch import Tensor, nn
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,6 +36,11 @@ def build(name: str, **changes: Any) -> nn.Module:
         return families.build(family)
 
 
+def tokens(samples: int = 3, length: int = 24) -> Tensor:
+    """Texts for them, without special tokens."""
+    return helpers.tokens(samples, length, least=3, vocabulary=families.VOCAB)
+
+
 def state_of(model: nn.Module) -> tuple[Any, ...]:
     """What an operation has to leave as it was, besides weights: hooks, attributes, modes, the kind of attention."""
     parts = [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)), m.training) for m in model.modules()]
@@ -51,4 +56,4 @@ def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
 
 def eager_alpha(model: nn.Module, ids: Tensor, targets: tuple[int, ...]) -> Tensor:
     """alpha of the targets by definition, (B, K, L, H)."""
-    return alpha_by_definition(eager_maps(model, ids), targets)
+    return helpers.alpha_by_definition(eager_maps(model, ids), targets)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import zipfile
 from dataclasses import replace
-from functools import partial
 
 import gguf
 import numpy as np
@@ -152,13 +151,6 @@ def test_the_list_says_what_is_here_where_from_and_under_which_licence(index, ca
     assert told.count("not installed") == len(REAL_MODELS)
 
 
-def test_sections_are_kept_beside_each_other_with_four_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
-    open_lms.add("a", "domains", {"x": [1 / 3, 24936.1234]})
-    open_lms.add("a", "about", {"parameters": 134515008})
-    assert recorded("a") == {"about": {"parameters": 134515008}, "domains": {"x": [0.3333, 24940.0]}}
-
-
 @pytest.fixture
 def made(index, corpus, tmp_path, monkeypatch):
     """The made-up model, and all sections of its record by the command, from a few short texts."""
@@ -174,40 +166,15 @@ def made(index, corpus, tmp_path, monkeypatch):
 
 
 def test_all_sections_of_a_record_are_made(made, corpus):
-    _, sections = made
+    measured, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
     assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
-
-
-def test_a_record_says_what_each_operation_does_to_the_model(made):
-    measured, sections = made
-    done, model, close = sections["operations"], measured.model, partial(pytest.approx, rel=1e-3)  # four digits stay
-    ids, long = measured.inputs("natural", 3, first=BOS), measured.inputs("natural", 2, 40, first=BOS)
-    for name, outcome in (("untouched", surgery.untouched(model, ids)), ("hide", surgery.hide(model, ids))):
-        sinks = [outcome.report.sink(target) for target in (1, 2)]
-        assert done[name] == {"loss": close(outcome.loss), "sink_1": close(sinks[0]), "sink_2": close(sinks[1])}
-    assert done["hide"] != done["untouched"]
+    hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
+    assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)  # four digits stay
     # The same BOS stands first in every text, so its transplant is what it was.
-    assert done["transplant"]["sink_star"] == pytest.approx(done["untouched"]["sink_1"], abs=8)
-    coarse = [surgery.rounded(model, ids, 3, first_exact=exact).loss for exact in (False, True)]
-    assert done["rounded to bits"]["3"] == close(coarse) and coarse[0] != close(coarse[1])
-    streamed = sections["streaming"]
-    assert set(streamed["loss"]) == {"8 + 0", "7 + 1", "4 + 4", "full"} and streamed["after"] == 16
-    by_text = surgery.stream(model, long, 7, 1).losses[:, 16:].mean(dim=1)
-    assert streamed["loss"]["7 + 1"] == close(by_text.tolist())
-
-
-def test_a_record_says_how_near_a_key_is_to_its_mean_over_texts(made):
-    measured, sections = made
-    ids = measured.inputs("natural", 3, first=BOS)
-    by_hand = []
-    for keys, _ in surgery.keys_values(measured.model, ids, ids.shape[1] // 2):  # (3, H_kv, D)
-        pairs = [(k, m) for of_text in keys for k, m in zip(of_text, keys.mean(0), strict=True)]
-        by_hand.append(np.mean([float(k @ m / (k.norm() * m.norm())) for k, m in pairs]))
-    near = sections["first_token"][BOS]
-    assert near["cosine_k_middle_to_mean"] == pytest.approx(by_hand, rel=1e-3) and max(by_hand) < 0.99
-    assert near["cosine_k_1_to_mean"] == pytest.approx([1, 1], rel=1e-3)  # the same BOS
+    moved, plain = (sections["operations"][name] for name in ("transplant", "untouched"))
+    assert moved["sink_star"] == pytest.approx(plain["sink_1"], abs=8)
 
 
 TASK = """task: mine
@@ -247,22 +214,12 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, 
 
 
 @pytest.mark.parametrize("name", COMMITTED)
-def test_committed_measurements_are_of_the_pinned_model_small_and_in_range(name):
+def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 400_000
     sections, known = recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag"} and {"about", "probes"} <= set(sections)
     assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
-    reports = [one for kind in sections["probes"].values() for one in kind.values()]
-    reports += [one for by_length in sections.get("lengths", {}).values() for one in by_length.values()]
-    if "domains" in sections:
-        reports += [one[sections["domains"]["first"]] for one in sections["domains"]["by"].values()]
-    for report in reports:
-        sinks = [report["sink"]["1"][str(eps)] for eps in open_lms.EPSILONS]
-        assert all(0 <= sink <= 100 for sink in sinks) and sinks == sorted(sinks, reverse=True)
-        assert 0 <= np.min(report["alpha"]) <= np.max(report["alpha"]) <= 1
-    if "hellaswag" in sections:
-        assert 25 < sections["hellaswag"]["acc_norm"] < 100 and sections["hellaswag"]["questions"] == 1000
 
 
 @pytest.mark.parametrize("name", COMMITTED)
@@ -279,18 +236,3 @@ def test_a_measurement_made_anew_is_the_committed_one(name):
     first = BOS if committed["about"]["trained_with_bos"] else TEXT
     report = measured.measure(measured.inputs("random", 10, first=first))
     assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)
-
-
-def test_what_notebook_08_says_in_its_own_words_holds_for_the_committed_models():
-    smol, gemma = (recorded(name)["operations"] for name in ("smollm2", "gemma-3-270m"))
-    before, moved, hidden = (smol[name] for name in ("untouched", "transplant", "hide"))
-    cuts = smol["set back 3 dimensions after block"]
-    assert cuts[min(cuts, key=int)]["loss"] > before["loss"] + 5  # the loss hangs on it, where it is born
-    assert hidden["sink_2"] == pytest.approx(before["sink_1"], abs=5)  # the next token serves
-    assert moved["sink_star"] == pytest.approx(before["sink_1"], abs=5) and moved["sink_1"] < 1
-    assert max(hidden["loss"], moved["loss"]) < before["loss"] + 0.3
-    assert smol["transplant, v* = 0 from layer"]["0"]["loss"] > before["loss"] + 0.5  # its value counts
-    losses = recorded("smollm2")["streaming"]["loss"]
-    for none, one, full in zip(losses["128 + 0"], losses["127 + 1"], losses["full"], strict=True):  # text by text
-        assert none - one > 0.3 * (none - full)
-    assert gemma["plain"]["sink_1"] < 1 < 50 < min(gemma["untouched"]["sink_1"], gemma["transplant"]["sink_star"])

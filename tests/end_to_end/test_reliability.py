@@ -5,9 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 import reliability
+from conftest import SMOKE
 from helpers import DONE
 
+from sinkutils.study.grid import config
 from sinkutils.study.record import read_record, record_folder, write_record
+from sinkutils.training.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +57,11 @@ def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken
     dataclasses.replace(sweeps, engine=engine).finish(engine)
     assert sweeps.results(engine) == unbroken[1]
     assert sweeps.trainings(engine) == dict.fromkeys(sweeps.only, 1)
+
+
+def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):
+    """What the smoke preset is calibrated for, in its own steps and on its own text."""
+    runs = [dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")]
+    biased, base = (train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs)
+    assert base["sink_1"] < 5, f"the base has a sink: {base['sink_1']} %; it was calibrated to have none"
+    assert biased["sink_star"] > base["sink_1"] + 15

@@ -22,10 +22,9 @@ from small_models import build, eager_alpha
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
-from sinkutils.data.packing import Chunks, DataConfig
+from sinkutils.data.packing import DataConfig
 from sinkutils.data.probes import KINDS, probe
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import CURVE_EPSILONS, Report
 from sinkutils.model import fast
 from sinkutils.model.attention import CHOICES, AttentionSpec, attend
 from sinkutils.model.config import CHOICES as VARIANTS
@@ -360,18 +359,6 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
     answered("forms")
 
 
-@cases(0.1)
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30))
-def test_the_curve_falls_with_eps_and_the_interval_holds_the_estimate(values):
-    alpha = torch.tensor(values)[:, None, None, None]
-    report = Report(alpha, (1,), (0.3,), torch.full((len(values),), 64), (0,))
-    assert (np.diff([report.sink(eps=eps) for eps in CURVE_EPSILONS]) <= 1e-9).all()
-    low, high = report.interval()
-    assert 0 <= low <= high <= 100 and report.interval() == (low, high)
-    if len({bool(value > 0.3) for value in alpha.flatten()}) == 1:
-        assert low == high == report.sink()
-
-
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
 def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
     probe_below, valid_below = corpora._thresholds(fractions, complete=True)
@@ -387,10 +374,3 @@ def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     pieces = external.PIECE.findall(text)
     assert "".join(pieces) == text and all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
     assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])
-
-
-@given(step=st.integers(0, 2000), size=st.integers(1, 64), seed=st.integers(0, 3))
-def test_a_batch_depends_on_seed_and_step_only_not_on_what_was_asked_before(corpus, step, size, seed):
-    fresh, used = (Chunks(corpus, "valid", 32, DataConfig(random_positions=(1,))) for _ in range(2))
-    used.batch(step + 1, size, seed), used.batch(0, size, seed + 1)
-    assert torch.equal(fresh.batch(step, size, seed), used.batch(step, size, seed))

@@ -10,7 +10,6 @@ import pytest
 
 import sinkutils
 from sinkutils.__main__ import COMMANDS, main
-from sinkutils.commands import duration
 from sinkutils.data.packing import fix_position
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import special_ids
@@ -21,11 +20,10 @@ from sinkutils.study.store import Runs
 from sinkutils.training.trainer import train
 
 
-def said(capsys, *arguments, status=0) -> str:
-    """What a command prints, of a mistake on stderr."""
-    assert main([str(argument) for argument in arguments]) == status
-    captured = capsys.readouterr()
-    return captured.err if status else captured.out
+def said(capsys, *arguments) -> str:
+    """What a command prints."""
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
 
 
 def test_list_shows_every_experiment_with_the_papers_value_or_one_section(capsys, tmp_path):
@@ -41,12 +39,8 @@ REFUSED = {
     "train k_bias --preset smoke --device cuda:99": "'cuda:99' was asked for, but PyTorch sees",
     "train k_bias --preset smoke --device meta": "where a model has weights",
     "train k_bias --preset smoke --seed -1": "seed must be",
-    "train k_bias --preset smoke --seed one": "invalid int value: 'one'",
     "train k_bias --checkpoint-seconds nan": "must be a finite number of at least 0, got 'nan'",
-    "train k_bias --checkpoint-seconds -1": "must be a finite number of at least 0",
     "train": "the following arguments are required: experiment",
-    "train sft_softmax --preset smoke --device cuda:99": "'cuda:99' was asked for",
-    "train sft_nothing": "unknown experiment 'sft_nothing'",
     "list --section 9 --runs .": "section must be one of",
     "list --preset phone": "invalid choice: 'phone' (choose from 'smoke'",
     "sweep --jobs 0 --dry-run": "--jobs: must be an integer of at least 1, got '0'",
@@ -54,8 +48,6 @@ REFUSED = {
     "sweep --preset smoke --engine abacus": "invalid choice: 'abacus'",
     "measure laptop/no_such_run/0": "no_such_run",
     "measure ./nothing": "there is no folder './nothing'",
-    "measure x -n 0": "-n: must be an integer of at least 1",
-    "measure x --batch-size 0": "--batch-size: must be an integer of at least 1",
     "measure x --targets 1 0": "--targets: must be an integer of at least 1, got '0'",
     "measure x --eps 0.3 1": "--eps: must be a number above 0 and below 1, got '1'",
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
@@ -85,11 +77,6 @@ def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
     out = said(capsys, "sweep", "--preset", "smoke", "--dry-run", "--runs", tmp_path, "--only", "k_bias", "--seeds", 0)
     assert "k_bias" in out and "about 10 s" in out and "1 runs, about" in out and " 0.0 " not in out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (210, "3.5 min"), (5400, "1.5 h")])
-def test_times_are_in_words_of_their_size(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_every_command_has_help_that_names_each_default_once_and_the_version_is_printed(capsys):
@@ -134,8 +121,6 @@ def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its
     both = said(capsys, "measure", "smoke/k_bias/0", "smoke/fixed_1/0", "--runs", runs, "-n", 5, "--probe", "random")
     header, *rows = both.strip().splitlines()[-3:]
     assert "later_blocks" in header and [row.split()[0] for row in rows] == ["smoke/k_bias/0", "smoke/fixed_1/0"]
-    advice = said(capsys, "measure", "smoke/k_bias", "--runs", runs, status=2)
-    assert "of this experiment take smoke/k_bias/0\n" in advice
 
 
 @pytest.mark.slow

@@ -15,18 +15,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from sinkutils.measuring import families as rules
-from sinkutils.measuring.families import REFUSED
-from sinkutils.measuring.hf import capturing
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.tally import Tally
 from sinkutils.paths import ROOT
 
 MEASURED = {
     name: path
     for path, names in {
-        "fused": "bart bert doge gemma3 gemma3_text gemma3n_text gpt2 gpt2+inverse_layer gpt_neox gpt_oss granite_swa "
-                 "granitemoe_swa jamba llama llama4_text+chunks mimo_v2_flash minimax_m3_vl_text mistral olmo2 opt "
-                 "phi qwen3 qwen3_next roberta-prelayernorm",
+        "fused": "bart bert doge falcon_h1 gemma3 gemma3_text gemma3n_text gpt2 gpt2+inverse_layer gpt_neox gpt_oss "
+                 "granite_swa granitemoe_swa jamba llama llama4_text+chunks mimo_v2_flash minimax minimax_m3_vl_text "
+                 "mistral olmo2 opt phi qwen3 qwen3_next roberta-prelayernorm",
         "exact": "deepseek_v3 deepseek_v32 gemma2 gemma2+softcap hy_v4 inkling2_text kimi_linear longcat_flash",
         "eager weights": "bloom falcon falcon+alibi git gpt_neo gptj mpt openai-gpt xglm",
     }.items()
@@ -39,11 +36,6 @@ REASONS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def page() -> str:
-    return (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", MEASURED)
 def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     with family_of(name) as family:
@@ -51,31 +43,15 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     assert not result.refused
     assert not result.wrong, result
     assert result.path == MEASURED[name]
-    alpha = measure(build(name), tokens(24), families.TARGETS).alpha
-    assert alpha.std() > 0.005  # otherwise the comparison would say nothing
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "bloom"])
-@torch.no_grad()
-def test_logits_of_the_exact_path_are_those_of_eager_attention_bit_by_bit(family):
-    model, ids = build(family), tokens(24)
-    before = model(ids, use_cache=False).logits
-    with capturing(model, Tally((1,), 24), exact=True):
-        assert torch.equal(model(ids, use_cache=False).logits, before)
+    report = measure(build(name), tokens(24), families.TARGETS)
+    assert report.alpha.std() > 0.005  # otherwise the comparison would say nothing
+    if name in ("jamba", "qwen3_next"):  # the true index of the attention layer; norms are of every block
+        assert report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
 
 
 @pytest.mark.parametrize("family", REASONS)
 def test_what_cannot_be_measured_is_refused_for_its_true_reason(family):
     assert REASONS[family] in check(family, lengths=(8,)).refused
-
-
-def test_the_oracle_notices_what_a_family_adds(monkeypatch):
-    """Without its scaling by the sink, or without the choice of keys, a family would not pass."""
-    monkeypatch.setattr(rules, "scaled_by_sink", lambda *arguments: arguments[-1])
-    assert check("granite_swa", lengths=(64,)).wrong
-    monkeypatch.undo()
-    monkeypatch.setattr(rules, "chosen_keys", lambda module, mask, q, kwargs: mask)
-    assert check("deepseek_v32", lengths=(64,)).wrong
 
 
 @pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa", "gpt_oss", "mimo_v2_flash"])
@@ -127,21 +103,11 @@ def test_norms_of_several_streams_are_means_over_them(family):
     torch.testing.assert_close(report.hidden_norms[0], norms)
 
 
-def test_the_committed_page_names_every_family_of_the_pinned_transformers(page):
+def test_the_committed_page_names_every_family_of_the_pinned_transformers():
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, flags=re.M)
     assert sorted(named) == sorted(CLASSES.items())
     assert f"transformers {transformers.__version__}:" in page
-
-
-@pytest.mark.slow
-def test_the_committed_page_says_what_a_check_finds(page):
-    table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    rows = {cells[0]: cells[2:] for cells in table if len(cells) > 2}
-    for family in ("llama", "granite_swa", "jamba"):
-        result = check(family)
-        assert [rows[family][0], rows[family][-1]] == [result.path, result.remarks]
-    for family in REFUSED.keys() & CLASSES.keys():
-        assert REFUSED[family] in rows[family][0]
 
 
 class Adapted(nn.Module):

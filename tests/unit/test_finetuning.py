@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, made_up
+from helpers import CPU, interrupted, made_up
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -28,7 +28,6 @@ from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
-from sinkutils.training.run import Run
 from sinkutils.training.sweep import _next
 from sinkutils.training.trainer import train
 
@@ -44,9 +43,6 @@ class Sink:
     Not part of the answer.
     """
 
-    def drain(self, rate: float = 1.0) -> None:
-        """Let it out at some rate."""
-
     async def fill(
         self,
         rate: float,
@@ -54,9 +50,7 @@ class Sink:
         r"""Let it in at a rate, \\alpha."""
 
 def last() -> str:
-    """Give back the last of all."""
-    def inner():
-        """Too short."""
+    """Too short."""
     if first:
         """This string belongs to no definition."""
 '''
@@ -87,15 +81,13 @@ def chats(text_folder, tmp_path_factory):
 def test_definitions_are_found_and_asked_for_and_their_first_paragraph_is_the_answer():
     assert [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)] == [
         ("class", "Sink", "A place where attention goes,"),
-        ("method", "Sink.drain", "Let it out at some rate."),
         ("method", "Sink.fill", "Let it in at a rate, \\alpha."),
-        ("function", "last", "Give back the last of all."),
-        ("function", "inner", "Too short."),
+        ("function", "last", "Too short."),
     ]
-    pairs = list(instructions.conversations_of(SOURCE))
-    assert pairs[0] == chat("What is the class Sink?", "A place where attention goes, and stays.")
-    assert pairs[1] == chat("What does Sink.drain do?", "Let it out at some rate.")
-    assert len(pairs) == 4  # two words are no answer
+    assert list(instructions.conversations_of(SOURCE)) == [  # two words are no answer
+        chat("What is the class Sink?", "A place where attention goes, and stays."),
+        chat("What does Sink.fill do?", "Let it in at a rate, \\alpha."),
+    ]
 
 
 def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first(layout):
@@ -139,9 +131,6 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
     logits = model(rows[:, 0, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1, 1:].flatten(), ignore_index=IGNORED)
     torch.testing.assert_close(answer_loss(model, rows), expected)
-    other = rows.clone()
-    other[:, 0, -1] = 5  # padding, and the targets of questions, are never looked at
-    torch.testing.assert_close(answer_loss(model, other), answer_loss(model, rows))
 
 
 # ---- where conversations come from
@@ -195,15 +184,6 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
     assert run.train.steps * run.train.batch_size <= run.pairs < (run.train.steps + 1) * run.train.batch_size
     assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
     assert keeps_weights(start)
-
-
-def test_at_the_papers_1b_it_is_what_appendix_d_says():
-    run = config("sft_sigmoid", "paper-1b")
-    assert run.start == "sigmoid_1b" and run.instructions == "ultrachat" and run.pairs == 200_000
-    assert run.train.learning_rate == pytest.approx(2e-5) and run.train.batch_size == 64
-    assert run.model.context_length == 2048 and run.train.lr_floor == 0
-    assert config("sft_softmax", "paper-1b").start == "softmax_1b"
-    assert config("sft_softmax_ultrachat", "laptop").instructions == "ultrachat"
 
 
 def test_starts_that_make_no_sense_are_refused():
@@ -270,6 +250,9 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     assert before["step"] == 0
     assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
     assert rounded(before["sink_1"]) == state.start.metrics["final"]["sink_1"]
+    clipped = state_of(small("sft_softmax", chats, clip_norm=1e-6), started, corpus)
+    clipped.advance(clipped.loss)
+    assert float(clipped.passed[0][1]) > 1e-3  # the norm before clipping
     held_out = state_of(small("sft_softmax", chats, valid_chunks=40), started, corpus)
     with torch.no_grad():  # a token of the last 8 conversations counts as much as one of the 32 before
         loss = float(answer_loss(held_out.model, held_out.valid))
@@ -292,7 +275,6 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
     for name in ("losses", "gradient_norms"):
         steps = [value for point in record.metrics["curve"] for value in point.get(name, ())]
         assert len(steps) == 8 and min(steps) > 0
-    assert [point["step"] for point in record.metrics["curve"]] == [0, 2, 4, 6, 8]
     assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
     assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
     assert Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str() == corpus.tokenizer.to_str()
@@ -300,38 +282,15 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
 
 
 @pytest.mark.slow
-def test_gradient_norms_are_those_before_clipping_and_divergence_is_recorded(started, chats, corpus):
-    norms = []
-    for clip in (1.0, 1e-6):
-        state = state_of(small("sft_softmax", chats, clip_norm=clip), started, corpus)
-        state.advance(state.loss)
-        norms.append(float(state.passed[0][1]))
-    assert norms[0] == norms[1] > 1e-3
-    run = dataclasses.replace(small("sft_sigmoid", chats, learning_rate=1e30, clip_norm=1e30), experiment="wild")
-    record = train(run, started, corpus=corpus, progress=False)
-    assert record.status == "failed" and "not finite" in record.metrics["reason"]
-
-
-@pytest.mark.slow
-def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
-    started, chats, corpus, tmp_path, monkeypatch
-):
+def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(started, chats, corpus, tmp_path):
     run, outcomes = small("sft_softmax", chats), []
-
-    def interrupted(self, forward, advance=Run.advance):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        advance(self, forward)
-
     for number in range(3):
         copy = tmp_path / str(number)
         (copy / "smoke" / "fixed_1").mkdir(parents=True)
         (copy / "smoke" / "fixed_1" / "0").symlink_to(started / "smoke" / "fixed_1" / "0")
-        if number == 2:  # stopped in the sixth step, after a checkpoint
-            with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
+        if number == 2:
+            with interrupted(5), pytest.raises(KeyboardInterrupt):
+                train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
         outcomes.append((train(run, copy, corpus=corpus, progress=False).folder / "metrics.json").read_bytes())
     assert outcomes[0] == outcomes[1] == outcomes[2]
 

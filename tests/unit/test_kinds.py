@@ -12,11 +12,9 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
 from helpers import alpha_by_definition
-from helpers import tokens as any_tokens
-from small_models import build, eager_alpha, state_of
+from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
@@ -26,12 +24,8 @@ from sinkutils.measuring import masks, surgery
 from sinkutils.measuring.families import repeat_heads
 from sinkutils.measuring.measure import measure
 
-T, TARGETS = 16, (1, 2, 5)
+T, TARGETS = 24, (1, 2, 5)
 close = {"atol": 1e-5, "rtol": 1e-4}
-
-
-def tokens(samples: int = 3, length: int = T) -> Tensor:
-    return any_tokens(samples, length, least=3, vocabulary=96)
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -61,14 +55,14 @@ class Registered:
         return out, {"weights": weights, "nothing": None, "others": weights / weights.sum(-1, True)}[self.returns]
 
 
-def registered(function, name: str = "mine", mask=eager_mask, family: str = "llama") -> nn.Module:
-    AttentionInterface.register(name, function)
+def registered(function, mask=eager_mask, family: str = "llama") -> nn.Module:
+    AttentionInterface.register("mine", function)
     if mask:
-        AttentionMaskInterface.register(name, mask)
+        AttentionMaskInterface.register("mine", mask)
     else:
-        AttentionMaskInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop("mine", None)
     model = build(family)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation("mine")
     return model
 
 
@@ -198,7 +192,7 @@ def test_a_hook_sees_the_check_which_can_be_turned_off():
     model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape[:2])))
     measure(model, ids)
     measure(model, ids, check=False)
-    assert seen == [(1, T), (3, T), (3, T)]
+    assert seen == [(1, 16), (3, T), (3, T)]
 
 
 @pytest.mark.parametrize(
@@ -234,12 +228,18 @@ def test_special_ids_of_the_text_part_are_read():
     ids[1, -1] = text.pad_token_id = 7
     with pytest.warns(UserWarning, match=r"padding token \(7\)"):
         measure(model, ids)
+    mask = torch.ones_like(ids)
+    mask[1, -1] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(model, ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("pad", [None, -1])
 def test_padding_by_eos_that_only_the_tokenizer_knows_of_is_warned_of(pad):
     model, ids = build("llama"), tokens()
     model.config.pad_token_id = pad
+    ids[0, -1] = model.config.eos_token_id  # one is text, several at an end are not
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measure(model, ids)
@@ -258,18 +258,17 @@ class TinyLM(tf.PreTrainedModel):
 
     def __init__(self, config, shows: bool = True) -> None:
         super().__init__(config)
-        self.embed, self.shows = nn.Embedding(config.vocab_size, 16), shows
+        self.embed = nn.Embedding(config.vocab_size, 16)
         self.blocks = nn.ModuleList([nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)])
         for block in self.blocks:
             block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
-        self.head = nn.Linear(16, config.vocab_size)
         self.post_init()
 
     def forward(self, input_ids, labels=None):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x @ self.embed.weight.T
 
 
 class TinyAttention(nn.Module):
@@ -279,12 +278,10 @@ class TinyAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        if not self.shows:
-            return (F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2),)
         logits = 9 * q @ k.mT
-        weights = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
-        self.maps = weights
-        return (weights @ v).transpose(1, 2).flatten(2), weights
+        self.maps = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
+        out = (self.maps @ v).transpose(1, 2).flatten(2)
+        return (out, self.maps) if self.shows else (out,)
 
 
 def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_weights_are_shown():
@@ -304,13 +301,23 @@ def test_what_is_no_model_of_transformers_is_told_what_is_needed_and_a_wrapper_w
         measure(nn.Sequential(build("llama")), tokens())
 
 
-@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
-def test_an_offloaded_model_is_measured(offload, tmp_path):
+PLACES = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
+PLACES |= dict.fromkeys(("model.norm", "model.rotary_emb", "lm_head"), "cpu")
+WAYS = {
+    "cpu_offload": {"execution_device": "cpu"},
+    "disk_offload": {"execution_device": "cpu"},
+    "dispatch_model": {"device_map": PLACES, "main_device": "cpu"},  # as `device_map` loads it
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_an_offloaded_model_and_one_spread_over_places_are_measured(family, way, tmp_path):
     accelerate = pytest.importorskip("accelerate")
-    model, ids = build("llama"), tokens()
+    model, ids = build(family), tokens()
     right = measure(model, ids).alpha
-    where = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
-    spread = getattr(accelerate, offload)(model, execution_device="cpu", **where)
+    where = {} if way == "cpu_offload" else {"offload_dir": tmp_path}
+    spread = getattr(accelerate, way)(model, **WAYS[way], **where)
     torch.testing.assert_close(measure(spread, ids).alpha, right, **close)
 
 
@@ -357,17 +364,6 @@ def test_a_composite_models_parts_keep_their_attention():
 # --- surgery
 
 
-@pytest.mark.parametrize("family", ["granite_swa", "gpt_oss", "minimax", "falcon_h1", "deepseek_v32", "gemma3n_text"])
-def test_surgerys_report_has_the_definition_of_measure(family):
-    model, ids = build(family), tokens()
-    found, right = surgery.untouched(model, ids).report, measure(model, ids, (1, 2))
-    assert found.layers == right.layers and found.alpha.shape == right.alpha.shape
-    torch.testing.assert_close(found.alpha, right.alpha, **close)
-    assert (found.star is None) == (right.star is None)
-    if right.star is not None:
-        torch.testing.assert_close(found.star, right.star, **close)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v32", "falcon_h1", "minimax", "jamba", "qwen3_next", "hy_v4"])
 def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none(family):
     model, ids = build(family), tokens()
@@ -387,19 +383,19 @@ def test_several_streams_have_no_one_h_1(family):
 
 
 @contextlib.contextmanager
-def served(model: nn.Module, ids: Tensor):
-    """Another thread that runs the model all the while; what came out, or the error."""
+def beside(work):
+    """Another thread that does this all the while; what came out, or the error."""
     stop, found = threading.Event(), []
 
-    def serve() -> None:
+    def run() -> None:
         while not stop.is_set():
             try:
                 with torch.no_grad():
-                    found.append(model(ids, use_cache=False).logits)
+                    found.append(work())
             except Exception as error:
                 found.append(error)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield found
@@ -418,12 +414,14 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
     report, before = measure(model, ids), state_of(model)
     operations = [measure, surgery.untouched, surgery.massive]
     if family != "deepseek_v32":
-        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
-    with served(model, ids) as logits:
+        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2), lambda m, x: surgery.stream(m, x, 4)]
+    serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
+    with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:
             operate(model, ids)
         again = measure(model, ids)
-    assert logits and all(isinstance(one, Tensor) and torch.allclose(one, right, atol=1e-5) for one in logits)
+    for found, expected in ((logits, right), (alphas, report.alpha)):
+        assert found and all(isinstance(one, Tensor) and torch.allclose(one, expected, atol=1e-5) for one in found)
     torch.testing.assert_close(again.alpha, report.alpha)
     torch.testing.assert_close(again.hidden_norms, report.hidden_norms)
     assert state_of(model) == before
@@ -448,3 +446,13 @@ def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(imp
 def test_an_old_transformers_is_told_apart():
     with pytest.raises(ImportError, match=r"needs transformers 5\.4 or later"):
         masks.mask(cache_position=torch.arange(3))
+
+
+def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
+    shared, replaced = build("llama"), build("llama")
+    shared.model.layers[1].self_attn = shared.model.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"ran more than once .* give each place a copy"):
+        measure(shared, IDS)
+    replaced.model.layers[1].self_attn.forward = lambda hidden_states, **others: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn.* did not show their weights: was their forward rep"):
+        measure(replaced, IDS)

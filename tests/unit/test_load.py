@@ -2,17 +2,14 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
-import pandas as pd
 import pytest
 import torch
 import transformers as tf
 from helpers import DONE, word_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import build
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torch import nn
 
 from sinkutils import __main__ as cli
 from sinkutils import paths
@@ -25,23 +22,13 @@ from sinkutils.study.config import RunConfig
 from sinkutils.study.record import write_record
 
 
-def tiny_gpt2() -> nn.Module:
-    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=32))
-
-
-def tiny_tokenizer() -> Tokenizer:
-    return Tokenizer(WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
-
-
-def test_the_registry_holds_the_32_models_of_table_8():
-    models = pd.read_csv(paths.PAPER / "models.csv")
-    paper = models[models.in_paper == 1]
-    rows = pd.read_csv(paths.PAPER / "open_lms.csv").query("item == 'Table 8'")
-    assert dict(zip(rows.hub_id, rows.model, strict=True)) == dict(zip(paper.hub_id, paper["name"], strict=True))
-    assert len(paper) == 32 and models.hub_id.is_unique and models["name"].is_unique
-    families = {"LLaMA2": 4, "LLaMA3": 4, "GPT2": 4, "Mistral": 2, "Pythia": 10, "OPT": 6, "Jamba": 2}
-    assert paper.family.value_counts().to_dict() == families and paper.chat.sum() == 6
-    assert load.zoo() == dict(zip(models["name"], models.hub_id, strict=True))
+def saved(folder, tokenizer: bool = True):
+    model = build("llama")
+    model.save_pretrained(folder)
+    if tokenizer:
+        made = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>")
+        made.save_pretrained(folder)
+    return model
 
 
 def test_a_model_is_known_by_the_papers_name_in_any_case(monkeypatch):
@@ -54,15 +41,13 @@ def test_a_model_is_known_by_the_papers_name_in_any_case(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
 def test_a_local_folder_loads_with_its_tokenizer(tmp_path, dtype):
-    model = tiny_gpt2()
-    model.save_pretrained(tmp_path)
-    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), bos_token="w1").save_pretrained(tmp_path)
+    model = saved(tmp_path)
     loaded, tokenizer = load_lm(tmp_path, "cpu", dtype)
     expected = {None: torch.float32, "bfloat16": torch.bfloat16}.get(dtype, dtype)
     assert loaded.dtype == expected
     assert not loaded.training
-    assert tokenizer("w3")["input_ids"] == [3]
-    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight.to(expected))
+    assert tokenizer("w3")["input_ids"] == [6]
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(expected))
 
 
 def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
@@ -70,7 +55,7 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
-    write_record(folder, config, DONE, {}, dict(model.state_dict()), tiny_tokenizer())
+    write_record(folder, config, DONE, {}, dict(model.state_dict()), word_tokenizer(17))
     for name in ("tiny/fixed_1/0", folder):
         loaded, tokenizer = load_lm(name)
         assert loaded.config == config.model
@@ -80,36 +65,20 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     half, _ = load_lm(folder, dtype="bfloat16")
     assert half.unembed.weight.dtype == torch.bfloat16
     assert torch.equal(half.cos, model.cos)  # bfloat16 would blur far positions
-    bad = folder / "model.safetensors"
-    bad.write_bytes(bad.read_bytes()[:-1])
-    with pytest.raises(ModelUnavailable, match="truncated or changed"):
-        load_lm(folder)
     write_record(folder, config, DONE, {})
     with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
         load_lm(folder)
     for name in ("tiny/fixed_1/7", "tiny/fixed_1"):
         with pytest.raises(ModelUnavailable, match=r"no recorded run .*: of this experiment take tiny/fixed_1/0"):
             load_lm(name)
-    with pytest.raises(ModelUnavailable, match="no recorded run 'tiny/other/0': train it"):
-        load_lm("tiny/other/0")
-    with pytest.raises(ModelUnavailable, match="no recorded run"):
+    with pytest.raises(ModelUnavailable, match="no recorded run 'tiny/fixed_1/0': train it"):
         load_lm("tiny/fixed_1/0", runs=tmp_path / "elsewhere")
 
 
-def test_an_absent_model_without_a_network_is_one_clear_line(monkeypatch):
-    monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    with pytest.raises(ModelUnavailable, match="local cache and the hub cannot be reached") as caught:
-        load_lm("Pythia-14M")
-    assert "EleutherAI/pythia-14m" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 BROKEN = {
-    "no model type": "could not be loaded",
     "malicious": "has weights in a .bin file that holds more than tensors",
     "cut": "could not be loaded: Error while deserializing header",
     "vit": "is no causal language model: transformers has none for ViTConfig",
-    "list": "could not be loaded",
     "shapes": "could not be loaded",
     "tokenizer": "could not be loaded",
 }
@@ -131,19 +100,16 @@ def broken(way: str, folder: Path) -> None:
         config = tf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
         tf.ViTForImageClassification(config).save_pretrained(folder)
         return
-    tiny_gpt2().save_pretrained(folder)
-    tf.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()).save_pretrained(folder)
+    saved(folder)
     weights = folder / "model.safetensors"
     if way == "malicious":
         weights.unlink()
-        torch.save({"transformer.wte.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
+        torch.save({"lm_head.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
     if way == "cut":
         weights.write_bytes(weights.read_bytes()[:-10])
-    if way in ("list", "no model type"):
-        (folder / "config.json").write_text("[]" if way == "list" else '{"model_type": "no such thing"}')
     if way == "shapes":
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 32}))
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     if way == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
 
@@ -158,59 +124,34 @@ def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path, way):
 
 
 WRONG = [
-    *({"dtype": d} for d in (3, "int8", torch.int64, "float8_e4m3fn", "load", "")),
-    *({"device": d} for d in ("banana", "cuda:99", "meta", 3.5, "")),
+    *({"dtype": d} for d in (3, torch.int64, "float8_e4m3fn", "")),
+    *({"device": d} for d in ("banana", "meta", 3.5, "")),
+    {"revision": "step1000"},
 ]
 
 
 @pytest.mark.parametrize("asked", WRONG, ids=str)
-def test_another_dtype_or_device_is_refused_with_those_there_are(tmp_path, asked):
-    message = "dtype must be one of float32, bfloat16, float16, float64" if "dtype" in asked else "device"
-    with pytest.raises(ValueError, match=message):
+def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_path, asked):
+    messages = {"dtype": "must be one of float32, bfloat16, float16, float64", "revision": "is of a hub id"}
+    (name,) = asked
+    with pytest.raises(ValueError, match=f"{name} {messages.get(name, '')}"):
         load_lm(tmp_path, **asked)
 
 
-@pytest.mark.parametrize("name", [".", "smollm2"])
-def test_a_revision_is_of_a_hub_id(name: str) -> None:
-    with pytest.raises(ValueError, match="revision is of a hub id"):
-        load_lm(name, revision="step1000")
-
-
-def test_what_transformers_says_of_the_hub_comes_on_one_line(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
-
+def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(monkeypatch):
+    refuse = Mock(side_effect=OSError("You are trying to access a gated repo.\nMake sure to have access to it"))
+    monkeypatch.setattr(load, "hub_reachable", lambda: False)
+    with pytest.raises(ModelUnavailable, match=r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"):
+        load_lm("Pythia-14M")
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(ModelUnavailable, match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to have"):
-        load_lm("owner/model")
-
-
-def test_remote_code_is_never_run_unless_asked_for(monkeypatch):
-    asked = []
-
-    def note(*args, **kwargs):
-        asked.append(kwargs["trust_remote_code"])
-        raise OSError("stop here")
-
-    monkeypatch.setattr(load, "hub_reachable", lambda: True)
-    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", note)
     for options in ({"trust_remote_code": False}, {"trust_remote_code": True}, {}):
-        with pytest.raises(ModelUnavailable):
+        with pytest.raises(ModelUnavailable, match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to"):
             load_lm("owner/model", **options)
-    assert asked == [False, True, False]
+    assert [call.kwargs["trust_remote_code"] for call in refuse.call_args_list] == [False, True, False]
 
 
 # --- files
-
-
-def saved(folder, tokenizer: bool = True):
-    model = build("llama")
-    model.save_pretrained(folder)
-    if tokenizer:
-        made = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>")
-        made.save_pretrained(folder)
-    return model
 
 
 RENAMED = {

@@ -6,7 +6,12 @@ import math
 import pytest
 import torch
 from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
 
+from sinkutils.measuring.destinations import destinations, line_breaks
+from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import attention_shares
@@ -44,6 +49,9 @@ def test_alpha_star_mass_maps_and_norms_are_those_of_the_dense_maps(name):
     torch.testing.assert_close(report.kept[1, 0].cosine, cosine, atol=1e-5, rtol=1e-5)
     hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
     torch.testing.assert_close(report.hidden_norms, hidden)
+    sizes = dense.hidden[1][:, first:].abs()
+    peaks = sizes.amax(dim=-1) / sizes.flatten(1).median(dim=1).values[:, None]
+    torch.testing.assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
     torch.testing.assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
     for part, norms in enumerate((report.query_norms, report.key_norms, report.value_norms)):
         expected = torch.stack([layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv])
@@ -84,23 +92,16 @@ def test_large_unnormalised_scores_neither_overflow_nor_are_coarser_under_autoca
 
 def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
     model = build("default").train()
-    model.blocks[0].eval()
     before = [module.training for module in model.modules()]
-    measure(model, tokens())
-    for wrong, message in (
-        ({"ids": torch.full((1, 4), 60)}, r"ids must be in 0..59, .* got 60..60"),
-        ({"ids": tokens(length=33)}, "context_length"),
-        ({"ids": tokens(), "heads": ((0, 99), (0, 1))}, r"\(0, 99\).*2 layers of 2 heads"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            measure(model, **wrong)
-    assert [module.training for module in model.modules()] == before
+    with pytest.raises(ValueError, match=r"\(0, 99\).*2 layers of 2 heads"):
+        measure(model, tokens(), heads=((0, 99), (0, 1)))
     with pytest.raises(ValueError, match="meta device"):
         measure(TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[0, 0] = math.nan
     with pytest.raises(NotFinite, match="nan or infinite"):
         measure(model, tokens())
+    assert [module.training for module in model.modules()] == before
 
 
 def report_of(alpha: list) -> Report:
@@ -142,8 +143,6 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
     for question, message in (
         (lambda: report.sink(3), r"targets \(1, 2\)"),
         (lambda: report.sink(1, 1.5), r"in \(0, 1\)"),
-        (lambda: report.sink_star(), "key bias"),
-        (lambda: report.excess(3), r"targets \(1, 2\)"),
         (lambda: report.excess("star"), "key bias"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -179,16 +178,6 @@ def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(na
     assert measure(model, tokens(), TARGETS).excess(key) == pytest.approx(0, abs=1e-6)
 
 
-def test_a_window_is_named_with_its_cap():
-    """alpha over the queries that see the key: test_capture.py."""
-    report = measure(build("window_1_16"), tokens(), TARGETS)
-    assert report.windows == (4, 4) and report.caps(5) == pytest.approx([4 / 16] * 2)
-    assert "layers 0, 1 see 4 keys: alpha_1 is at most 0.200 there" in str(report)
-    plain = measure(build("default"), tokens(), TARGETS)
-    assert torch.equal(plain.visible_alpha(2), plain.alpha[:, 1]) and plain.caps(2) == [1, 1]
-    assert "see" not in str(plain)
-
-
 @pytest.mark.parametrize("name", ["window_1_16", "k_bias", "default"])
 def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(name):
     mask = torch.ones(3, T, dtype=torch.long)
@@ -219,3 +208,45 @@ def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
     with pytest.raises(ValueError, match="at least two positions"):
         norm_ratio([[1.0]])
+
+
+def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
+    model, ids = own_model(sink_token=True).double(), torch.randint(60, (3, 9))
+    found = gradient_norms(model, ids)
+    assert all(p.grad is None for p in model.parameters())
+    read: list[Tensor] = []
+    handle = model.blocks[1].attention.register_forward_hook(
+        lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
+    )
+    torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    handle.remove()
+    expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
+    assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
+    assert [len(row) for row in found] == [8, 8]
+    assert gradient_norms(model, ids[:, :1]) == [], "one token predicts none"
+    with torch.no_grad():
+        model.embed.weight[ids[0, 0]] = torch.nan
+    assert gradient_norms(model, ids) == []
+
+
+def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
+    model, ids = own_model(attention=AttentionSpec(bias="k")), torch.randint(5, 60, (3, 12))
+    ids[:, 4] = 2  # a line break
+    dense = DenseMaps(model, ids)
+    found = destinations(model, ids, torch.tensor([2]))
+    rows = dense.maps[1][:, 0, 2:, :]  # of layer 2, head 1, queries 3..T; column 0 is k*
+    at = torch.arange(2, 12)
+    own, before = (rows[:, at - 2, at + 1 - back] for back in (0, 1))
+    expected = {"star": rows[..., 0], "first": rows[..., 1], "self": own, "previous": before}
+    for kind, at in expected.items():
+        assert found[kind][1][0] == pytest.approx(float(at.mean()), abs=2e-4)
+    later = range(6, 12)  # the line break at 5 is neither the query's own key nor the one before
+    broken = sum(float(rows[:, i - 2, 5].mean()) for i in later) / rows.shape[1]
+    assert found["line_break"][1][0] == pytest.approx(broken, abs=2e-4)
+    assert sum(found[kind][1][0] for kind in found) == pytest.approx(1, abs=1e-3)
+    assert destinations(model, ids[:, :2], torch.tensor([2])) == {}
+
+
+def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
+    words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
+    assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]

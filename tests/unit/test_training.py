@@ -1,7 +1,6 @@
 """One run: the schedule, the loss, the optimisers, determinism, checkpoints, and a record whatever becomes of it."""
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, DONE, own_model
+from helpers import CPU, interrupted, own_model
 
 from sinkutils.data.corpus import load_corpus
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
@@ -26,9 +25,8 @@ from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
-from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import partial_folder, read_record, record_folder, rounded, write_record
+from sinkutils.study.record import partial_folder, read_record, record_folder, rounded
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
@@ -70,18 +68,27 @@ def test_cross_entropy_equals_the_library_in_value_and_gradient(dtype):
     torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance / 10)
 
 
-LOSSES = ((None, 1, None), (None, 5, None), (1, 1, None), (2, 1, 0), (3, 1, 1), (3, 2, 1), (3, 4, None))
+LOSSES = (
+    (None, 1, (), ()),
+    (None, 5, (), ()),
+    (1, 1, (1, 5, 6, 32), (0, 4, 5, 31)),
+    (2, 1, (), (0,)),
+    (3, 2, (), (1,)),
+    (3, 4, (), ()),
+)
 
 
-@pytest.mark.parametrize(("fixed", "prefix", "left_out"), LOSSES)
-def test_predictions_within_the_prefix_and_of_a_fixed_token_carry_no_loss(tiny, corpus, fixed, prefix, left_out):
+@pytest.mark.parametrize(("fixed", "prefix", "unscored", "left_out"), LOSSES)
+def test_predictions_in_the_prefix_of_a_fixed_token_and_unscored_ones_carry_no_loss(
+    tiny, corpus, fixed, prefix, unscored, left_out
+):
     model = dataclasses.replace(tiny.model, attention=AttentionSpec(prefix=prefix))
-    data = dataclasses.replace(tiny.data, fixed_position=fixed)
+    data = dataclasses.replace(tiny.data, fixed_position=fixed, unscored=unscored)
     run = Run(dataclasses.replace(tiny, model=model, data=data), corpus, CPU)
     assert fixed is None or run.valid[:, fixed - 1].eq(corpus.fix_id).all()
     logits = run.model(run.valid[:, :-1])
     per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
-    kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t != left_out]
+    kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t not in left_out]
     assert run.evaluate([]) and run.curve[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
     batch = run.chunks.batch(0, 4, 0)
     expected = F.cross_entropy(run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten())
@@ -99,18 +106,6 @@ def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(tiny, corpus, 
     # Another text than the config's is validated on its own.
     other = Run(dataclasses.replace(tiny, data=dataclasses.replace(data, corpus="sources")), corpus, CPU)
     assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
-
-
-@torch.no_grad()
-def test_a_prediction_that_carries_no_loss_is_left_out_of_the_mean_and_its_token_is_seen(tiny, corpus):
-    model, chunks = TransformerLM(tiny.model, 0), torch.randint(3, 64, (2, 13))
-    logits = model(chunks[:, :-1])
-    each = F.cross_entropy(logits.transpose(1, 2), chunks[:, 1:], reduction="none")
-    for unscored in ((), (1,), (12,), (1, 2), (1, 5, 6, 12)):
-        kept = [t for t in range(12) if t + 1 not in unscored]
-        assert float(next_token_loss(model, chunks, unscored)) == pytest.approx(each[:, kept].mean().item(), rel=1e-6)
-    with pytest.raises(ValueError, match="unscored must be at least 1"):
-        DataConfig(unscored=(0,))
 
 
 def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
@@ -160,8 +155,6 @@ def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_
     each = [float(next_token_loss(run.model, chunk[None], (1,))) for chunk in text]
     assert run.valid_loss() == pytest.approx(np.mean(each), rel=1e-6)  # though 40 are a pass of 32 and one of 8
     assert run.probe[:, 1].eq(corpus.fix_id).all()
-    unscored = Run(dataclasses.replace(tiny, data=dataclasses.replace(data, unscored=(4, 1))), corpus, CPU)
-    assert unscored.unscored == (1, 4)
 
 
 def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, tmp_path):
@@ -188,17 +181,11 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     assert final["report"]["sink"]["2"] == {str(eps): rounded(report.sink(2, eps)) for eps in (0.1, 0.2, 0.3, 0.4, 0.5)}
     assert curve.shape[:2] == (4, 4)  # four evaluations; x_1 to x_3, and k*
     assert torch.equal(curve[-1], torch.cat([report.alpha[:, :3].mean(0), star.mean(0)[None]]).half())
+    last, peaks = record.metrics["curve"][-1], final["report"]["hidden_peaks"]
+    assert last["peak_1"] == pytest.approx([row[0] for row in peaks], rel=5e-3)
+    assert last["value_ratio_1"] == pytest.approx(norm_ratio(final["report"]["value_norms"]), rel=5e-3)
     assert final["destinations"] == destinations(model, ids, line_breaks(tokenizer))
     np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids), rtol=1e-2)
-
-
-def test_arms_of_one_seed_see_the_same_batches_and_another_seed_does_not(tiny, corpus):
-    sigmoid = AttentionSpec(similarity="sigmoid", normalizer="none")
-    arm = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, attention=sigmoid))
-    a, b, c = (Run(run, corpus, CPU) for run in (tiny, arm, dataclasses.replace(tiny, seed=1)))
-    batches = [run.chunks.batch(5, 4, run.config.seed) for run in (a, b, c)]
-    assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
-    assert torch.equal(a.probe, c.probe) and torch.equal(a.valid, c.valid)
 
 
 def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny, corpus, tmp_path):
@@ -206,9 +193,7 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
     assert record.status == "done" and record.metrics["reason"] is None
     assert [point["step"] for point in record.metrics["curve"]] == [0, 4, 8, 12]
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
-    assert {"corpus_train_tokens", "rules", "torch", "wall_seconds", "precision_used", "instruction_set"} <= set(
-        record.provenance
-    )
+    assert {"corpus_train_tokens", "rules", "torch", "instruction_set"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
     assert not partial_folder(record.folder).exists()
     before = (record.folder / "provenance.json").read_bytes()
@@ -240,23 +225,19 @@ def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_bef
     assert [point["train_loss"] for point in points] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_diverging_run_is_recorded_as_failed_with_its_reason(tiny, corpus, tmp_path):
+def test_a_diverging_run_is_recorded_as_failed_with_its_reason_and_one_that_overfits_is_not(
+    tiny, corpus, tmp_path, monkeypatch
+):
     record = train(change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False)
     assert record.metrics["curve"][0]["step"] == 0
     assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
     assert read_record(record.folder).status == "failed"
-
-
-def test_a_run_has_failed_where_a_loss_is_not_finite_or_none_is_near_a_uniform_guess(
-    tiny, corpus, tmp_path, monkeypatch
-):
     assert divergence([3.0, 99.0], 11.0) is None, "one bad step of several"
     assert divergence([12.0, 99.0], 11.0) == "the loss was over 11.00, twice that of a uniform guess"
     assert divergence([3.0, float("nan")], 11.0) == divergence([float("inf")], 11.0) == "the loss was not finite"
-    monkeypatch.setattr(Run, "valid_loss", lambda run: 3 * math.log(300))  # it overfits
-    assert train(change(tiny, steps=4), tmp_path / "fits", corpus=corpus, progress=False).status == "done"
-    monkeypatch.setattr(Run, "valid_loss", lambda run: math.inf)
-    assert train(change(tiny, steps=4), tmp_path / "not", corpus=corpus, progress=False).status == "failed"
+    for loss, status in ((3 * math.log(300), "done"), (math.inf, "failed")):  # the first overfits
+        monkeypatch.setattr(Run, "valid_loss", lambda run, loss=loss: loss)
+        assert train(change(tiny, steps=4), tmp_path / status, corpus=corpus, progress=False).status == status
 
 
 def test_a_model_whose_attention_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
@@ -279,7 +260,6 @@ def test_a_model_whose_attention_is_not_finite_at_a_finite_loss_is_recorded_as_f
     ("asked", "capabilities", "used"),
     [
         ("bf16", {"avx2": True, "avx512_f": True}, "fp32"),
-        ("bf16", {"avx512_bf16": True}, "bf16"),
         ("bf16", {"amx_bf16": True}, "bf16"),
         ("fp32", {"amx_bf16": True}, "fp32"),
     ],
@@ -296,28 +276,8 @@ def test_bf16_is_used_where_the_config_says_so_and_the_cpu_has_it(
     assert (record.metrics["final"] == single) == (used == "fp32")
 
 
-LEARN = ("sgd", "muon", "dyt", "gated_norm", "v_scale", "differential", "softpick", "sink_logit", "softmax_plus_one")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LEARN)
-def test_a_row_that_came_after_the_paper_learns(name, corpus, tmp_path):
-    run = change(config(name, "smoke"), steps=25, warmup_steps=5, eval_every=25, eval_sequences=2, valid_chunks=2)
-    with pytest.warns(UserWarning, match="300 tokens in place of"):
-        record = train(run, tmp_path, device="cpu", corpus=corpus, progress=False, compile=False)
-    first, last, final = record.metrics["curve"][0], record.metrics["curve"][-1], record.metrics["final"]
-    peaks, values = (final["report"][name] for name in ("hidden_peaks", "value_norms"))
-    assert last["peak_1"] == pytest.approx([row[0] for row in peaks], rel=5e-3)
-    assert last["value_ratio_1"] == pytest.approx(norm_ratio(values), rel=5e-3)
-    assert set(final["gradients"]) == {"input"}
-    assert last["valid_loss"] < first["valid_loss"] - 0.05
-    assert ("sink_star" in last) == (name in ("sink_logit", "softmax_plus_one"))
-
-
-def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_blocks():
+def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
-        assert [type(part) for part in make_optimizers(model, TrainConfig(optimizer=name))] == [kind]
     both = make_optimizers(model, TrainConfig(optimizer="muon"))
     parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
@@ -326,18 +286,6 @@ def test_optimizers_take_every_parameter_once_and_muon_only_matrices_of_the_bloc
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
     with pytest.raises(ValueError, match=r"muon.*one process"):
         make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_parameter_decays_by_the_rate_times_the_decay(optimizer):
-    model = own_model()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for part in make_optimizers(model, TrainConfig(optimizer=optimizer, learning_rate=0.2, weight_decay=0.3)):
-        for p in (p for group in part.param_groups for p in group["params"]):
-            p.grad = torch.zeros_like(p)
-        part.step()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.detach(), before[name] * (1 - 0.2 * 0.3))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
@@ -351,19 +299,9 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
 
 
 def test_a_run_that_went_on_elsewhere_says_where_it_began(tiny, corpus, tmp_path, monkeypatch):
-    def interrupted(self, forward, advance=Run.advance):
-        if self.step == 9:
-            raise KeyboardInterrupt
-        advance(self, forward)
-
-    def stopped(**options):
-        with monkeypatch.context() as patch:
-            patch.setattr(Run, "advance", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                train(tiny, tmp_path, corpus=corpus, checkpoint_seconds=0.0, progress=False, **options)
-
-    stopped(compile=False)
-    stopped(compile=False)  # and again on the same machine
+    for _ in range(2):  # and again on the same machine
+        with interrupted(9), pytest.raises(KeyboardInterrupt):
+            train(tiny, tmp_path, corpus=corpus, compile=False, checkpoint_seconds=0.0, progress=False)
     here = {"device": "cpu", "compiled": False, "precision_used": "fp32", "instruction_set": instruction_set()}
     monkeypatch.setattr(trainer, "instruction_set", lambda: ["another"])
     monkeypatch.setattr(torch, "compile", lambda loss: loss)  # which would take most of a minute
@@ -403,8 +341,8 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, 
     assert all(torch.equal(x, weights[name]) for name, x in resumed.model.state_dict().items())
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(tiny, corpus, tmp_path, damage):
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(tiny, corpus, tmp_path):
+    """Flipped and cut ones: test_sweep.py."""
     path = tmp_path / "c.pt"
     save_checkpoint(advanced(tiny, corpus, 1), path)
     with pytest.warns(UserWarning, match="another config or corpus"):
@@ -413,26 +351,11 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(ti
     elsewhere.fingerprint = "0" * 64  # of the same config on another text
     with pytest.warns(UserWarning, match="another config or corpus"):
         load_checkpoint(elsewhere, path)
-    blob = bytearray(path.read_bytes())
-    if damage == "flip":
-        blob[len(blob) // 2] ^= 1
-    path.write_bytes({"truncate": blob[:-100], "flip": blob, "empty": b""}[damage])
+    path.write_bytes(b"")
     fresh = Run(tiny, corpus, CPU)
     with pytest.warns(UserWarning, match=r"c\.pt is truncated or changed; training starts again"):
         load_checkpoint(fresh, path)
     assert fresh.step == 0
-
-
-def test_a_full_disk_leaves_the_previous_checkpoint(tiny, corpus, tmp_path, monkeypatch):
-    run, path = Run(tiny, corpus, CPU), tmp_path / "c.pt"
-    save_checkpoint(run, path)
-    before = path.read_bytes()
-    run.advance(next_token_loss)
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="free some space"):
-        save_checkpoint(run, path)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder, tmp_path):
@@ -442,29 +365,11 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         apart = train(tiny, tmp_path, corpus=other, progress=False)
     assert apart.folder != study.folder and apart.config["corpus"] == other.identity != study.config["corpus"]
     assert train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
-    for text, message in (("path:/nowhere", "no such folder"), ("nonsense", "unknown corpus")):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            train(tiny, tmp_path, corpus=text, progress=False)
     for file in ("config.json", "provenance.json"):
-        assert str(text_folder.parent) not in (apart.folder / file).read_text()
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()  # nothing of the machine
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
     with pytest.raises(ValueError, match="raise vocab_size"):
         train(small, tmp_path, corpus=corpus, progress=False)
-
-
-def test_a_record_on_a_text_of_the_same_name_is_not_replaced_by_one_that_was_asked_for_without_a_text(
-    tiny, text_folder, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    run = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, corpus=f"path:{text_folder}"))
-    text = {"name": f"path:{text_folder.name}", "sha256": "f" * 64}  # as another version of Python would make it
-    study = write_record(record_folder("test", "tiny", 0, tmp_path), run, DONE, {}, corpus=text)
-    assert train(run, tmp_path) == study
-    with pytest.warns(UserWarning, match="in place of 'path:texts.* its own text: the record is test@"):
-        apart = train(run, tmp_path, keep_weights=True, progress=False)
-        assert train(run, tmp_path, keep_weights=True, progress=False) == apart  # and is trained once
-    assert apart.folder.parts[-3].startswith("test@path-texts") and apart.weights
-    assert read_record(study.folder) == study
 
 
 @pytest.mark.parametrize(
@@ -472,14 +377,10 @@ def test_a_record_on_a_text_of_the_same_name_is_not_replaced_by_one_that_was_ask
     [
         ({"steps": 0}, "steps must be at least 1"),
         ({"steps": 1.5}, "steps must be an integer"),
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16"),
         ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, muon"),
         ({"learning_rate": float("nan")}, "learning_rate must be positive"),
-        ({"weight_decay": float("inf")}, "weight_decay must be finite"),
         ({"beta2": 1.0}, "beta2 must be in"),
         ({"lr_floor": 2.0}, "lr_floor must be in 0..1"),
-        ({"micro_batch": 0}, "micro_batch must be at least 1"),
         ({"micro_batch": 3}, "micro_batch must divide batch_size"),
         ({"eval_length": 33}, "eval_length 33 is longer than context_length"),
     ],
@@ -490,6 +391,8 @@ def test_settings_that_make_no_sense_are_refused(tiny, changes, message):
 
 
 def test_configs_take_no_part_of_another_kind(tiny):
+    with pytest.raises(ValueError, match="unscored must be at least 1"):
+        DataConfig(unscored=(0,))
     with pytest.raises(ValueError, match="RunConfig has no field colour"):
         from_dict(RunConfig, {**dataclasses.asdict(tiny), "colour": 1})
     for field in ("seed", "model", "data", "train"):
@@ -511,14 +414,11 @@ def test_processes_share_batches_evenly_or_are_refused():
         pass
 
 
-@pytest.mark.parametrize("given", [None, ":16:8"])
-def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(given, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    if given is None:
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.set_deterministic_debug_mode("error")
     try:
-        for device, inside, workspace in (("cpu", 2, given), ("cuda", 1, given or ":4096:8")):  # 1 is to warn
+        for device, inside, workspace in (("cpu", 2, None), ("cuda", 1, ":4096:8")):  # 1 is to warn
             with reproducible(torch.device(device)):
                 assert torch.get_deterministic_debug_mode() == inside
                 assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
