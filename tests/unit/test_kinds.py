@@ -452,7 +452,7 @@ def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
     shared, replaced = build("llama"), build("llama")
     shared.model.layers[1].self_attn = shared.model.layers[0].self_attn
     with pytest.raises(ValueError, match=r"ran more than once .* give each place a copy"):
-        measure(shared, IDS)
+        measure(shared, tokens())
     replaced.model.layers[1].self_attn.forward = lambda hidden_states, **others: (hidden_states, None)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn.* did not show their weights: was their forward rep"):
-        measure(replaced, IDS)
+        measure(replaced, tokens())
