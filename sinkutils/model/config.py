@@ -63,6 +63,8 @@ class LMConfig:
         width, heads = self.hidden_size, self.num_heads
         require(width % heads == 0, f"num_heads must divide hidden_size={width}, got {heads}")
         spec, size = self.attention, self.head_dim
+        both = "sink_token and attention with a bias of keys or a sink logit are two places for Sink_*: choose one"
+        require(not (self.sink_token and spec.has_star), both)
         halvings = (self.position == "rotary") + spec.differential
         even = f"the head dimension must be a multiple of {2**halvings}"
         fits = size % 2**halvings == 0

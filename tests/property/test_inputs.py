@@ -191,7 +191,8 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     except ValueError as error:
         return refused("probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer"))
     bos = options.get("bos", False)
-    assert ids.shape == (options["n"], options["length"]) and ids.dtype == torch.int64
+    count = len(ids) if options["n"] is None else options["n"]  # None: a hundred, or all that the texts hold
+    assert ids.shape == (count, options["length"]) and count > 0 and ids.dtype == torch.int64
     assert torch.equal(ids, probe(kind, made, texts=texts, **options))
     assert not bos or (ids[:, 0] == 1).all()
     text, words = ids[:, int(bos) :], TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3
