@@ -145,7 +145,8 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
 
 def test_sandwich_norm_norms_what_a_sublayer_adds():
     block = own_model(1.0, norm="sandwich").blocks[0]
-    step = block.after_1(block.attention(block.norm_1(1e-3 * torch.randn(2, 5, 16)), {}))
+    small = 1e-3 * torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    step = block.after_1(block.attention(block.norm_1(small), {}))
     torch.testing.assert_close(step.square().mean(-1), torch.ones(2, 5), rtol=2e-2, atol=0)
 
 
