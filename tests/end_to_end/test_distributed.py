@@ -199,7 +199,7 @@ def test_the_papers_60m_takes_an_optimiser_step_on_a_sequence_of_2048_tokens(cor
     assert float(moved.median()) == pytest.approx(paper.train.learning_rate, rel=0.05)
 
 
-# ---- a bare machine: torch, numpy, tokenizers, safetensors, tqdm, and what these need
+# ---- a bare machine: torch, numpy, tokenizers, safetensors, PyYAML, tqdm, and what these need
 
 BLOCKED = "transformers pandas scipy matplotlib PIL seaborn datasets IPython nbformat nbclient".split()
 BARE = """
