@@ -314,7 +314,7 @@ class Capture:
             raise ValueError(f"{type(module).__name__} {LATER}")
         # Sparse attention writes its choice into the masks of these two; another function's kernel is told of it.
         chosen = any(kwargs.get(told) is not None for told in ("indices", "block_indices"))
-        wanted = f"{self.kind} chooses keys: measure it after model.set_attn_implementation('sdpa')"
+        wanted = f"{self.kind} chooses keys: measure it after model.set_attn_implementation('eager')"
         require(not chosen or name in ("eager", "sdpa"), wanted)
         self._note_window(layer, mask, length)
         call = call._replace(hidden=self.hidden)
