@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from open_lms import EPSILONS, add, summary
+from scores import evaluate
 
 from sinkutils.data import embedded
 from sinkutils.data.probes import bos_id, encode, probe
@@ -28,7 +29,6 @@ from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.own import BOS, TEXT
 from sinkutils.measuring.real import REAL_MODELS
-from sinkutils.measuring.scores import evaluate
 
 PIECES, LENGTH = 100, 64  # a domain, as in Appendix B.3
 DTYPE = "bfloat16"  # of the scores, as lm-eval would; sinks are measured in float32
@@ -129,7 +129,7 @@ def hellaswag(name: str, folder: Path) -> dict[str, Any]:
         text = text.replace("dataset_path: Rowan/hellaswag", local).replace("training_split: train\n", "")
         (Path(own) / "hellaswag.yaml").write_text(text, encoding="utf-8")
         bos = REAL_MODELS[name].bos
-        scores = evaluate(model, tokenizer, "hellaswag", include_path=own, bos=bos)
+        scores = evaluate(model, tokenizer, "hellaswag", own, bos)
     digest = hashlib.sha256((folder / QUESTIONS).read_bytes()).hexdigest()
     return scores | {"bos": bos, "computed_in": DTYPE, "split": "validation, 1,000 of its questions", "sha256": digest}
 

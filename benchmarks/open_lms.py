@@ -21,7 +21,7 @@ from sinkutils.data.corpus import load_corpus
 from sinkutils.data.probes import KINDS, bos_id, encode
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
-from sinkutils.measuring.report import Report
+from sinkutils.measuring.report import Kept, Report
 from sinkutils.plots.report import SAMPLE
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -37,7 +37,7 @@ NORMS = {
     "natural": ("embedding_norms", "hidden_norms", "query_norms", "key_norms", "value_norms"),
     "repeat": ("hidden_norms",),
 }
-MAPS = (("rows", "map", 3), ("cosine", "cosine", 2), ("norm_product", "norm_product", 1))
+DIGITS = {"rows": 3, "cosine": 2, "norm_product": 1}  # of the maps that are kept
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -141,17 +141,24 @@ def angles(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     report = measured.measure(ids[:1], norms=False)
     layers, heads = report.alpha.shape[2:]
     pairs = [(layer, head) for layer in report.layers for head in range(heads)]
-    products = measured.measure(ids, norms=False, heads=pairs, keep=("qk",)).kept
+    products = measured.measure(ids, norms=False, heads=pairs).kept
     others = torch.ones(length, length).tril().bool()
     others[:, 0] = others[0] = False
     result: dict[str, Any] = {"samples": len(ids), "T": length}
     for name in ("cosine", "norm_product"):
-        all_heads = torch.stack([getattr(products[pair], name).mean(dim=0) for pair in pairs])  # (L * H, T, T)
+        all_heads = torch.stack([products_of(products[pair])[name].mean(dim=0) for pair in pairs])  # (L * H, T, T)
         result[name] = {
             "first": all_heads[:, 1:, 0].mean(dim=1).view(layers, heads).tolist(),
             "others": all_heads[:, others].mean(dim=1).view(layers, heads).tolist(),
         }
     return result
+
+
+def products_of(kept: Kept) -> dict[str, torch.Tensor]:
+    """cos(q_i, k_j) and ||q_i|| ||k_j|| of one head (Fig. 2 bottom), (samples, T, T) each."""
+    assert kept.queries is not None and kept.keys is not None
+    product = kept.queries.norm(dim=-1)[:, :, None] * kept.keys.norm(dim=-1)[:, None]
+    return {"cosine": kept.queries @ kept.keys.mT / product, "norm_product": product}
 
 
 def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
@@ -168,8 +175,9 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     whole = measured.measure(ids, norms=False, heads=pairs).kept
     heads = [
         {"layer": layer, "head": head, "alpha_1": float(alpha[row, head])}
-        | {key: _lower(getattr(whole[layer, head], of), digits) for key, of, digits in MAPS}
+        | {key: _lower(({"rows": kept.map} | products_of(kept))[key], digits) for key, digits in DIGITS.items()}
         for (row, _), (layer, head) in zip(chosen, pairs, strict=True)
+        for kept in [whole[layer, head]]
     ]
     tokens = [measured.tokenizer.decode([token]) for token in ids[0].tolist()]
     return {"text": SAMPLE, "tokens": tokens, "heads": heads}
@@ -180,20 +188,27 @@ def _lower(values: torch.Tensor, digits: int) -> list[list[float]]:
     return [[round(value, digits) for value in row[: i + 1]] for i, row in enumerate(values[0].tolist())]
 
 
+def elements(measured: Subject, ids: torch.Tensor) -> torch.Tensor:
+    """|h_1| after each block over the median of |h| at all positions, mean over texts: (L, d)."""
+    found = measured.measure(ids).first_elements
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
 def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """x_1 alone (Section 3.1): by block the largest dimensions of h_1 over the median (massive activations), and how
     near k_1 is to its mean over texts, beside the key in the middle of the text.
     """
-    from sinkutils.measuring import surgery  # needs transformers
-
     length = _length(measured)
     result: dict[str, Any] = {"samples": min(n, FEW), "T": length, "middle": length // 2}
     for first in measured.firsts:
         ids = measured.inputs("natural", min(n, FEW), length, first=first)
-        values, dimensions = surgery.massive(measured.model, ids).topk(3, dim=-1)
+        values, dimensions = elements(measured, ids).topk(3, dim=-1)
+        cached = measured.model(ids, use_cache=True).past_key_values
         near = {}
         for name, position in (("cosine_k_1_to_mean", 1), ("cosine_k_middle_to_mean", length // 2)):
-            keys = torch.stack([k for k, _ in surgery.keys_values(measured.model, ids, position)])  # (L, n, H_kv, D)
+            keys = torch.stack([layer.keys[:, :, position - 1] for layer in cached.layers])  # (L, n, H_kv, D)
             cosines = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1)
             near[name] = cosines.mean(dim=(1, 2)).tolist()
         result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near
@@ -210,11 +225,10 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
     def numbers(outcome: surgery.Outcome) -> dict[str, float]:
         report = outcome.report
-        assert report is not None
         star = {} if report.star is None else {"sink_star": report.sink_star()}
         return {"loss": outcome.loss, "sink_1": report.sink(), "sink_2": report.sink(2), **star}
 
-    largest = surgery.massive(model, ids).amax(dim=-1)
+    largest = elements(measured, ids).amax(dim=-1)
     reached = (largest > MASSIVE).nonzero()[:, 0].tolist()
     blocks = sorted({reached[0], reached[len(reached) // 2], reached[-1]}) if reached else []
     layers = len(largest)
@@ -232,10 +246,31 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
         "hide": numbers(surgery.hide(model, ids)),
         "set back 3 dimensions after block": {str(b): numbers(surgery.set_back(model, ids, b)) for b in blocks},
         "rounded to bits": {
-            str(bits): [surgery.rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
+            str(bits): [rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
             for bits in (8, 6, 5, 4, 3)
         },
     }
+
+
+def rounded(model: torch.nn.Module, ids: torch.Tensor, bits: int, first_exact: bool) -> Any:
+    """Round keys (after rotary) and values as they enter the cache to 2**bits - 1 levels around zero, one scale a text
+    and tensor: an `Outcome`. first_exact: k_1 and v_1 stay exact and do not set the scale.
+    """
+    from transformers import DynamicCache
+
+    from sinkutils.measuring import surgery
+
+    class Rounded(DynamicCache):
+        def update(self, key_states, value_states, *args, **kwargs):  # type: ignore[no-untyped-def]
+            return super().update(to_levels(key_states), to_levels(value_states), *args, **kwargs)
+
+    def to_levels(x: torch.Tensor) -> torch.Tensor:  # (B, H_kv, T, D)
+        exact, rest = x[:, :, : int(first_exact)], x[:, :, int(first_exact) :]
+        step = rest.abs().amax(dim=(1, 2, 3), keepdim=True) / (2 ** (bits - 1) - 1)
+        return torch.cat([exact, (rest / step).round() * step], dim=2)
+
+    with surgery.operating(model, ids, cache=True) as capture:
+        return surgery.run(capture, ids, lambda _: Rounded(config=capture.config))
 
 
 @torch.no_grad()
@@ -247,7 +282,7 @@ def streaming(measured: Subject, samples: int) -> dict[str, Any]:
     ids = measured.inputs("natural", *LONG, first=first)
     after = 2 * STREAMS[0][0]
     windows = {f"{window} + {sinks}": surgery.stream(measured.model, ids, window, sinks) for window, sinks in STREAMS}
-    windows["full"] = surgery.untouched(measured.model, ids, shares=False)
+    windows["full"] = surgery.untouched(measured.model, ids)
     losses = {name: outcome.losses[:, after:].mean(dim=1).tolist() for name, outcome in windows.items()}
     return {"samples": LONG[0], "T": LONG[1], "after": after, "first": first, "loss": losses}
 

@@ -28,8 +28,8 @@ def window_first(own: Subject) -> dict[str, float]:
     shape: Any = own.model.config
     window = shape.attention.window
     heads = [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)]
-    report = own.measure(own.inputs("random", SEQUENCES, own.context), norms=False, heads=heads, keep=("map",))
-    maps = torch.stack([kept.map for kept in report.kept.values() if kept.map is not None])
+    report = own.measure(own.inputs("random", SEQUENCES, shape.context_length), norms=False, heads=heads)
+    maps = torch.stack([kept.map for kept in report.kept.values()])
     first = maps.diagonal(offset=1 - window, dim1=-2, dim2=-1)[..., 1:]
     return {"window_first": float((first.mean() - 1 / window) / (1 - 1 / window))}
 

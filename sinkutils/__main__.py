@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sinkutils import __version__, missing
 
-COMMANDS = ("list", "train", "sweep", "measure", "report", "models", "scores", "claims", "run")
+COMMANDS = ("list", "train", "sweep", "measure", "report", "models", "claims", "run")
 WRONG, LOCKED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141  # exit statuses
 
 

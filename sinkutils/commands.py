@@ -136,15 +136,6 @@ def parser() -> argparse.ArgumentParser:
     option = add(models_command)
     option("--install", nargs="+", metavar="NAME", help="fetch these with pip, checked by their hashes, and convert")
 
-    option = add(scores_command)
-    option("model", **model)
-    option("--task", default="hellaswag", help="a task of lm-eval (default: hellaswag)")
-    option("--include-path", metavar="FOLDER", help="where a task of your own is described")
-    option("--bos", action="store_true", default=None, help="put a BOS before each question")
-    option("--limit", type=COUNT, help="only so many questions")
-    option("--device", **device)
-    option("--dtype", **dtype)
-
     option = add(claims_command)
     option("--long", action="store_true", help="also the paper's and our numbers, and remarks")
     option("--preset", **preset)
@@ -308,7 +299,7 @@ def report_command(options: argparse.Namespace) -> None:
 
 def models_command(options: argparse.Namespace) -> None:
     """list the real language models that pip can bring, or install them"""
-    from sinkutils.measuring.real import REAL_MODELS, SOURCE, folder_of, install
+    from sinkutils.measuring.real import REAL_MODELS, folder_of, install
 
     if options.install:
         for name in options.install:
@@ -316,22 +307,12 @@ def models_command(options: argparse.Namespace) -> None:
             print(f"{name} is installed (licence: {REAL_MODELS[name].licence})")
         return
     for name, model in REAL_MODELS.items():
-        here = (folder_of(name) / SOURCE).exists()
+        here = folder_of(name).exists()
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
         print(f"  {'installed' if here else f'not installed, {model.megabytes} MB to download'}")
         print(f"  package         {model.pins[0]}")
         print(f"  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
-
-
-def scores_command(options: argparse.Namespace) -> None:
-    """score a model on a multiple-choice task with lm-eval (Appendix B.3)"""
-    from sinkutils.measuring.load import load_lm
-    from sinkutils.measuring.scores import evaluate
-
-    model, tokenizer = load_lm(options.model, options.device, options.dtype)
-    given = {name: getattr(options, name) for name in ("limit", "bos", "include_path")}
-    print(json.dumps(evaluate(model, tokenizer, options.task, **given)))
 
 
 # --- pages

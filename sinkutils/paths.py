@@ -15,7 +15,7 @@ ROOT = CHECKOUT or HOME
 DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME
 RUNS = DATA / "runs"
 PAPER = CHECKOUT / "data" / "paper" if CHECKOUT else PACKAGE / "paper_data"
-LEDGER = CHECKOUT / "data" if CHECKOUT else PACKAGE / "ledger_data"  # claims.yaml, trials.csv and real_models.csv
+LEDGER = CHECKOUT / "data" if CHECKOUT else PACKAGE / "ledger_data"  # claims, trials, packages
 OPEN_LMS = ROOT / "data" / "open_lms"
 FIGURES = ROOT / "figures"
 RENDERED = HOME / "rendered"

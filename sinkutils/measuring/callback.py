@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from sinkutils.checks import instance, integer, require
 from sinkutils.measuring.measure import measure
@@ -36,8 +36,7 @@ class SinkCallback(TrainerCallback):
         if state.global_step % self.every or not state.is_world_process_zero or model is None:
             return
         try:
-            device = next(model.parameters()).device
-            summary = measure(model, self.ids.to(device), **self.options).summary()
+            summary = measure(model, self.ids, **self.options).summary()
         except Exception as error:  # whatever a model in training can do, its training goes on
             LOGGER.warning("the sink was not measured at step %d: %s", state.global_step, error)
             return
@@ -48,10 +47,8 @@ class SinkCallback(TrainerCallback):
 
 def trainer_log() -> Callable[[dict[str, float]], None]:
     """`log` of the trainer that is calling. Callbacks are not told who calls, and only this reaches every reporter."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "callback_handler") and hasattr(caller, "log"):
-            return caller.log
-        frame = frame.f_back
+    for caller in inspect.stack(context=0):
+        trainer = caller.frame.f_locals.get("self")
+        if isinstance(trainer, Trainer):
+            return trainer.log
     return lambda numbers: LOGGER.info("%s", numbers)

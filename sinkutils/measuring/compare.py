@@ -18,10 +18,7 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     text into different windows, and then nothing is paired.
     """
     choice("by", by, ("model", "block", "head"))
-    alphas = []
-    for report in (first, second):
-        require(k in report.targets, f"alpha_{k} was not measured: measure with targets=({k},)")
-        alphas.append(report.alpha[:, report.targets.index(k)].double().numpy())  # (samples, layers, heads)
+    alphas = [report.of(k).double().numpy() for report in (first, second)]  # (samples, layers, heads)
     sizes = [f"{report.samples} samples of {report.length} tokens" for report in (first, second)]
     require(sizes[0] == sizes[1], f"the reports are of {sizes[0]} and {sizes[1]}")
     require(first.samples > 1, "an interval needs at least two samples")

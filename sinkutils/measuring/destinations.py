@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -29,29 +30,23 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     length = ids.shape[1]
     if length < FIRST_QUERY:
         return {}
-    position = torch.arange(length)
-    distance = position[:, None] - position
+    at = torch.arange(length)
+    back = at[FIRST_QUERY - 1 :, None] - at  # (queries, T): how far before its query a key stands
     fits = {
-        "first": position == 0,
-        "self": distance == 0,
-        "previous": distance == 1,
+        "first": at == 0,
+        "self": back == 0,
+        "previous": back == 1,
         "line_break": torch.isin(ids.cpu(), breaks)[:, None],
-        "rest": torch.tensor(True),
+        "rest": at >= 0,
     }
-    kinds = {}
-    free = torch.ones(len(ids), length, length, dtype=torch.bool)
-    for kind, fitting in fits.items():
-        kinds[kind] = (free & fitting)[:, FIRST_QUERY - 1 :]
-        free = free & ~fitting
     layers, heads = model.config.num_layers, model.config.num_heads
-    pairs = [(layer, head) for layer in range(layers) for head in range(heads)]
-    kept = measure(model, ids, heads=pairs, norms=False, keep=("map",)).kept
-    shares = {kind: torch.zeros(layers, heads) for kind in ("star", *kinds)}
-    for pair in pairs:
-        weights = kept[pair].map
-        assert weights is not None
-        rows = weights[:, FIRST_QUERY - 1 :]
-        shares["star"][pair] = 1 - rows.sum(dim=-1).mean()
-        for kind, chosen in kinds.items():
-            shares[kind][pair] = (rows * chosen).sum(dim=-1).mean()
-    return {kind: share.double().numpy().round(4).tolist() for kind, share in shares.items()}
+    kept = measure(model, ids, heads=[*np.ndindex(layers, heads)], norms=False).kept
+    left = torch.stack([one.map for one in kept.values()])[:, :, FIRST_QUERY - 1 :]  # (L * H, n, queries, T)
+    shares = {"star": 1 - left.sum(dim=-1)}
+    for kind, fitting in fits.items():
+        taken = left * fitting
+        shares[kind], left = taken.sum(dim=-1), left - taken
+    return {
+        kind: share.double().mean(dim=(1, 2)).view(layers, heads).numpy().round(4).tolist()
+        for kind, share in shares.items()
+    }

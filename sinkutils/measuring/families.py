@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sinkutils.checks import require
-from sinkutils.measuring.masks import LONG
 from sinkutils.model.flash import PositionMask
 
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
@@ -67,7 +65,7 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 def chooses_attention(module: nn.Module) -> bool:
     """Whether the module computes its attention by the function that its configuration names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return code is not None and "get_interface" in code.co_names
 
 
 def configurations(model: nn.Module) -> list[Any]:
@@ -76,60 +74,10 @@ def configurations(model: nn.Module) -> list[Any]:
     return list({id(c): c for c in of_modules if hasattr(c, "_attn_implementation")}.values())
 
 
-def _global(module: nn.Module, name: str) -> Any:
-    """A global of the file that a module's forward stands in, or else of those of its class and its base classes."""
-    spaces = [getattr(inspect.unwrap(type(module).forward), "__globals__", {})]
-    spaces += [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
-    return next((space[name] for space in spaces if name in space), None)
-
-
-def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The family's reference attention, which its modelling file defines beside the module."""
-    return _global(module, "eager_attention_forward")
-
-
-def attention_function(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function that a module calls where its configuration names `name`."""
-    eager: Any = eager_function(module)
-    if name is None or name == "eager":
-        return eager
-    return _global(module, "ALL_ATTENTION_FUNCTIONS").get_interface(name, eager)
-
-
 def is_of_transformers(function: Any) -> bool:
     """Whether transformers' own code defines a function, and not somebody who registered it there."""
     function = getattr(function, "func", function)  # of a partial
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
-
-
-def chosen_keys(
-    module: nn.Module, mask: Tensor | PositionMask | None, q: Tensor, kwargs: dict[str, Any]
-) -> Tensor | PositionMask | None:
-    """The mask (B, 1 or H, T, T) of a module that lets its attention function hide all keys but those it chose.
-
-    Sparse attention writes its choice into the mask for the functions "eager" and "sdpa" only; any other is told.
-    Takes what told of it out of `kwargs`.
-    """
-    blocks, indices = kwargs.pop("block_indices", None), kwargs.pop("indices", None)
-    if indices is None and blocks is None:
-        return mask
-    if isinstance(mask, PositionMask):
-        kind = type(module).__name__
-        require(q.shape[2] < LONG, f"{kind} chooses keys by a mask that is made for at most {LONG - 1} positions")
-        mask = mask.seen(mask.positions, mask.positions)
-    if blocks is not None:  # MiniMax M3
-        at = torch.arange(q.shape[2], device=q.device)[None].expand(len(q), -1)
-        return module.indexer.build_block_mask(blocks, mask, q.shape[2], q.dtype, q.device, at)  # type: ignore[union-attr, operator]
-    chosen = torch.zeros(len(q), 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-    chosen.scatter_(-1, indices.long()[:, None], True)
-    if mask is None:
-        return chosen.tril()
-    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-def learned_sink(kwargs: dict[str, Any]) -> Tensor | None:
-    """The learned sink logit that a module hands to its attention function: (H,), or (B, H, T, 1), or None."""
-    return kwargs.get("s_aux", kwargs.get("sinks"))
 
 
 class Call(NamedTuple):
@@ -137,10 +85,12 @@ class Call(NamedTuple):
 
     module: nn.Module
     q: Tensor  # (B, H, T, D)
-    k: Tensor  # (B, H or fewer, T, D), as v
+    k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
     v: Tensor
     mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
     kwargs: dict[str, Any]
+    eager: Callable[..., tuple[Tensor, Tensor]]  # the family's reference attention, of the module's own file
+    hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 
     @property
     def kind(self) -> str:
@@ -154,44 +104,34 @@ class Call(NamedTuple):
         return self.q.shape[-1] ** -0.5 if scale is None else float(scale)
 
     @property
-    def front(self) -> int:
-        """Keys of a cache that stand in front of the text."""
-        return self.k.shape[2] - self.q.shape[2]
+    def sink(self) -> Tensor | None:
+        """The learned sink logit, if the module has one: (H,) or (B, H, T, 1)."""
+        return self.kwargs.get("s_aux", self.kwargs.get("sinks"))
 
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
-        if self.mask is None:
-            return rows[:, None] + self.front >= columns
-        if isinstance(self.mask, PositionMask):
-            return self.mask.seen(rows, columns)
-        return self.mask[: len(self.q), :, rows][..., columns]
-
-    def hiding(self, hidden: Tensor) -> Call:
-        """The same call with the keys j hidden from the queries i where hidden[i, j], (T, T)."""
-        rows = torch.arange(self.q.shape[2], device=self.q.device)
-        mask = self.mask_of(rows, rows)
+        if isinstance(self.mask, Tensor):
+            mask = self.mask[: len(self.q), :, rows][..., columns]
+        elif self.mask is None:
+            mask = rows[:, None] + (self.k.shape[2] - self.q.shape[2]) >= columns
+        else:
+            mask = self.mask.seen(rows, columns)
+        if self.hidden is None:
+            return mask
         lowest = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        mask = mask.masked_fill(hidden.to(mask.device), lowest)
-        return self._replace(mask=mask if mask.ndim == 4 else mask[None, None])
-
-
-def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as it is added to logits, if it is one of booleans."""
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), device=mask.device, dtype=dtype)
-    return torch.where(mask, zero, torch.finfo(dtype).min)
+        return mask.masked_fill(self.hidden.to(mask.device)[rows][:, columns], lowest)
 
 
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, keys)."""
-    seen = added(call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device)), call.q.dtype)
-    function: Any = eager_function(call.module)
+    seen = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
+    if seen.dtype == torch.bool:  # eager functions add what they are given
+        seen = torch.zeros_like(seen, dtype=call.q.dtype).masked_fill(~seen, torch.finfo(call.q.dtype).min)
     part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
-    out, weights = function(*part[:5], **call.kwargs)
-    sink = learned_sink(call.kwargs)
+    out, weights = call.eager(*part[:5], **call.kwargs)
+    sink = call.sink
     if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
-        weights = scaled_by_sink(part, sink, out, weights)
+        weights = _scaled_by_sink(part, sink, out, weights)
     return out, weights
 
 
@@ -204,18 +144,18 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
     wanted = f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) beside the output"
     shape = (*call.q.shape[:3], call.k.shape[2])
     require(isinstance(weights, Tensor) and weights.shape == shape, f"{wanted}, or choose eager or sdpa")
-    require(is_product(out, weights, call.v), f"{wanted}, and its output is not these weights times the values")
+    require(_is_product(out, weights, call.v), f"{wanted}, and its output is not these weights times the values")
     return out, weights
 
 
-def is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
+def _is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
     expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
     tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
 
-def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
+def _scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
     """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
 
     Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
@@ -224,7 +164,7 @@ def scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Te
     lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
     why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
-    require(is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
+    require(_is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
     return scaled
 
 

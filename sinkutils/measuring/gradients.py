@@ -30,8 +30,6 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
-    sums = [x.float().sum(dim=0)[first:] for x in gradients]  # (T - 1, d)
-    norms = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in sums])
-    if not norms.isfinite().all():
-        return []
-    return [[float(f"{x:.3e}") for x in row] for row in norms.tolist()]
+    sums = torch.stack([x.float().sum(dim=0)[first:] for x in gradients])  # (L, T - 1, d)
+    norms = torch.linalg.vector_norm(sums, dim=-1)
+    return norms.tolist() if norms.isfinite().all() else []

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sinkutils.checks import choice, first_line
 from sinkutils.checks import device as find_device
-from sinkutils.checks import first_line, require
 from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.measuring.measure import special_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
@@ -28,13 +28,8 @@ from sinkutils.study.record import CorruptRecord, read_record, short_name
 from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+NUMBER = re.compile(r"\d+\.")  # of a block, in the name of a weight
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
-
-
-def zoo() -> dict[str, str]:
-    """The models of Table 8 and newer ones: hub ids by the paper's name."""
-    with open(PAPER / "models.csv", newline="", encoding="utf-8") as file:
-        return {row["name"]: row["hub_id"] for row in csv.DictReader(file)}
 
 
 def load_lm(
@@ -48,7 +43,7 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of Table 8 (`zoo`), a hub id, a local folder, a recorded run that kept its weights
+    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a recorded run that kept its weights
         ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
@@ -60,13 +55,13 @@ def load_lm(
     what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do, ValueError for
     another device or dtype.
     """
-    name = str(name_or_path)
-    kind: Any = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    allowed = [None, *(getattr(torch, one) for one in DTYPES)]
-    require(kind in allowed, f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    name, path = str(name_or_path), Path(name_or_path)
+    if dtype is not None:
+        dtype = str(dtype).removeprefix("torch.")
+        choice("dtype", dtype, DTYPES)
+    kind = dtype and getattr(torch, dtype)
     target = None if device == "auto" else find_device(device)
-    records = Runs(runs)
-    recorded, path = records.named(name), Path(name)
+    recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
     real = not here and name.lower() in REAL_MODELS
     if revision is not None and (recorded or here or real):
@@ -74,75 +69,51 @@ def load_lm(
     if recorded is not None:
         return _load_record(recorded, find_device(target), kind)
     if here:
-        _refuse_files(path)
-        return _load_transformers(name, target, kind, None, trust_remote_code)
+        where = name
+    elif real:
+        where = str(installed(name.lower()))
+    else:
+        if not name or name.startswith((".", "/", "~")):
+            raise ModelUnavailable(f"there is no folder {name!r}")
+        if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
+            advice = "give preset/experiment/seed of one, `python -m sinkutils train` it, or give a hub id"
+            raise ModelUnavailable(f"no recorded run {name!r}: {advice}")
+        with open(PAPER / "models.csv", newline="", encoding="utf-8") as file:
+            table = {row["name"].lower(): row["hub_id"] for row in csv.DictReader(file)}
+        where = table.get(name.lower(), name)
+    model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:
-        model, tokenizer = _load_transformers(str(installed(name.lower())), target, kind, None, False)
-        named: Any = model
-        named.name_or_path = named.config.name_or_path = name.lower()  # reports show it; no folder of the cache
-        return model, tokenizer
-    _refuse_unrecorded(name, records.folder)
-    by_name = {title.lower(): hub_id for title, hub_id in zoo().items()}
-    return _load_transformers(by_name.get(name.lower(), name), target, kind, revision, trust_remote_code)
-
-
-def _refuse_files(path: Path) -> None:
-    """Raise ModelUnavailable for a file, or a folder whose files are read in another way."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    names = [file.name for file in files]
-    for file in files:
-        if file.suffix == ".gguf" and "config.json" not in names:
-            how = f"load it by AutoModelForCausalLM.from_pretrained({file.parent!s}, gguf_file={file.name!r})"
-            raise ModelUnavailable(f"{str(path)!r} is a GGUF file: {how} and measure that model")
-    if "adapter_config.json" in names and importlib.util.find_spec("peft") is None:
-        raise ModelUnavailable(f"{str(path)!r} holds an adapter of another model: pip install peft")
-
-
-def _refuse_unrecorded(name: str, runs: Path) -> None:
-    """Raise ModelUnavailable, with the seeds there are, for a name that can only be meant as a record's."""
-    if not name or name.startswith((".", "/", "~")):
-        raise ModelUnavailable(f"there is no folder {name!r}")
-    preset, *rest = name.split("/")
-    seeds = sorted(path.name for path in (runs / preset / rest[0]).glob("*/") if path.name.isdecimal()) if rest else []
-    if seeds:
-        which = " or ".join(f"{preset}/{rest[0]}/{seed}" for seed in seeds)
-        raise ModelUnavailable(f"no recorded run {name!r}: of this experiment take {which}")
-    if len(rest) == 2 or preset in PRESETS:
-        raise ModelUnavailable(f"no recorded run {name!r}: train it with `python -m sinkutils train`, or give a hub id")
+        model.name_or_path = model.config.name_or_path = name.lower()  # reports show it; no folder of the cache
+    return model, tokenizer
 
 
 def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
+    which = f"the record {short_name(folder)}"
     try:
         record = read_record(folder)
-        weights = record.load_weights() if record.weights else {}
+        weights = record.load_weights() if record.weights else None
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
-    which = f"the record {short_name(folder)}"
-    if record.weights is None:
+    if weights is None:
         preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
         command = f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
         raise ModelUnavailable(f"{which} was written without weights: {command}")
     try:
-        config = from_dict(LMConfig, record.config["model"])
-        with torch.device("meta"):  # takes no memory, whatever the config says
-            TransformerLM(config).load_state_dict(weights, assign=True)
+        model = TransformerLM(from_dict(LMConfig, record.config["model"]))
+        model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:
         why = f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
         raise ModelUnavailable(why) from error
-    model = TransformerLM(config)
-    model.load_state_dict(weights)
     tokenizer = open_tokenizer(folder / "tokenizer.json")
     return model.to(device, dtype or torch.float32).eval(), tokenizer
 
 
 def _load_transformers(
     name: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
-) -> tuple[nn.Module, Any]:
+) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError(f"loading {name!r} needs transformers: pip install transformers") from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     local = Path(name).is_dir()
     offline = not local and not hub_reachable()
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
@@ -159,7 +130,14 @@ def _load_transformers(
             tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
-    _refuse_other_weights(name, model, found)
+    missing, unused = (sorted(found[which]) for which in ("missing_keys", "unexpected_keys"))
+    of = f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    says = f"the weights of {name!r} are not those of its config.json: {of}"
+    lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, such as "model.layers."
+    if missing or any(NUMBER.split(key)[0] in lists for key in unused):  # they would be random, or left out
+        raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
+    if unused:  # such as those of another head
+        warnings.warn(says, stacklevel=3)
     if target:
         model.to(target)
     return model.eval(), tokenizer
@@ -185,30 +163,6 @@ class WithoutTokenizer:
         return " ".join(f"<{int(i)}>" for i in ids)
 
 
-def _refuse_other_weights(name: str, model: nn.Module, found: dict[str, Any]) -> None:
-    """Raise ModelUnavailable where weights are missing, which would be random, or where blocks have unused ones.
-
-    Other weights that are not used, such as those of another head, give a warning.
-    """
-    parts = []
-    for what, keys in (("without", found["missing_keys"]), ("with unused", found["unexpected_keys"])):
-        if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            parts.append(f"{what} {min(keys)}{more}")
-    says = f"the weights of {name!r} are not those of its config.json: {', '.join(parts)}"
-    lists = {_list_of(key) for key in model.state_dict()} - {None}
-    if found["missing_keys"] or any(_list_of(key) in lists for key in found["unexpected_keys"]):
-        raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
-    if parts:
-        warnings.warn(says, stacklevel=4)
-
-
-def _list_of(key: str) -> str | None:
-    """The list of blocks that a weight belongs to, such as "model.layers."; None outside one."""
-    place = re.search(r"\d+\.", key)
-    return key[: place.start()] if place else None
-
-
 def hub_reachable(seconds: float = 5.0) -> bool:
     """Whether the hub answers; asked once, because its library would retry for half a minute."""
     from huggingface_hub import constants, get_session
@@ -224,7 +178,11 @@ def hub_reachable(seconds: float = 5.0) -> bool:
 
 def _why(name: str, offline: bool, error: Exception) -> str:
     """One line on why a model did not load: transformers' own, but where that says nothing or too much."""
-    said = " ".join(str(error).split())
+    said, path = " ".join(str(error).split()), Path(name)
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        return f"{name!r} is a GGUF file: measure what AutoModelForCausalLM.from_pretrained(folder, gguf_file=..) loads"
+    if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
+        return f"{name!r} holds an adapter of another model: pip install peft"
     if "weights_only" in said or isinstance(error, pickle.UnpicklingError):
         return f"{name!r} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", said):

@@ -29,9 +29,9 @@ class WindowMask(PositionMask):
 
     @property
     def chunked(self) -> bool:
-        """Whether the query after the first window does not see the key before it."""
-        before, after = self.positions[self.window - 1 : self.window], self.positions[self.window : self.window + 1]
-        return self.window > 1 and not bool(self.seen(after, before).all())
+        """Whether the query after the first window, if there is one, does not see the key before it."""
+        before, after = self.positions[self.window - 1 : self.window + 1].split(1)
+        return self.window > 1 and not bool(self.seen(after, before))
 
 
 def mask(**asked: Any) -> Tensor | None:
@@ -41,18 +41,18 @@ def mask(**asked: Any) -> Tensor | None:
     """
     if "q_length" not in asked:
         raise ImportError("measuring models of others needs transformers 5.4 or later: pip install -U transformers")
-    length, padding = asked["q_length"], asked.get("attention_mask")
-    plain = asked.get("allow_is_causal_skip", True) and not asked.get("use_vmap") and asked["kv_length"] == length
-    offset = asked.get("q_offset") or asked.get("kv_offset")
-    padded = padding is not None and not bool(padding.all())
-    if asked.get("local_size") is None or length < asked["local_size"] or not plain or offset or padded:
+    length, window = asked["q_length"], asked.get("local_size")
+    other = any(asked.get(name) for name in ("use_vmap", "q_offset", "kv_offset"))
+    other = other or not asked.get("allow_is_causal_skip", True) or asked.get("attention_mask") is not None
+    if other or window is None or length < window or asked["kv_length"] != length:
         return sdpa_mask(**asked)
-    window = WindowMask(asked)
+    positions = WindowMask(asked)
     if length < LONG:
         whole = sdpa_mask(**asked)
     else:
-        whole = torch.full((), torch.nan, device=window.positions.device).expand(asked["batch_size"], 1, length, length)
-    whole.by_position = window  # type: ignore[union-attr]
+        nan = torch.full((), torch.nan, device=positions.positions.device)
+        whole = nan.expand(asked["batch_size"], 1, length, length)
+    whole.by_position = positions  # type: ignore[union-attr]
     return whole
 
 
@@ -65,24 +65,10 @@ def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
 
 
 def window_of(mask: Tensor) -> int | None:
-    """The window of a mask (.., T, T) that a model has made from the one it was given and one of its own (Doge)."""
-
-    def seen(part: Tensor) -> Tensor:
-        part = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
-        return part.flatten(0, -3).any(dim=0)
-
-    width = int(seen(mask[..., -1:, :]).sum())
+    """The window of a mask (.., T, T), booleans or added to the logits, if that is what it is."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    width = int(seen[..., -1, :].flatten(0, -2).any(dim=0).sum())
     if width == mask.shape[-1]:
         return None
-    whole = seen(mask)
+    whole = seen.flatten(0, -3).any(dim=0)
     return width if torch.equal(whole, torch.ones_like(whole).tril().triu(1 - width)) else None
-
-
-def rows_to_compare(seen: Tensor, count: int) -> Tensor:
-    """Up to so many queries, evenly among those that see any of the keys in question, first and last included.
-
-    seen (.., T, K) booleans: who sees these keys; returns positions (R,), sorted, the very last one among them.
-    """
-    rows = seen.reshape(-1, *seen.shape[-2:])[0].any(dim=-1).nonzero()[:, 0]
-    chosen = rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
-    return torch.cat([chosen, chosen.new_tensor([seen.shape[-2] - 1])]).unique()

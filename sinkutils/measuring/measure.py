@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils.checks import instance, integer, require
-from sinkutils.measuring.report import NotFinite, Report, check_epsilons, check_targets
+from sinkutils.measuring.report import Report, check_epsilons, check_targets
 from sinkutils.measuring.tally import OwnModel, Tally
 from sinkutils.model.decoder import TransformerLM
 
 if TYPE_CHECKING:
     from sinkutils.measuring.hf import Capture
 
-KEPT = ("map", "qk")
 TOKENS_A_BATCH = 8192  # the default batch_size keeps a forward pass at about this many tokens
 ONE_AT_A_TIME = threading.RLock()  # a model is put in another state while it is measured, and models share configs
 
@@ -33,12 +32,9 @@ def measure(
     epsilons: Sequence[float] = (0.3,),
     *,
     attention_mask: Tensor | None = None,
-    position_ids: None = None,
     batch_size: int | None = None,
     norms: bool = True,
-    mass: bool = False,
     heads: Sequence[tuple[int, int]] = (),
-    keep: Sequence[str] = KEPT,
     exact: bool = False,
     check: bool = True,
     name: str = "",
@@ -50,10 +46,9 @@ def measure(
     targets: the keys k of alpha_k, counted from 1. epsilons: the thresholds that the printed table shows.
     attention_mask: (samples, T), 0 at padding. Padding is cut off and sequences of one length run together, so that
         a padded sequence has the numbers that it has alone; positions count from its first token. Sequences shorter
-        than the largest target are skipped and counted. Packed texts (position_ids, masks of 1 and 2) are refused.
+        than the largest target are skipped and counted. Packed texts (masks of 1 and 2) are refused.
     batch_size: sequences per forward pass. norms: whether l2-norms are taken.
-    mass: also alpha of every key. heads: 0-based (layer, head) pairs for which `keep` is kept: "map" is A_ij, "qk"
-        are cos(q_i, k_j) and ||q_i|| ||k_j||, each (samples, T, T).
+    heads: 0-based (layer, head) pairs whose maps A_ij, queries and keys are kept (`Kept`).
     exact: never use the fused kernel (transformers models only).
     check: before the ids, run a text of at most 16 of their tokens once or twice, to see that attention is causal and
         that what is read is what the model computes (transformers models only). Your own hooks see these passes, too;
@@ -67,22 +62,20 @@ def measure(
     """
     kind = type(model).__name__
     require(isinstance(model, nn.Module), f"model must be a TransformerLM or a transformers model, got {kind}")
-    require(position_ids is None, "position_ids are not supported: give each text a row of its own, with its padding")
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    good = isinstance(keep, Sequence) and all(what in KEPT for what in keep)
-    require(good, f"keep must be a sequence of {', '.join(KEPT)}; got {keep!r}")
+    pairs = isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads)
+    require(pairs, f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
-    pairs = check_heads(heads)
     model = unwrapped(model)
     check_weights(model)
     firsts = special_ids(model, "bos_token_id")
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    tally = Tally(targets, int(lengths.max()), norms, mass, pairs, tuple(keep))
+    tally = Tally(targets, int(lengths.max()), norms, tuple(dict.fromkeys(map(tuple, heads))))
     order: list[int] = []
     with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
@@ -93,56 +86,39 @@ def measure(
             capture = stack.enter_context(capturing(model, tally, exact))
         check_range(rows, capture.vocabulary)
         if not isinstance(capture, OwnModel):
-            capture.check_positions(tally.length)
-            if check:
-                capture.check(rows)
+            capture.check(rows, check)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
             for indices in same.split(batch_size or max(1, TOKENS_A_BATCH // length)):
                 capture.run(torch.stack([rows[i] for i in indices]))
+                tally.refuse_heads()
                 order += indices.tolist()
-    report = reported(tally, capture, torch.tensor(order, device="cpu").argsort(), lengths, epsilons)
+    report = tally.report(capture, torch.tensor(order, device="cpu").argsort(), lengths, epsilons)
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
     report.skipped = skipped
-    report.skipped_why = f"shorter than the largest target, {max(targets)}" if skipped else ""
     report.bos = all(int(row[0]) in firsts for row in rows) if bos is None and firsts else bos
-    return report
-
-
-def reported(
-    tally: Tally, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
-) -> Report:
-    """The report of a finished tally, with the path and the windows. Raises NotFinite."""
-    report = tally.report(order, lengths, epsilons)
-    if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
-        raise NotFinite("attention or hidden states are not finite: the model's weights hold nan or infinite values")
-    report.path, report.chunked = capture.path, capture.chunked
-    windows = tuple(capture.windows.get(layer) for layer in report.layers)
-    report.windows = windows if any(windows) else ()
     return report
 
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     instance("ids", ids, Tensor)
-    good = ids.ndim == 2 and ids.numel() > 0
-    require(good, f"ids must have the shape (samples, T), with at least one of each; got {tuple(ids.shape)}")
-    require(ids.dtype in (torch.int64, torch.int32), f"ids must be int64 or int32, got {ids.dtype}")
+    good = ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32)
+    wanted = "ids must be int64 or int32 of the shape (samples, T), with at least one of each"
+    require(good, f"{wanted}; got {ids.dtype} of the shape {tuple(ids.shape)}")
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
     instance("attention_mask", mask, Tensor)
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}")
-    binary = bool(((mask == 0) | (mask == 1)).all())
-    packed = "packed texts, marked 1, 2, .., are not supported: give each text a row of its own"
-    require(binary, f"attention_mask must be 1 at tokens and 0 at padding, and holds something else ({packed})")
+    shape = tuple(ids.shape)
+    require(mask.shape == ids.shape, f"attention_mask must have the shape of ids, {shape}; got {tuple(mask.shape)}")
     real = mask.bool().to(ids.device)
-    empty = (~real.any(dim=1)).nonzero()[:, 0].tolist()
-    require(not empty, f"attention_mask has rows that are all padding: {empty}")
-    starts = F.pad(real.int(), (1, 0)).diff(dim=1) == 1
-    whole = bool((starts.sum(dim=1) == 1).all())
-    require(whole, "attention_mask has padding between the tokens of a row: put it before or after them")
+    packed = "packed texts, marked 1, 2, .., are not supported: give each text a row of its own"
+    binary = bool((mask.to(ids.device) == real).all())
+    require(binary, f"attention_mask must be 1 at tokens and 0 at padding, and holds something else ({packed})")
+    starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)
+    whole = bool((starts == 1).all())
+    require(whole, "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end")
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
     long = [row for row in rows if len(row) >= longest]
     require(len(long) > 0, f"no row of ids has the {longest} tokens that target {longest} needs, without its padding")
@@ -185,21 +161,9 @@ def special_ids(model: nn.Module, name: str) -> set[int]:
     """The ids of a special token by the model's configuration or its text part's; they name none, one or a list."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None  # type: ignore[union-attr, operator]
-    for part in (config, text):
-        ids = getattr(part, name, None)
-        if ids is not None and ids != -1:
-            return {int(x) for x in (ids if isinstance(ids, list | tuple) else [ids])}
-    return set()
-
-
-def check_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The (layer, head) pairs, each once. Raises ValueError unless they are pairs that count from 0."""
-    require(isinstance(heads, Sequence), f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
-    for pair in heads:
-        require(isinstance(pair, tuple | list) and len(pair) == 2, f"heads are (layer, head) pairs, got {pair!r}")
-        for number in pair:
-            integer("heads, (layer, head) pairs that count from 0,", number, least=0)
-    return tuple(dict.fromkeys((layer, head) for layer, head in heads))
+    found = (getattr(part, name, None) for part in (config, text))
+    ids = next((ids for ids in found if ids not in (None, -1)), [])
+    return {*torch.tensor(ids, device="cpu").flatten().tolist()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,25 +44,17 @@ class Subject:
             return firsts
         return (*firsts, BOS)
 
-    def inputs(
-        self,
-        kind: str | None = None,
-        n: int | None = None,
-        length: int = 64,
-        seed: int = 0,
-        *,
-        first: str | None = None,
-        texts: Iterable[str] | None = None,
-    ) -> Tensor:
-        """A probe of Section 3.3 (n, length), by default with what training put first; see `probes.probe`.
+    def inputs(self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any) -> Tensor:
+        """A probe of Section 3.3 (n, length), by default with what training put first.
 
+        sizes: n, length and seed; these and the options (texts) as `probes.probe` takes them.
         With x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens to be equal,
         and another token repeated would have no sink for want of x_fix, whatever repetition does.
         Raises ValueError for a `first` that the model does not have.
         """
         first = first or self.firsts[0]
         choice("first", first, self.firsts)
-        ids = probe(kind, self.tokenizer, n, length, seed, bos=first == BOS, corpus=self.corpus, texts=texts)
+        ids = probe(kind, self.tokenizer, *sizes, bos=first == BOS, corpus=self.corpus, **options)
         if first != X_FIX:
             return ids
         fix_id = special_ids(self.tokenizer, self.name)["fix_id"]

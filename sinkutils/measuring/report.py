@@ -30,11 +30,11 @@ class NotFinite(ValueError):
 
 @dataclass
 class Kept:
-    """What was kept of one chosen (layer, head), for figures: each (samples, T, T), or None."""
+    """What was kept of one chosen (layer, head), for figures; zeros beyond the end of a shorter sequence."""
 
-    map: Tensor | None = None  # A_ij
-    cosine: Tensor | None = None  # cos(q_i, k_j), Fig. 2 bottom
-    norm_product: Tensor | None = None  # ||q_i|| ||k_j||
+    map: Tensor  # A_ij, (samples, T, T)
+    queries: Tensor | None = None  # after rotary, (samples, T, D); None where only weights are shown
+    keys: Tensor | None = None
 
 
 @dataclass
@@ -59,11 +59,9 @@ class Report:
     first_elements: Tensor | None = None  # (blocks, d): |h_1^l| by dimension over that median
     star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
     renormalised: Tensor | None = None  # alpha of the rows divided by their sum, where a sink logit takes a part
-    mass: Tensor | None = None  # (samples, layers, heads, positions): alpha of every key
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by (layer, head)
     bos: bool | None = None  # whether each sequence starts with a BOS; None: not known
-    skipped: int = 0
-    skipped_why: str = ""
+    skipped: int = 0  # sequences shorter than the largest target
     name: str = ""
     path: str = ""  # how alpha was computed
     windows: tuple[int | None, ...] = ()  # by attention layer, if any has one: keys that a query sees; None: all
@@ -107,14 +105,14 @@ class Report:
     def _excess(self, k: int | str) -> Tensor:
         """The excess of each sample, layer and head, (samples, layers, heads)."""
         uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        return ((self._of(k) - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0)
+        return ((self.of(k) - uniform) / (1 - uniform)).masked_fill(uniform == 1, 0)
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k as a mean over the queries that can see key k, i < k + w in a window w: (samples, layers, heads).
 
         It is alpha_k itself in layers without a window, and not capped there as alpha_k is at `caps(k)`.
         """
-        return self._of(k) / self._by_layer(seeing, k)[..., None]
+        return self.of(k) / self._by_layer(seeing, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
@@ -129,52 +127,30 @@ class Report:
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
         """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
         each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
-        picks = np.random.default_rng(0).integers(0, len(each), size=(DRAWS, len(each)))
-        low, high = np.quantile(100 * each[picks].mean(axis=1), [0.025, 0.975])
+        drawn = np.random.default_rng(0).choice(each, (DRAWS, len(each)))
+        low, high = np.quantile(100 * drawn.mean(axis=1), [0.025, 0.975])
         return float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
-        result: dict[str, Any] = {
-            "name": self.name,
-            "path": self.path,
-            "bos": self.bos,
-            "T": self.length,
-            "samples": self.samples,
-            "skipped": self.skipped,
-            "skipped_why": self.skipped_why,
-            "floor": round(self.floor, DIGITS),
-            "targets": list(self.targets),
-            "epsilons": list(self.epsilons),
-            "layers": list(self.layers),
-            "excess": {},
-            "interval": {},
-        }
+        levels = sorted({*self.epsilons, *CURVE_EPSILONS})
+        result: dict[str, Any] = {name: getattr(self, name) for name in ("name", "path", "bos", "samples", "skipped")}
+        result |= {"T": self.length, "floor": self.floor, "targets": self.targets, "epsilons": self.epsilons}
+        result["layers"] = self.layers
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
-        sink = {}
-        for k in self._keys:
-            key = str(k)
-            result["excess"][key] = round(self.excess(k), DIGITS)
-            sink[key] = {
-                str(eps): round(self.sink(k, eps), DIGITS) for eps in sorted({*self.epsilons, *CURVE_EPSILONS})
-            }
-            intervals = {str(eps): self.interval(k, eps) for eps in self.epsilons}
-            result["interval"][key] = {eps: [round(x, DIGITS) for x in both] for eps, both in intervals.items()}
+        result["excess"] = {k: self.excess(k) for k in self._shares}
+        result["interval"] = {k: {eps: self.interval(k, eps) for eps in self.epsilons} for k in self._shares}
+        result["sink"] = {k: {eps: self.sink(k, eps) for eps in levels} for k in self.targets}
         if self.star is not None:
-            result["sink_star"] = sink.pop("star")
-        result["sink"] = sink
+            result["sink_star"] = {eps: self.sink_star(eps) for eps in levels}
         if any(self.windows):
-            result |= {"windows": list(self.windows), "chunked": self.chunked}
-            result["visible_alpha"] = {str(k): _rounded(self.visible_alpha(k).mean(dim=0)) for k in self.targets}
+            result |= {"windows": self.windows, "chunked": self.chunked}
+            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         shares = {"alpha": self.alpha, "alpha_star": self.star, "alpha_renormalised": self.renormalised}
-        for name, share in shares.items():
-            if share is not None:
-                result[name] = _rounded(share.mean(dim=0))
-        for name in BY_POSITION:
-            if getattr(self, name) is not None:
-                result[name] = _rounded(getattr(self, name))
-        return result
+        found = {name: share.mean(dim=0) for name, share in shares.items() if share is not None}
+        found |= {name: getattr(self, name) for name in BY_POSITION if getattr(self, name) is not None}
+        return _plain(result | found)
 
     def summary(self) -> dict[str, float]:
         """The numbers that tell one model from another, as scalars; what was not measured is left out.
@@ -197,71 +173,64 @@ class Report:
         return numbers
 
     def __str__(self) -> str:
+        import pandas as pd  # which training does without
+
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
-        shortest = int(self.lengths.min())
-        length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
+        length = "..".join(map(str, sorted({int(self.lengths.min()), self.length})))
         heads = f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads"
         about = f"T = {length}, n = {self.samples}, BOS first: {bos}, {heads}"
         lines = [f"{self.name or 'model'}: {about}, uniform attention: alpha_1 = {self.floor:.3f}"]
         if self.skipped:
-            lines.append(f"skipped {self.skipped} sequences: {self.skipped_why}")
-        columns = [f"Sink eps={eps:<4g} [95 % over texts]" for eps in self.epsilons]
-        lines.append("  ".join(["key   mean alpha", *columns]))
-        for key in self._keys:
-            cells = [f"{'*' if key == 'star' else key:<5} {float(self._of(key).mean()):10.4f}"]
+            lines.append(f"skipped {self.skipped} sequences: shorter than the largest target, {max(self.targets)}")
+        rows = {}
+        for key, share in self._shares.items():
+            rows["*" if key == "star" else key] = row = {"mean alpha": f"{share.mean():.4f}"}
             for eps in self.epsilons:
                 low, high = self.interval(key, eps)
-                cells.append(f"{self.sink(key, eps):10.2f} % [{low:6.2f}, {high:6.2f}]")
-            lines.append("  ".join(cells))
-        return "\n".join(lines + self._about_windows())
-
-    def _about_windows(self) -> list[str]:
-        """Which layers see a window only, and what that does to alpha_k, where it does anything."""
-        lines = []
-        for width in sorted({w for w in self.windows if w is not None}):
-            of_width = [index for index, w in enumerate(self.windows) if w == width]
-            layers = ", ".join(str(self.layers[index]) for index in of_width)
-            for k in self.targets:
-                cap = self.caps(k)[of_width[0]]
-                if cap < 1:
-                    seen = float(self.visible_alpha(k)[:, of_width].mean())
-                    line = f"layers {layers} see {width} keys: alpha_{k} is at most {cap:.3f} there"
-                    lines.append(f"{line}; over the queries that see the key its mean is {seen:.4f}")
-        return lines
+                row[f"Sink eps={eps:g} [95 % over texts]"] = f"{self.sink(key, eps):.2f} % [{low:6.2f}, {high:6.2f}]"
+        lines.append(pd.DataFrame(rows).T.rename_axis(columns="key").to_string())
+        for k in self.targets:
+            if (cap := min(self.caps(k))) < 1:
+                lines.append(
+                    f"in layers with a window alpha_{k} is at most {cap:.3f}: see caps({k}), visible_alpha({k})"
+                )
+        return "\n".join(lines)
 
     @property
-    def _keys(self) -> tuple[int | str, ...]:
-        return self.targets if self.star is None else (*self.targets, "star")
+    def _shares(self) -> dict[int | str, Tensor]:
+        """alpha_k by target, and alpha_*, (samples, layers, heads) each."""
+        shares: dict[int | str, Tensor] = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
+        return shares if self.star is None else shares | {"star": self.star}
 
-    def _of(self, k: int | str) -> Tensor:
-        """alpha_k or alpha_*, (samples, layers, heads)."""
-        if k == "star":
-            if self.star is None:
-                raise ValueError("Sink_* needs a model with a key bias k*, a sink token x* or a learned sink logit")
-            return self.star
-        if k not in self.targets:
-            raise ValueError(f"k must be one of the measured targets {self.targets}, got {k}: measure(targets=...)")
-        return self.alpha[:, self.targets.index(int(k))]
+    def of(self, k: int | str) -> Tensor:
+        """alpha_k, or alpha_* where k is "star": (samples, layers, heads). Raises ValueError if it was not measured."""
+        shares = self._shares
+        why = "measure(targets=..), and star only of a key bias k*, a sink token x* or a learned sink logit"
+        require(k in shares, f"alpha_{k} was not measured, only {[*shares]}: {why}")
+        return shares[k]
 
     def _active(self, k: int | str, eps: float) -> Tensor:
         check_epsilons((eps,))
-        return (self._of(k) > eps).double()
+        return (self.of(k) > eps).double()
 
 
-def _rounded(values: Tensor) -> list:
-    return np.round(values.double().numpy(), DIGITS).tolist()
-
-
-def first_key(queries: np.ndarray, window: int | None, chunked: bool) -> np.ndarray:
-    """The first position that each query sees (all count from 1), through a window or within its chunk."""
-    if window is None:
-        return np.ones_like(queries)
-    return (queries - 1) // window * window + 1 if chunked else np.maximum(1, queries - window + 1)
+def _plain(value: Any) -> Any:
+    """Tensors and tuples as lists, numbers with `DIGITS` digits, keys as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Tensor):
+        return _plain(value.double().tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return round(value, DIGITS) if isinstance(value, float) else value
 
 
 def seeing(length: int, k: int, window: int | None, chunked: bool) -> float:
-    """The share of the queries k..T that see key k."""
-    return float((first_key(np.arange(k, length + 1), window, chunked) <= k).mean())
+    """The share of the queries k..T that see key k, through a window or within its chunk."""
+    if window is None:
+        return 1.0
+    until = window - (k - 1) % window if chunked else window
+    return min(1.0, until / (length - k + 1))
 
 
 @lru_cache(maxsize=4096)
@@ -270,10 +239,12 @@ def uniform_alpha(length: int, k: int | str = 1, window: int | None = None, chun
 
     With a window w query i spreads over min(i, w) keys, the last ones. "star" is one key more, which all queries see.
     """
-    queries = np.arange(1 if k == "star" else int(k), length + 1)
-    first = first_key(queries, window, chunked)
-    keys = queries - first + 1
-    return float(np.mean(1 / (keys + 1) if k == "star" else (first <= int(k)) / keys))
+    star = k == "star"
+    queries = np.arange(1 if star else int(k), length + 1)
+    keys = queries  # that each query sees
+    if window is not None:
+        keys = (queries - 1) % window + 1 if chunked else np.minimum(queries, window)
+    return float(np.mean(1 / (keys + 1) if star else (queries - keys < int(k)) / keys))
 
 
 def norm_ratio(norms: Any) -> list[float]:
@@ -297,7 +268,6 @@ def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
     values = numbers("targets", targets)
-    good = len(values) > 0 and all(k.is_integer() and k >= 1 for k in values)
-    require(good, f"targets are positions that count from 1, at least one; got {values}")
-    require(max(values) <= length, f"target {max(values):g} is beyond the ids, which have {length} positions")
+    good = len(values) > 0 and all(k in range(1, length + 1) for k in values)
+    require(good, f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}")
     return tuple(int(k) for k in values)

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import integer, require
 from sinkutils.measuring.hf import Capture, capturing
-from sinkutils.measuring.measure import check_range, evaluating, measure, reported, unwrapped
+from sinkutils.measuring.measure import check_range, evaluating, measure, unwrapped
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.tally import Tally
 
@@ -35,7 +35,7 @@ class Outcome:
     """What a model computes under surgery."""
 
     losses: Tensor  # (samples, T - 1): nats of tokens 2..T
-    report: Report | None = None  # Sink_1, Sink_2, and Sink_*: of k* after a transplant, else of a learned sink logit
+    report: Report  # Sink_1, Sink_2, and Sink_*: of a transplanted k* and of a learned sink logit
 
     @property
     def loss(self) -> float:
@@ -43,21 +43,18 @@ class Outcome:
         return float(self.losses.mean())
 
 
-def untouched(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
-    """The model as it is on ids (samples, T), what surgery is compared with; shares: also how much attention goes
-    where.
+def untouched(model: nn.Module, ids: Tensor) -> Outcome:
+    """The model as it is on ids (samples, T), what surgery is compared with.
 
     Raises ValueError, as all functions here do, for what is no causal LM of transformers whose attention `measure`
     can read through its interface and, where keys and values are changed or hidden, for a model that keeps anything
     else between tokens: linear layers, a second state, an index of keys.
     """
-    with _operating(model, ids) as capture:
-        return _run(capture, ids, shares)
+    with operating(model, ids) as capture:
+        return run(capture, ids)
 
 
-def transplant(
-    model: nn.Module, ids: Tensor, donors: Tensor, *, zero_values_from: int | None = None, shares: bool = True
-) -> Outcome:
+def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None) -> Outcome:
     """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases (Table 4) without
     training.
 
@@ -65,118 +62,76 @@ def transplant(
     a token in front of the text would: the text has positions 2..T+1, and rotary turns k_1 by no angle.
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
-    with _operating(model, ids, cache=True) as capture:
-        pairs = [(k.mean(dim=0), v.mean(dim=0)) for k, v in _keys_values(capture, donors)]
+    with operating(model, ids, cache=True) as capture:
+        layers = cached(capture, donors[:, :1]).layers
         if zero_values_from is not None:
-            integer("zero_values_from", zero_values_from, 0, len(pairs))
-            pairs = [(k, v * (layer < zero_values_from)) for layer, (k, v) in enumerate(pairs)]
+            integer("zero_values_from", zero_values_from, 0, len(layers))
+            for layer in layers[zero_values_from:]:
+                layer.values.zero_()
 
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
-            for layer, (k, v) in enumerate(pairs):
-                k, v = (x[None, :, None].expand(samples, -1, -1, -1) for x in (k, v))  # (B, H_kv, 1, D)
-                filled.update(k, v, layer)
+            for index, layer in enumerate(layers):
+                pair = (x.mean(dim=0).expand(samples, -1, -1, -1) for x in (layer.keys, layer.values))
+                filled.update(*pair, index)  # (B, H_kv, 1, D) each
             return filled
 
-        return _run(capture, ids, shares, cache)
+        return run(capture, ids, cache)
 
 
-def keys_values(model: nn.Module, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """k_t and v_t at one position t of each layer for texts (n, T): pairs of (n, H_kv, D). Of a causal model's k_1 and
-    v_1 only x_1 decides.
-    """
-    integer("position", position, 1, ids.shape[1])
-    with _operating(model, ids, cache=True) as capture:
-        return _keys_values(capture, ids, position)
-
-
-def hide(model: nn.Module, ids: Tensor, *, shares: bool = True) -> Outcome:
+def hide(model: nn.Module, ids: Tensor) -> Outcome:
     """Mask x_1 from all other queries: does another token become the sink?"""
-    hidden = torch.zeros(ids.shape[1], ids.shape[1], dtype=torch.bool)
-    hidden[1:, 0] = True
-    with _operating(model, ids, cache=True) as capture:
-        capture.hidden = hidden
-        return _run(capture, ids, shares)
+    rows = torch.arange(ids.shape[1])
+    return _hiding(model, ids, (rows[:, None] > 0) & (rows == 0))
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
     """Let each query see the last `window` keys, itself among them, and the first `sinks`: a streaming cache of
     window + sinks keys, with the positions that the tokens have in the text.
 
-    Compare windows at one cache size: (128, 0), (127, 1), (124, 4). Only losses, by position.
+    Compare windows at one cache size: (128, 0), (127, 1), (124, 4).
     """
     integer("window", window, least=1)
     integer("sinks", sinks, least=0)
     rows = torch.arange(ids.shape[1])
-    hidden = (rows[:, None] - rows >= window) & (rows >= sinks)
-    with _operating(model, ids, cache=True) as capture:
+    return _hiding(model, ids, (rows[:, None] - rows >= window) & (rows >= sinks))
+
+
+def _hiding(model: nn.Module, ids: Tensor, hidden: Tensor) -> Outcome:
+    """With the keys j hidden from the queries i where hidden[i, j], (T, T)."""
+    with operating(model, ids, cache=True) as capture:
         capture.hidden = hidden
-        return _run(capture, ids, shares=False)
+        return run(capture, ids)
 
 
-def massive(model: nn.Module, ids: Tensor) -> Tensor:
-    """|h_1| after each block over the median of |h| at all positions, mean over texts (n, T): (L, d). Massive
-    activations are the few dimensions above 1,000. Of several streams the largest.
-    """
-    found = measure(model, ids).first_elements
-    assert found is not None
-    return found
-
-
-def set_back(
-    model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3, *, shares: bool = True
-) -> Outcome:
+def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
-    dimensions: which, or how many of the largest there (`massive`).
+    dimensions: which, or how many of the largest there (`Report.first_elements`): massive activations are the few
+    dimensions above 1,000 times the median.
     """
-    if isinstance(dimensions, int):
-        integer("dimensions", dimensions, least=1)
-        sizes = massive(model, ids)
-        integer("block", block, 0, len(sizes) - 1)
-        dimensions = sizes[block].topk(dimensions).indices.tolist()
-    chosen = list(dimensions)
 
     def edit(_: nn.Module, __: Any, output: Any) -> Any:
-        changed = _hidden(output).clone()
+        hidden = output if isinstance(output, Tensor) else output[0]
+        require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1")
+        changed = hidden.clone()
         changed[:, 0, chosen] = changed[:, 1:, chosen].mean(dim=1)
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
-    with _operating(model, ids) as capture:
+    with operating(model, ids) as capture:
         integer("block", block, 0, len(capture.blocks) - 1)
+        chosen = dimensions
+        if isinstance(chosen, int):
+            elements: Any = measure(model, ids).first_elements  # (blocks, d)
+            chosen = elements[block].topk(chosen).indices.tolist()
         for dimension in chosen:
             integer("dimension", dimension, 0, capture.config.get_text_config().hidden_size - 1)
         with capture.blocks[block].register_forward_hook(capture.here(edit)):
-            return _run(capture, ids, shares)
-
-
-def rounded(model: nn.Module, ids: Tensor, bits: int, *, first_exact: bool = False) -> Outcome:
-    """Round keys (after rotary) and values as they enter the cache, one scale a text and tensor; only losses.
-
-    bits: 2..16, 2**bits - 1 levels around zero. first_exact: k_1 and v_1 stay exact and do not set the scale.
-    """
-    integer("bits", bits, 2, 16)
-    with _operating(model, ids, cache=True) as capture:
-        return _run(capture, ids, False, lambda _: _RoundedCache(capture.config, bits, first_exact))
-
-
-class _RoundedCache(DynamicCache):
-    def __init__(self, config: Any, bits: int, first_exact: bool) -> None:
-        super().__init__(config=config)
-        self.levels, self.first = 2 ** (bits - 1) - 1, int(first_exact)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(self.round(key_states), self.round(value_states), *args, **kwargs)
-
-    def round(self, x: Tensor) -> Tensor:
-        """x (B, H_kv, T, D), all of a text at once."""
-        exact, rest = x[:, :, : self.first], x[:, :, self.first :]
-        scale = rest.abs().amax(dim=(1, 2, 3), keepdim=True) / self.levels
-        return torch.cat([exact, (rest / scale).round() * scale], dim=2)
+            return run(capture, ids)
 
 
 @contextmanager
-def _operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Capture]:
+def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Capture]:
     """A model in eval mode, without gradients, whose attention is read as by `measure`; after it, as it was.
 
     cache: whether the operation needs that layers keep keys and values between tokens, and nothing else.
@@ -187,28 +142,28 @@ def _operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterato
         raise ValueError(f"surgery needs a causal LM of transformers with a KV cache, got {kind}")
     length = ids.shape[-1]
     with evaluating(model), torch.no_grad(), capturing(model, Tally(TARGETS, length, norms=False)) as capture:
-        plain = not capture.legacy and not capture.registered
-        require(plain, f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only")
         check_range(list(ids), capture.vocabulary)
         capture.check_positions(length + 1)
         capture.check(list(ids))
+        plain = not capture.legacy and not capture.registered
+        require(plain, f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only")
         if cache:
-            kept = _cached(capture, ids[:1, :1])
+            kept = cached(capture, ids[:1, :1])
             layers = kept.layers if type(kept) is DynamicCache else []
             plain = len(layers) == len(capture.layers) and all(type(layer) in PLAIN for layer in layers)
             require(plain, f"{kind} keeps something else than keys and values of each layer between tokens")
         yield capture
 
 
-def _cached(capture: Capture, ids: Tensor) -> Any:
+def cached(capture: Capture, ids: Tensor) -> Any:
     """What the model keeps of ids (n, T)."""
     capture.tally = Tally((1,), ids.shape[1], norms=False)  # not looked at
     capture.start(ids)
     return getattr(capture.forward(ids.to(capture.table.device), use_cache=True), "past_key_values", None)
 
 
-def _run(capture: Capture, ids: Tensor, shares: bool, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
-    """Losses, and shares of attention, of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
+def run(capture: Capture, ids: Tensor, cache: Callable[[int], DynamicCache] | None = None) -> Outcome:
+    """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds in front."""
     integer("T", ids.shape[1], least=2)
     tally = capture.tally = Tally(TARGETS, ids.shape[1], norms=False)
     losses = []
@@ -219,18 +174,6 @@ def _run(capture: Capture, ids: Tensor, shares: bool, cache: Callable[[int], Dyn
         out = capture.model(batch, past_key_values=past, use_cache=past is not None)
         capture.finish()
         losses.append(F.cross_entropy(out.logits[:, :-1].float().mT, batch[:, 1:], reduction="none").cpu())
-    if not shares:
-        return Outcome(torch.cat(losses))
     samples = torch.arange(len(ids))
-    return Outcome(torch.cat(losses), reported(tally, capture, samples, torch.full_like(samples, ids.shape[1]), (0.3,)))
-
-
-def _keys_values(capture: Capture, ids: Tensor, position: int = 1) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.keys[:, :, -1], layer.values[:, :, -1]) for layer in _cached(capture, ids[:, :position]).layers]
-
-
-def _hidden(output: Any) -> Tensor:
-    """What a block passes on, (B, T, d). Raises ValueError for several streams."""
-    hidden = output if isinstance(output, Tensor) else output[0]
-    require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: h_1 is not one")
-    return hidden
+    lengths = torch.full_like(samples, ids.shape[1])
+    return Outcome(torch.cat(losses), tally.report(capture, samples, lengths, (0.3,)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,14 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinkutils.checks import require
-from sinkutils.measuring.report import Kept, Report
+from sinkutils.measuring.report import Kept, NotFinite, Report
 from sinkutils.model.attention import AttentionSpec, attend, divide
 from sinkutils.model.decoder import TransformerLM
+
+if TYPE_CHECKING:
+    from sinkutils.measuring.hf import Capture
 
 
 def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
     """alpha_k of the keys at `columns` (K,), 0-based, from A_ik (B, H, T, K): the mean over i = k..T, (B, K, H)."""
     rows = torch.arange(shares.shape[2], device=shares.device)
+    # Of a key k the rows i >= k count; those before see it through a prefix only.
     counted = (rows[:, None] >= columns).to(shares.dtype)  # (T, K)
     return ((shares * counted).sum(dim=2) / counted.sum(dim=0)).transpose(1, 2)
 
@@ -39,32 +44,27 @@ class Tally:
     targets: tuple[int, ...]
     length: int  # positions of the longest sequence
     norms: bool = True
-    mass: bool = False
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs of which `keep` is kept
-    keep: tuple[str, ...] = ("map", "qk")
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs of which maps, queries and keys are kept
 
     def __post_init__(self) -> None:
-        self.values: dict[str, dict[int, list[Tensor]]] = {}  # name -> layer -> a (B, ..) for each batch
-        self.sums: dict[str, dict[int, Tensor]] = {}  # name -> layer -> (positions,), over samples
-        self.kept: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
+        self.values: Any = defaultdict(lambda: defaultdict(list))  # name -> layer -> a (B, ..) for each batch
+        self.sums: Any = defaultdict(dict)  # name -> layer -> (positions,) or (d,), over samples
+        self.kept: Any = defaultdict(lambda: defaultdict(list))  # (layer, head) -> name -> a (B, T, ..) for each batch
 
-    def heads_of(self, layer: int) -> list[int]:
-        return [head for chosen, head in self.heads if chosen == layer]
+    def heads_of(self, layer: int, count: int) -> list[int]:
+        """The chosen heads of a layer that has `count`."""
+        return [head for chosen, head in self.heads if chosen == layer and 0 <= head < count]
 
     def columns(self, device: torch.device) -> Tensor:
         """The targets' 0-based positions, (K,)."""
         return torch.tensor(self.targets, device=device) - 1
-
-    def add(self, name: str, layer: int, value: Tensor) -> None:
-        """Add (B, ..) values of a layer."""
-        self.values.setdefault(name, {}).setdefault(layer, []).append(value.float())
 
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of x (B, H, T, D), mean over heads."""
         if self.norms:
             wide = torch.promote_types(x.dtype, torch.float32)
             norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1)
-            self._sum(f"{name}_norms", layer, self.padded(norms))
+            self._sum(f"{name}_norms", layer, self._padded(norms))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
         """Add a block's output (B, S, T, d), of S streams: its norms, and its largest element at each position over
@@ -73,104 +73,96 @@ class Tally:
         self.add_norms("hidden", layer, hidden)
         if self.norms:
             sizes = hidden.abs().float()
-            usual = lower_median(sizes.flatten(1)).clamp(min=1e-30)
-            self._sum("hidden_peaks", layer, self.padded(sizes.amax(dim=(1, 3)) / usual[:, None]))
-            self._sum("first_elements", layer, sizes[:, :, 0].amax(dim=1) / usual[:, None])  # (B, d)
+            usual = lower_median(sizes.flatten(1)).clamp(min=1e-30)[:, None]
+            self._sum("hidden_peaks", layer, self._padded(sizes.amax(dim=(1, 3)) / usual))
+            self._sum("first_elements", layer, sizes[:, :, 0].amax(dim=1) / usual)  # (B, d)
 
     def _sum(self, name: str, layer: int, rows: Tensor) -> None:
         """Add rows (B, n) of a layer to the sum over samples."""
-        layers = self.sums.setdefault(name, {})
-        layers[layer] = layers.get(layer, 0) + rows.sum(dim=0).float()
+        self.sums[name][layer] = self.sums[name].get(layer, 0) + rows.sum(dim=0).float()
 
-    def padded(self, values: Tensor) -> Tensor:
-        """Values by position (.., T) with zeros up to the longest sequence."""
-        return F.pad(values, (0, self.length - values.shape[-1]))
-
-    def add_map(self, layer: int, head: int, name: str, value: Tensor) -> None:
-        """Keep (B, T, T) of one head for figures; shorter sequences are padded with zeros."""
-        missing = self.length - value.shape[-1]
-        square = F.pad(value.float(), (0, missing, 0, missing))
-        self.kept.setdefault((layer, head), {}).setdefault(name, []).append(square.cpu())
+    def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
+        """Values by position, along the last axis or the last two, with zeros up to the longest sequence."""
+        return F.pad(values, (0, self.length - values.shape[-1]) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add the norms of q (B, H, T, D), k and v (of H heads or fewer), and of the chosen heads cos(q_i, k_j) and
-        ||q_i|| ||k_j|| (Fig. 2 bottom).
-        """
+        """Add the norms of q (B, H, T, D), k and v (of H heads or fewer), and the chosen heads' queries and keys."""
         for name, x in (("query", q), ("key", k), ("value", v)):
             self.add_norms(name, layer, x)
-        for head in self.heads_of(layer) if "qk" in self.keep else ():
-            queries, keys = q[:, head].float(), k[:, head // (q.shape[1] // k.shape[1])].float()
-            self.add_map(layer, head, "cosine", F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).mT)
-            self.add_map(layer, head, "norm_product", queries.norm(dim=-1)[:, :, None] * keys.norm(dim=-1)[:, None])
+        for head in self.heads_of(layer, q.shape[1]):
+            for name, x in (("queries", q[:, head]), ("keys", k[:, head // (q.shape[1] // k.shape[1])])):
+                self.kept[layer, head][name].append(self._padded(x.float().mT).mT.cpu())
 
-    def add_weights(self, layer: int, chunks: Iterable[Tensor], sink: bool = False) -> None:
-        """Add what is asked for of a layer's attention weights, given in chunks of rows (B, H, R, T).
+    def add_weights(self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0) -> None:
+        """Add what is asked for of a layer's attention weights, given in chunks of rows (B, H, R, front + T).
 
-        sink: what a row lacks to one is a learned sink logit's.
+        star: what a row of the text's T keys lacks to one is a learned sink logit's, or that of the `front` keys.
         """
-        heads = self.heads_of(layer) if "map" in self.keep else []
-        sums: dict[str, Tensor] = {}
-        maps: list[Tensor] = []
-        done = 0
-        for weights in chunks:
-            device, length = weights.device, weights.shape[-1]
-            rows = torch.arange(done, done + weights.shape[2], device=device)[:, None]
-            done += len(rows)
-            wide = torch.promote_types(weights.dtype, torch.float32)
-            columns = self.columns(device)
-            # Of a key k the rows i >= k count; those before see it through a prefix only.
-            parts = {"alpha": weights[..., columns].to(wide) * (rows >= columns)}
-            if sink:
-                rest = weights.to(wide).sum(dim=-1, keepdim=True)
-                parts["renormalised"] = parts["alpha"] / rest
-                parts["star"] = 1 - rest
-            if self.mass:
-                parts["mass"] = weights * (rows >= torch.arange(length, device=device))
-            for name, part in parts.items():
-                sums[name] = sums.get(name, 0) + part.sum(dim=2, dtype=wide)
+        parts, maps = [], []
+        for chunk in chunks:
+            weights = chunk[..., front:]
+            heads = self.heads_of(layer, chunk.shape[1])
             maps.append(weights[:, heads])
-        for name, total in sums.items():
-            if name == "star":
-                self.add(name, layer, total[..., 0] / length)
-            elif name == "mass":
-                self.add(name, layer, self.padded(total / torch.arange(length, 0, -1, device=device)))
-            else:
-                self.add(name, layer, (total / (length - columns)).transpose(1, 2))
+            wide = torch.promote_types(chunk.dtype, torch.float32)
+            whole = weights.sum(dim=-1, keepdim=True, dtype=wide)
+            parts.append(torch.cat([weights[..., self.columns(chunk.device)].to(wide), whole], dim=-1))
+        shares, rest = torch.cat(parts, dim=2).split((len(self.targets), 1), dim=-1)
+        self.add_shares(layer, shares, rest if star else None)
         for head, whole in zip(heads, torch.cat(maps, dim=2).unbind(1), strict=True):
-            self.add_map(layer, head, "map", whole)
+            self.kept[layer, head]["map"].append(self._padded(whole.float(), 2).cpu())
 
-    def report(self, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]) -> Report:
-        """The report on samples of these lengths; `order` (samples,) says where each stands in that of the batches."""
+    def add_shares(self, layer: int, shares: Tensor, rest: Tensor | None = None) -> None:
+        """Add alpha from the targets' A_ik (B, H, T, K); rest (B, H, T, 1): what the star leaves of a row."""
+        columns = self.columns(shares.device)
+        self.values["alpha"][layer].append(mean_over_queries(shares, columns).float())
+        if rest is not None:
+            renormalised = shares / rest.clamp(min=1e-30)
+            self.values["renormalised"][layer].append(mean_over_queries(renormalised, columns).float())
+            self.add_star(layer, 1 - rest[..., 0])
+
+    def add_star(self, layer: int, star: Tensor) -> None:
+        """Add the share (B, H, T) of k*, x* or a learned sink logit."""
+        self.values["star"][layer].append(star.mean(dim=-1).float())
+
+    def refuse_heads(self) -> None:
+        """Raise ValueError where (layer, head) pairs were asked for that the model, of which a batch ran, has not."""
         alphas = self.values["alpha"]
-        heads = {batches[0].shape[-1] for batches in alphas.values()}
-        if len(heads) > 1:
-            raise ValueError(f"layers have different numbers of heads ({sorted(heads)}), which a report cannot hold")
-        if "star" in self.values:  # a layer without a sink logit leaves nothing to it
-            for layer, alpha in alphas.items():
-                self.values.get("renormalised", {}).setdefault(layer, alpha)
-                self.values["star"].setdefault(layer, [torch.zeros_like(batch[:, 0]) for batch in alpha])
+        missing = [pair for pair in self.heads if pair not in self.kept]
+        count = next(iter(alphas.values()))[0].shape[-1]
+        has = f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}"
+        require(not missing, f"heads names (layer, head) pairs that the model does not have: {missing}; {has}")
+
+    def report(
+        self, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
+    ) -> Report:
+        """What a capture added, on samples of these lengths; `order` (samples,) says where each stands among those of
+        all batches. Raises NotFinite.
+        """
+        alphas, stars = self.values["alpha"], self.values.get("star", {})
+        for layer in alphas.keys() - stars.keys() if stars else ():  # without a sink logit, which leaves nothing to it
+            stars[layer] = [torch.zeros_like(batch[:, 0]) for batch in alphas[layer]]
+            self.values["renormalised"][layer] = alphas[layer]
         fields: dict[str, Any] = {}
-        for name, by_layer in self.values.items():
-            values = [torch.cat(batches).cpu()[order] for _, batches in sorted(by_layer.items())]
-            fields[name] = torch.stack(values, dim=2 if name in ("alpha", "renormalised") else 1)
-        has_position = lengths[:, None] > torch.arange(self.length, device="cpu")  # (samples, positions)
-        counts = has_position.sum(dim=0)
+        for name, layers in self.values.items():
+            ordered = [torch.cat(batches).cpu()[order] for _, batches in sorted(layers.items())]
+            fields[name] = torch.stack(ordered, dim=-2)
+        counts = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)  # samples with each position
         for name, sums in self.sums.items():
             samples = len(order) if name == "first_elements" else counts
             fields[name] = torch.stack([total.cpu() / samples for _, total in sorted(sums.items())])
         if self.norms:
             fields["embedding_norms"] = fields["embedding_norms"][0]
-        fields["kept"] = {
-            pair: Kept(**{name: torch.cat(batches)[order] for name, batches in maps.items()})
-            for pair, maps in self.kept.items()
-        }
+        for pair, parts in self.kept.items():
+            whole = {name: torch.cat(batches)[order] for name, batches in parts.items()}
+            fields.setdefault("kept", {})[pair] = Kept(**whole)
         layers = tuple(sorted(alphas))
-        return Report(fields.pop("alpha"), self.targets, epsilons, lengths, layers, **fields)
-
-
-def refuse_heads(pairs: list[tuple[int, int]], has: str) -> None:
-    """Raise ValueError where there are (layer, head) pairs that a model does not have; `has` says what it has."""
-    require(not pairs, f"heads names (layer, head) pairs that the model does not have: {pairs}; {has}")
+        if any(capture.windows.values()):
+            fields["windows"] = tuple(capture.windows.get(layer) for layer in layers)
+        fields |= {"path": capture.path, "chunked": capture.chunked}
+        report = Report(fields.pop("alpha"), self.targets, epsilons, lengths, layers, **fields)
+        if not all(t.isfinite().all() for t in (report.alpha, report.hidden_norms) if t is not None):
+            raise NotFinite("attention or hidden states are not finite: the weights hold nan or infinite values")
+        return report
 
 
 class OwnModel:
@@ -181,10 +173,8 @@ class OwnModel:
     def __init__(self, model: TransformerLM, tally: Tally) -> None:
         self.model, self.tally = model, tally
         self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
-        self.vocabulary, layers, heads = model.config.vocab_size, model.config.num_layers, model.config.num_heads
-        wrong = [pair for pair in tally.heads if pair[0] >= layers or pair[1] >= heads]
-        refuse_heads(wrong, f"it has {layers} layers of {heads} heads, counted from 0")
-        self.windows = dict.fromkeys(range(layers), model.config.attention.window)
+        self.vocabulary = model.config.vocab_size
+        self.windows = dict.fromkeys(range(model.config.num_layers), model.config.attention.window)
 
     def run(self, ids: Tensor) -> None:
         """One forward pass of ids (B, T)."""
@@ -202,7 +192,7 @@ class OwnModel:
         length = shares.shape[2]
         tally.add_weights(layer, [shares[..., -length:]])
         if first or spec.has_star:
-            tally.add("star", layer, shares[..., -length - 1].mean(dim=-1))
+            tally.add_star(layer, shares[..., -length - 1])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
         self.tally.add_hidden(layer, hidden[:, None, self.first :])

@@ -38,7 +38,7 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None
     shown = min(length, ids.shape[1], most)
     texts = max(1, 2 * MOST_WEIGHTS // (len(heads) * shown**2))
     ids = ids[:texts, :shown]
-    kept = measure(model, ids, heads=heads, keep=("map",), norms=False).kept
+    kept = measure(model, ids, heads=heads, norms=False).kept
     weights = np.stack([np.asarray(kept[head].map) for head in heads], axis=1)  # (texts, heads, T, T)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)

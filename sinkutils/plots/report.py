@@ -76,7 +76,7 @@ def report_model(
     if "BOS" in main:
         text = [bos_id(tokenizer), *text]
     heads = _four_heads(reports[main])
-    kept = measure(model, torch.tensor([text]), heads=heads, keep=("map",), norms=False).kept
+    kept = measure(model, torch.tensor([text]), heads=heads, norms=False).kept
     maps = {f"block {layer + 1}, head {head + 1}": kept[layer, head].map for layer, head in heads}
     tokens = [token_label(token, tokenizer) for token in text]
     others = {}

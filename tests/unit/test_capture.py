@@ -42,21 +42,20 @@ def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom", "mistral"])
-def test_mass_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family):
+def test_alpha_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family):
     model, ids = build(family), tokens()
     maps = eager_maps(model, ids)
-    report = measure(model, ids, TARGETS, mass=True, heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2)
-    close(report.mass, torch.stack(maps, dim=1).sum(dim=3) / torch.arange(T, 0, -1))
-    close(report.mass[:, :, :, 1], report.alpha[:, 1])
+    report = measure(model, ids, range(1, T + 1), heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2)
+    close(report.alpha, eager_alpha(model, ids, tuple(range(1, T + 1))))
     assert set(report.kept) == {(1, 2), (0, 3), (0, 1)}
     for (layer, head), kept in report.kept.items():
         close(kept.map, maps[layer][:, head])
         if family == "llama":  # two heads share a key
-            logits = kept.cosine * kept.norm_product / math.sqrt(8)
+            logits = kept.queries @ kept.keys.mT / math.sqrt(8)
             close(logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1), kept.map)
     for heads, named in ((((0, 99),), r"\(0, 99\).*heads 0..3"), (((7, 0),), r"\(7, 0\).*layers are \[0, 1\]")):
         with pytest.raises(ValueError, match=named):
-            measure(model, ids, heads=heads, keep=())
+            measure(model, ids, heads=heads)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -142,7 +141,7 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
 
 def mask_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks come as tensors that know nothing of windows."""
-    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.sdpa_mask)
+    monkeypatch.setattr(masks, "mask", masks.sdpa_mask)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
@@ -190,14 +189,14 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monke
 @pytest.mark.parametrize("exact", [False, True], ids=["fused", "exact"])
 def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, monkeypatch):
     model, ids = build(family), tokens()
-    asked = {"targets": TARGETS, "exact": exact, "mass": exact, "heads": ((0, 1),) if exact else ()}
-    mask_without_positions(monkeypatch)
-    expected = measure(model, ids, **asked)
-    monkeypatch.setitem(hf.AttentionMaskInterface._global_mapping, hf.NAME, masks.mask)
+    asked = {"targets": TARGETS, "exact": exact, "heads": ((0, 1),) if exact else ()}
+    with monkeypatch.context() as patch:
+        mask_without_positions(patch)
+        expected = measure(model, ids, **asked)
     monkeypatch.setattr(masks, "LONG", 1)
     monkeypatch.setattr(flash, "ROWS", 5)
     report = measure(model, ids, **asked)
-    for name in ("alpha", "hidden_norms", *(("mass",) if exact else ())):
+    for name in ("alpha", "hidden_norms"):
         torch.testing.assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
     assert report.path == expected.path
 
@@ -212,7 +211,7 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
         over = torch.stack([m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1)
         torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
     assert min(report.caps()) == pytest.approx(7 / T)
-    assert "see 7 keys: alpha_1 is at most 0.292 there" in str(report)
+    assert "in layers with a window alpha_1 is at most 0.292: see caps(1)" in str(report)
 
 
 @pytest.mark.slow
@@ -227,11 +226,11 @@ def test_a_long_text_through_a_window_makes_no_tensor_of_its_length_squared():
 def test_chunks_of_queries_change_nothing(monkeypatch):
     for family in ("gemma2+softcap", "gpt_oss", "mistral"):
         model, ids = build(family), tokens()
-        whole = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
+        whole = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
         with monkeypatch.context() as patch:
             patch.setattr(hf, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
-            pieces = measure(model, ids, TARGETS, exact=True, mass=True, heads=((0, 1),))
-        for name in ("alpha", "mass", "hidden_norms"):
+            pieces = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
+        for name in ("alpha", "hidden_norms"):
             torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
@@ -262,16 +261,15 @@ def test_attention_modules_that_do_not_report_are_an_error():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ids": tokens(length=3), "targets": (5,)}, "beyond the ids"),
+        ({"ids": tokens(length=3), "targets": (5,)}, "count from 1 to 3"),
         ({"targets": (0,)}, "count from 1"),
         ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
         ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
         ({"ids": tokens().float()}, "int64"),
         ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
-        ({"attention_mask": torch.zeros(3, T)}, "all padding"),
+        ({"attention_mask": torch.zeros(3, T)}, "a row of padding"),
         ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
-        ({"keep": ("maps",)}, "keep must be"),
-        ({"heads": ((True, 0),)}, "count from 0"),
+        ({"heads": (1, 0)}, "heads must be a sequence of"),
         ({"bos": "maybe"}, "bos must be True, False or None"),
     ],
 )

@@ -53,7 +53,6 @@ REFUSED = {
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
-    "scores ./nothing": "there is no folder './nothing'",
     "run --only 99": "no notebook starts with 99",
     "run --only 07 -p colour red": "07_after_pretraining has no parameter colour; it has preset",
     "": "give a command: one of list, train",

@@ -28,25 +28,22 @@ def build(name: str) -> TransformerLM:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_alpha_star_mass_maps_and_norms_are_those_of_the_dense_maps(name):
+def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     model, ids = build(name), tokens()
     norm = model.config.norm
     dense, close = DenseMaps(model, ids), {"atol": 1e-6, "rtol": 0, "check_dtype": False}
-    report = measure(model, ids, TARGETS, mass=True, heads=((1, 0), (0, 1), (1, 0)), batch_size=3)
+    report = measure(model, ids, TARGETS, heads=((1, 0), (0, 1), (1, 0)), batch_size=3)
     assert report.alpha.shape == (3, 3, 2, 2)
     torch.testing.assert_close(report.alpha, dense.alpha(TARGETS), **close)
     assert (report.star is not None) == bool(dense.star)
     if dense.star:
         torch.testing.assert_close(report.star, dense.star_share(), **close)
-    queries = torch.arange(T, 0, -1)
     for layer, head in ((1, 0), (0, 1)):
         torch.testing.assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
-        if model.config.attention.prefix == 1:
-            torch.testing.assert_close(report.mass[:, layer], dense.own(layer).sum(dim=2) / queries, **close)
     first = int(model.config.sink_token)  # norms count positions from the first real token
     q, k, _ = (x[:, 0, first:] for x in dense.qkv[1])
-    cosine = torch.cosine_similarity(q[:, :, None], k[:, None], dim=-1)
-    torch.testing.assert_close(report.kept[1, 0].cosine, cosine, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(report.kept[1, 0].queries, q)
+    torch.testing.assert_close(report.kept[1, 0].keys, k)
     hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
     torch.testing.assert_close(report.hidden_norms, hidden)
     sizes = dense.hidden[1][:, first:].abs()
@@ -93,7 +90,7 @@ def test_large_unnormalised_scores_neither_overflow_nor_are_coarser_under_autoca
 def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
     model = build("default").train()
     before = [module.training for module in model.modules()]
-    with pytest.raises(ValueError, match=r"\(0, 99\).*2 layers of 2 heads"):
+    with pytest.raises(ValueError, match=r"\(0, 99\).*layers are \[0, 1\], with heads 0..1"):
         measure(model, tokens(), heads=((0, 99), (0, 1)))
     with pytest.raises(ValueError, match="meta device"):
         measure(TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
@@ -141,7 +138,7 @@ def test_an_interval_is_over_texts_not_heads_at_95_percent():
 def test_questions_a_report_cannot_answer_are_clear_errors():
     report = measure(build("default"), tokens(), (1, 2))
     for question, message in (
-        (lambda: report.sink(3), r"targets \(1, 2\)"),
+        (lambda: report.sink(3), r"alpha_3 was not measured, only \[1, 2\]"),
         (lambda: report.sink(1, 1.5), r"in \(0, 1\)"),
         (lambda: report.excess("star"), "key bias"),
     ):
@@ -152,8 +149,8 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
 def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share():
     mask = torch.ones(3, T, dtype=torch.long)
     mask[1, 9:] = 0  # sequences of unequal length have unequal floors
-    report = measure(build("default"), tokens(), TARGETS, attention_mask=mask, mass=True)
-    assert report.mass[1, :, :, 9:].abs().max() == 0  # beyond the end of a shorter sequence
+    report = measure(build("default"), tokens(), TARGETS, attention_mask=mask, heads=[(0, 0)])
+    assert report.kept[0, 0].map[1, 9:].abs().max() == 0  # beyond the end of a shorter sequence
     for k in TARGETS:
         each = []
         for row, length in enumerate((T, 9, T)):

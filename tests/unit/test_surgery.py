@@ -3,11 +3,12 @@
 import pytest
 import torch
 from helpers import own_model, tokens
+from open_lms import rounded
 from small_models import build, eager_maps
 from transformers import DynamicCache
 
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.surgery import hide, keys_values, massive, rounded, set_back, stream, transplant, untouched
+from sinkutils.measuring.surgery import hide, set_back, stream, transplant, untouched
 
 # What makes three blocks of a family
 FAMILIES = {
@@ -64,18 +65,12 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model
 
 
 def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, ids):
-    pairs = keys_values(model, ids)
-    assert len(pairs) == 3 and all(len(k) == len(v) == 5 for k, v in pairs)
-    alone = [keys_values(model, ids[i : i + 1])[2][0] for i in range(5)]
-    torch.testing.assert_close(pairs[2][0], torch.cat(alone), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
-        kept = model(ids[:, :6], use_cache=True).past_key_values.layers[2]
-    for got, expected in zip(keys_values(model, ids, 5)[2], (kept.keys, kept.values), strict=True):
-        torch.testing.assert_close(got, expected[:, :, 4], atol=1e-5, rtol=1e-4)
+        layers = model(ids[:, :1], use_cache=True).past_key_values.layers
     cache = DynamicCache(config=model.config)
-    for layer, pair in enumerate(pairs):
-        k, v = (x.mean(dim=0).expand(len(ids), -1, -1)[:, :, None] for x in pair)
-        cache.update(k, v, layer)
+    for index, layer in enumerate(layers):
+        k, v = (x.mean(dim=0).expand(len(ids), -1, -1, -1) for x in (layer.keys, layer.values))
+        cache.update(k, v, index)
     expected = plain_losses(model, ids, past_key_values=cache)
     torch.testing.assert_close(transplant(model, ids, ids).losses, expected, atol=1e-4, rtol=1e-4)
     same = transplant(model, ids, ids, zero_values_from=3)
@@ -85,7 +80,7 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
 
 
 def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
-    torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids, shares=False).losses)
+    torch.testing.assert_close(stream(model, ids, LENGTH).losses, untouched(model, ids).losses)
     other = another_first(ids)
     # Three layers of windows of three keys see six tokens back, unless x_1 is kept.
     plain, changed = (stream(model, x, 3).losses for x in (ids, other))
@@ -100,17 +95,16 @@ def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
 
 
 def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
-    sizes = massive(model, ids)
+    sizes = measure(model, ids).first_elements
     assert sizes.shape == (3, 32) and (sizes.median(dim=1).values > 0).all()
     seen: list[torch.Tensor] = []
-    before = untouched(model, ids)
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
 
     def see(_, args, kwargs):
         seen.append((args or [kwargs["hidden_states"]])[0])
 
     handle = blocks[2].register_forward_pre_hook(see, with_kwargs=True)
-    plain = untouched(model, ids, shares=False)
+    plain = untouched(model, ids)
     found = set_back(model, ids, 1, (4, 9))
     handle.remove()
     h, edited = (x for x in seen if x.shape[:2] == ids.shape)
@@ -120,7 +114,7 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     changed = (edited != h).any(dim=0)
     assert set(map(tuple, changed.nonzero().tolist())) == {(0, 4), (0, 9)}
     assert (found.losses - plain.losses).abs().max() > 1e-4
-    torch.testing.assert_close(found.report.alpha[:, :, :2], before.report.alpha[:, :, :2])
+    torch.testing.assert_close(found.report.alpha[:, :, :2], plain.report.alpha[:, :, :2])
     largest = sizes[1].topk(2).indices.tolist()
     torch.testing.assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
 
