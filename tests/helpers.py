@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkutils.model import flash
-from sinkutils.model.attention import SIMILARITIES, AttentionSpec
+from sinkutils.model import fast, flash
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
@@ -117,6 +117,13 @@ def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<f
     made.pre_tokenizer = Whitespace()
     made.add_special_tokens(list(special))
     return made
+
+
+def by_the_reference(model: TransformerLM, ids: Tensor) -> Tensor:
+    """Logits (B, T, V) with attention computed by the dense reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "attend", lambda *inputs, **extras: attend(*inputs, **extras)[0])
+        return model(ids)
 
 
 PHI = {"identity": lambda x: x, "elu": lambda x: torch.where(x > 0, x + 1, x.exp())}

@@ -11,14 +11,14 @@ key without value. `fast` is tested against this module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import choice, flag, is_count, real, require
+from sinkutils.checks import choice, flag, integer, real, require
 
 Map = Callable[[Tensor], Tensor]
 
@@ -38,14 +38,28 @@ LOGARITHMS: dict[str, Map] = {
     "sigmoid": lambda s: -F.softplus(-s),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
+# phi of Section 7.4, on queries and keys; "mlp" is learned
+KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "similarity": tuple(SIMILARITIES),
-    "kernel": ("identity", "elu", "mlp"),
+    "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
     "bias": ("none", "kv", "k", "v"),
     "fixed_value": ("zero", "first", "uniform"),
     "sink_logit": ("none", "zero", "learned"),
 }
+
+
+def check_fields(config: Any, choices: dict[str, tuple[str, ...]]) -> None:
+    """Raise ValueError, naming the field, unless each has one of its choices, or is a bool or a count of at least 1."""
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in choices:
+            choice(name, value, choices[name])
+        elif field.type == "bool":
+            flag(name, value)
+        elif field.type == "int" or (field.type == "int | None" and value is not None):
+            integer(name, value, least=1)
 
 
 @dataclass(frozen=True)
@@ -72,48 +86,32 @@ class AttentionSpec:
     differential: bool = False  # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        flag("bias_shared", self.bias_shared)
-        flag("differential", self.differential)
-        real("p", self.p, "positive and finite")
-        real("scale", self.scale, "positive and finite")
+        check_fields(self, CHOICES)
+        for name in ("p", "scale"):
+            real(name, getattr(self, name), "positive and finite")
         real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
         real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
-        for name in ("window", "bias_dims"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), f"{name} must be None or an integer >= 1, got {value!r}")
-        require(is_count(self.prefix), f"prefix must be an integer >= 1 (1 is plain causal), got {self.prefix!r}")
-        self._check_combination()
-
-    def _check_combination(self) -> None:
-        """Raise ValueError for an operation, a mask and biases that do not go together."""
-        require(self.window is None or self.prefix == 1, "window and prefix cannot be combined: use one")
-        require(self.p == 1 or self.normalizer == "p_norm", "p other than 1 needs normalizer='p_norm'")
-        if self.kernel != "identity":
-            require(self.similarity == "linear", f"kernel={self.kernel!r} needs similarity='linear'")
-        if self.signed:
-            negative = f"similarity='linear' with kernel={self.kernel!r} can be negative, so its sum can be zero"
-            finite = self.normalizer in ("none", "max_abs_sum")
-            require(finite, f"{negative}: normalizer must be 'none' or 'max_abs_sum'")
-        if self.logit_bias != 0:
-            require(self.similarity == "sigmoid", "logit_bias moves a sigmoid: similarity must be 'sigmoid'")
-        if self.similarity == "softpick":
-            require(self.normalizer == "sum", "softpick has its own Z: normalizer must be 'sum'")
-        softmax = "similarity 'exp', normalizer 'sum'"
-        if self.sink_logit != "none":
-            require(self.is_softmax and self.bias == "none", f"sink_logit joins a softmax: {softmax}, and no bias")
-        if self.differential:
-            plain = self.is_softmax and self.bias == "none" and self.sink_logit == "none"
-            require(plain, f"differential attention is of two softmax maps: {softmax}, no bias, no sink_logit")
-        if self.similarity == "linear":
-            require(self.bias != "v", "bias='v' needs rows of weights, which similarity='linear' has not")
-        if self.bias_shared:
-            require(self.bias != "none", "bias_shared needs a bias: 'k', 'kv' or 'v'")
-        if self.bias_dims is not None:
-            require(self.has_key_bias, "bias_dims describes a key bias: bias must be 'k' or 'kv'")
-        if self.fixed_value != "zero":
-            require(self.bias == "k", f"fixed_value={self.fixed_value!r} needs bias='k'")
+        linear, has_bias = self.similarity == "linear", self.bias != "none"
+        special = (self.sink_logit != "none") + self.differential
+        without_meaning = {
+            "window and prefix cannot be combined: use one": self.window is not None and self.prefix > 1,
+            "p other than 1 needs normalizer='p_norm'": self.p != 1 and self.normalizer != "p_norm",
+            "kernel other than 'identity' needs similarity='linear'": self.kernel != "identity" and not linear,
+            "similarity='linear' can be negative with this kernel and its sum zero: normalizer must be 'none' or "
+            "'max_abs_sum'": self.signed and self.normalizer not in ("none", "max_abs_sum"),
+            "logit_bias needs similarity='sigmoid'": self.logit_bias != 0 and self.similarity != "sigmoid",
+            "similarity='softpick' needs normalizer='sum'": self.similarity == "softpick" and self.normalizer != "sum",
+            "sink_logit and differential need a softmax: similarity='exp', normalizer='sum'": (
+                special > 0 and not self.is_softmax
+            ),
+            "bias, sink_logit and differential cannot be combined: use one": special + has_bias > 1,
+            "bias='v' needs rows of weights, which similarity='linear' has not": self.bias == "v" and linear,
+            "bias_shared needs a bias: 'k', 'kv' or 'v'": self.bias_shared and not has_bias,
+            "bias_dims needs a key bias: 'k' or 'kv'": self.bias_dims is not None and not self.has_key_bias,
+            "fixed_value other than 'zero' needs bias='k'": self.fixed_value != "zero" and self.bias != "k",
+        }
+        for message, holds in without_meaning.items():
+            require(not holds, message)
 
     @property
     def is_softmax(self) -> bool:
@@ -132,14 +130,11 @@ class AttentionSpec:
 
     def f(self, logits: Tensor) -> Tensor:
         """The similarity of logits, with its logit bias."""
-        return SIMILARITIES[self.similarity](self._shifted(logits))
+        return SIMILARITIES[self.similarity](logits + self.logit_bias)
 
     def log_f(self, logits: Tensor) -> Tensor:
         """log f of logits; KeyError where f can be zero (`LOGARITHMS`)."""
-        return LOGARITHMS[self.similarity](self._shifted(logits))
-
-    def _shifted(self, logits: Tensor) -> Tensor:
-        return logits if self.logit_bias == 0 else logits + self.logit_bias
+        return LOGARITHMS[self.similarity](logits + self.logit_bias)
 
     @property
     def hidden_is_zero(self) -> bool:
@@ -177,17 +172,6 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
     return before & (row - column < spec.window) | (column < 0)
 
 
-def features(x: Tensor, spec: AttentionSpec, mlp: Map | None) -> Tensor:
-    """phi of Section 7.4 on queries or keys, (..., D) -> (..., D); applied after rotary, as the authors do."""
-    if spec.kernel == "elu":
-        return F.elu(x) + 1
-    if spec.kernel == "mlp":
-        if mlp is None:
-            raise ValueError("kernel='mlp' needs the argument mlp: a callable from (..., D) to (..., D)")
-        return mlp(x)
-    return x
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any) -> tuple[Tensor, Tensor]:
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
@@ -195,39 +179,67 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **ext
     Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    given = Extras(**extras)
-    check_inputs(q, k, v, spec, given)
-    if given.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
-        plain = replace(spec, differential=False)
-        first, second = (attend(half, k, v, plain, distance_bias=given.distance_bias) for half in halves(q))
-        return first[0] - given.mix.to(v.dtype) * second[0], first[1] - given.mix * second[1]
-    positions = torch.arange(q.shape[2], device=q.device)
-    seen = visible(positions[:, None], positions, spec)  # (T, T)
-    scale = q.shape[-1] ** -0.5
-    phi_q = features(q, spec, given.mlp)
-    logits = phi_q @ features(k, spec, given.mlp).mT * scale  # s_ij
-    if given.distance_bias is not None:
-        distance = (positions[:, None] - positions).clamp(min=0)
-        logits = logits + given.distance_bias[:, distance]  # g(i - j)
-    if given.key_bias is not None:  # column 0 is k*, which has no position
-        star = phi_q @ features(given.key_bias, spec, given.mlp)[:, :, None] * scale
-        v = prepend(given.value_bias, v)
-    elif spec.has_star:  # column 0 is the sink logit, which has no value
-        star = sink_logits(q, given)[:, None, None].expand_as(logits[..., :1])
-        v = prepend(None, v)
-    if spec.has_star:
-        logits = torch.cat([star.to(logits.dtype), logits], dim=-1)
-        seen = F.pad(seen, (1, 0), value=True)
-    weights = normalise(logits, seen, spec)
-    out = weights.to(v.dtype) @ v  # a position term may be wider than v
-    if spec.bias == "v":
-        out = out + given.value_bias[:, None]  # type: ignore[index]
+    out, weights = operate(_dense, q, k, v, spec, Extras(**extras))
     return out, weights
 
 
-def sink_logits(q: Tensor, given: Extras) -> Tensor:
-    """The sink logit of each head, (H,): what is learned, or zero."""
-    return q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
+def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Output and weights of queries and keys after phi, with k* in front of the keys if there is one."""
+    added, hidden = added_to_logits(q, k, spec, distance_bias)
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij
+    weights = normalise(logits, ~hidden, spec)
+    return weights.to(v.dtype) @ v, weights  # a position term may be wider than v
+
+
+def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, ...]:
+    """What a form of attention, such as `_dense`, returns for an operation: the output, and after it what it likes.
+
+    A form gets what `prepared` returns, the operation and its position term; what it does not know of is done here.
+    """
+    check_inputs(q, k, v, spec, given)
+    if given.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
+        plain, rest = replace(spec, differential=False), Extras(given.distance_bias)
+        maps = [operate(form, half, k, v, plain, rest) for half in halves(q)]
+        return tuple(first - given.mix.to(first.dtype) * second for first, second in zip(*maps, strict=True))
+    out, *more = form(*prepared(q, k, v, spec, given), spec, given.distance_bias)
+    if spec.sink_logit != "none":
+        out = out[..., :-1]
+    if spec.bias == "v":
+        out = out + given.value_bias[:, None]  # type: ignore[index]
+    return out, *more
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys after the kernel phi, as the authors do after rotary, with k* and v* in front: S = 1 + T keys.
+
+    A sink logit is a k* in one more dimension, in which queries are 1 and the sequence's own keys and values are 0.
+    """
+    star, value = given.key_bias, given.value_bias
+    if spec.sink_logit != "none":
+        sink = q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
+        wider = q.shape[-1] + 1
+        q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay what they were
+        star = F.pad((sink * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+        q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
+    if star is not None:
+        k, v = prepend(star, k), prepend(value, v)
+    phi = given.mlp or KERNELS[spec.kernel]
+    return phi(q), phi(k), v
+
+
+def added_to_logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """g, and -inf (0 where f(0) = 0) at hidden keys, (1 or H, T, S); and which keys are hidden, (T, S)."""
+    length, star = q.shape[2], k.shape[2] - q.shape[2]
+    positions = torch.arange(length, device=q.device)
+    hidden = F.pad(~visible(positions[:, None], positions, spec), (star, 0))  # every query sees k*
+    added = q.new_zeros(1, length, k.shape[2])
+    if distance_bias is not None:
+        # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
+        line = distance_bias[:, torch.arange(1 - length, length, device=q.device).clamp(min=0)]
+        added = added + F.pad(line.unfold(-1, length, 1).flip(-1), (star, 0))  # k* has no position
+    if not spec.hidden_is_zero:
+        added = added.masked_fill(hidden, -torch.inf)
+    return added, hidden
 
 
 def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
@@ -291,29 +303,24 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
-    require(q.ndim == 4, f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
-    require(k.shape == v.shape == q.shape, f"k and v must have the shape of q, {tuple(q.shape)}; got {shapes}")
-    _, heads, length, head_dim = q.shape
-    require(length >= 1, f"q must have at least one position, got shape {tuple(q.shape)}")
-    require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    fit = shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1
+    require(fit, f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}")
+    _, heads, length, head_dim = shapes[0]
+    require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension (D of q)")
+    require((spec.kernel == "mlp") == (given.mlp is not None), "mlp is the callable of kernel='mlp', and of no other")
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
-    _check_extra("key_bias", given.key_bias, spec.has_key_bias, (heads, head_dim))
-    _check_extra("value_bias", given.value_bias, has_value, (heads, head_dim))
-    _check_extra("sink_logit", given.sink_logit, spec.sink_logit == "learned", (heads,))
-    _check_extra("mix", given.mix, spec.differential, ())
-    table = given.distance_bias
-    if table is not None:
-        shape = tuple(table.shape)
-        fits = len(shape) == 2 and shape[0] in (1, heads)
-        require(fits, f"distance_bias must have shape (1 or {heads}, T), got {shape}")
-        require(shape[1] >= length, f"distance_bias covers {shape[1]} distances, the sequence has {length}")
-
-
-def _check_extra(name: str, x: Tensor | None, needed: bool, shape: tuple[int, ...]) -> None:
-    """Raise ValueError where an argument is missing, has no place in the operation or has another shape."""
-    if x is None:
-        require(not needed, f"the operation needs the argument {name}")
-    else:
-        require(needed, f"the operation has no place for the argument {name}: leave it out")
-        require(x.shape == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    wanted = {
+        "key_bias": (heads, head_dim) if spec.has_key_bias else None,
+        "value_bias": (heads, head_dim) if has_value else None,
+        "sink_logit": (heads,) if spec.sink_logit == "learned" else None,
+        "mix": () if spec.differential else None,
+    }
+    for name, size in wanted.items():
+        x = getattr(given, name)
+        found = None if x is None else tuple(x.shape)
+        require(found == size, f"the operation takes {name} of shape {size} (None: leave it out), got {found}")
+    if given.distance_bias is not None:
+        found = tuple(given.distance_bias.shape)
+        fits = len(found) == 2 and found[0] in (1, heads) and found[1] >= length
+        require(fits, f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}")

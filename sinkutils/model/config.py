@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from sinkutils.checks import choice, flag, instance, is_count, require
-from sinkutils.model.attention import AttentionSpec, Map
+from sinkutils.checks import instance, require
+from sinkutils.model.attention import AttentionSpec, Map, check_fields
 from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
 
 # Table 11: name -> activation; those that end in "glu" are gated. The others keep the width, so have fewer parameters.
@@ -53,29 +53,26 @@ class LMConfig:
     normalization: str = "rms"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length", "num_layers", "num_heads", "hidden_size", "intermediate_size"):
-            require(is_count(getattr(self, name)), f"{name} must be a positive integer, got {getattr(self, name)!r}")
-        for name in ("sink_token", "qk_norm", "value_scale"):
-            flag(name, getattr(self, name))
+        check_fields(self, CHOICES)
         instance("attention", self.attention, AttentionSpec)
-        for name, allowed in CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        width, heads = self.hidden_size, self.num_heads
+        width, heads, longest, spec = self.hidden_size, self.num_heads, self.context_length, self.attention
         require(width % heads == 0, f"num_heads must divide hidden_size={width}, got {heads}")
-        spec, size = self.attention, self.head_dim
-        both = "sink_token and attention with a bias of keys or a sink logit are two places for Sink_*: choose one"
-        require(not (self.sink_token and spec.has_star), both)
-        halvings = (self.position == "rotary") + spec.differential
-        even = f"the head dimension must be a multiple of {2**halvings}"
-        fits = size % 2**halvings == 0
-        require(fits, f"{even} with position={self.position!r}, differential={spec.differential}; got {size}")
-        longest = self.context_length
-        require(spec.prefix <= longest, f"prefix must be at most context_length={longest}, got {spec.prefix}")
-        dims = spec.bias_dims or 1
-        require(dims <= size, f"bias_dims (d_a) must be at most head_dim={size}, got {dims}")
-        causal = spec.prefix == 1 or self.position not in ADDED_TO_LOGITS
-        others = "use rotary, nope, absolute or learnable"
-        require(causal, f"position={self.position!r} has no bias for keys after the query, as a prefix shows: {others}")
+        parts = 2 ** ((self.position == "rotary") + spec.differential)  # what each takes halves of
+        without_meaning = {
+            "sink_token and attention with a bias of keys or a sink logit are two places for Sink_*: choose one": (
+                self.sink_token and spec.has_star
+            ),
+            f"the head dimension must be a multiple of {parts} with position={self.position!r}, "
+            f"differential={spec.differential}; got {self.head_dim}": self.head_dim % parts > 0,
+            f"prefix must be at most context_length={longest}, got {spec.prefix}": spec.prefix > longest,
+            f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}": (
+                (spec.bias_dims or 1) > self.head_dim
+            ),
+            f"position={self.position!r} has no bias for keys after the query, as a prefix shows: use rotary, nope, "
+            "absolute or learnable": spec.prefix > 1 and self.position in ADDED_TO_LOGITS,
+        }
+        for message, holds in without_meaning.items():
+            require(not holds, message)
 
     @property
     def head_dim(self) -> int:

@@ -1,14 +1,19 @@
 """The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
 
-`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no attention map is kept.
+`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no attention map is kept. An
+observer is any object with three methods; layers count from 0, and with a sink token the first position of every
+tensor is x*, so that T is one more than the ids have:
+
+    embedding(hidden)                            h^0, (B, T, d)
+    attention(layer, q, k, v, spec, extras)      q, k (after rotary) and v, (B, H, T, D), and what `attend` gets
+    block(layer, hidden, before_norm)            h^l and, for post-norm, the same before its last norm (else h^l again)
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,40 +21,17 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.model import fast, positions
-from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.attention import AttentionSpec
 from sinkutils.model.config import FFNS, LMConfig
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
-DYT_START = 1.0  # alpha of tanh(alpha h): the authors' for the narrowest language model they tried (Table 11)
 # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
 INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
 
 
-class Observer(Protocol):
-    """What `TransformerLM.forward` shows while it computes; layers count from 0.
-
-    With a sink token the first position of every tensor is x*, so T is one more than the ids have.
-    """
-
-    def embedding(self, hidden: Tensor) -> None:
-        """h^0, (B, T, d)."""
-
-    def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
-    ) -> None:
-        """q, k (after rotary) and v, (B, H, T, D), with the spec and the keyword arguments `attend` gets."""
-
-    def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        """The block's output h^l and, for post-norm, the same before its last norm (else h^l again)."""
-
-
-class RMSNorm(nn.Module):
-    """LN of Section 3.1: h / RMS(h) * g."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+class RMSNorm(nn.RMSNorm):
+    """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), eps=1e-5)
@@ -87,80 +69,82 @@ def norm_layer(config: LMConfig) -> nn.Module:
 class Attention(nn.Module):
     """Multi-head self-attention (Eq. 4) with the biases of Table 4 and the kernels of Section 7.4."""
 
+    key_bias: Tensor
+    value_bias: Tensor
+    bucket_bias: Tensor
+    sink_logit: Tensor
+    mix: Tensor
+    value_scale: Tensor
+
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         spec, width, head_dim = config.attention, config.hidden_size, config.head_dim
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
-        heads = 1 if spec.bias_shared else config.num_heads
-        if spec.has_key_bias:
-            self.key_bias = nn.Parameter(torch.empty(heads, spec.bias_dims or head_dim))
-        if spec.bias in ("kv", "v"):
-            self.value_bias = nn.Parameter(torch.empty(heads, head_dim))
+        heads = config.num_heads
+        rows = 1 if spec.bias_shared else heads
+        learned = {
+            "key_bias": spec.has_key_bias and (rows, spec.bias_dims or head_dim),
+            "value_bias": spec.bias in ("kv", "v") and (rows, head_dim),
+            "bucket_bias": config.position == "relative_learned" and (heads, positions.NUM_BUCKETS),
+            "sink_logit": spec.sink_logit == "learned" and (heads, 1),
+            "mix": spec.differential and (4, head_dim // 2),  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
+            "value_scale": config.value_scale and (heads,),  # log of c over what it starts as
+        }
+        for name, shape in learned.items():
+            if shape:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         if spec.kernel == "mlp":
             first, second = (nn.Linear(head_dim, head_dim, bias=False) for _ in range(2))
             self.mlp = nn.Sequential(first, nn.ReLU(), second)
-        if config.position == "relative_learned":
-            self.bucket_bias = nn.Parameter(torch.empty(config.num_heads, positions.NUM_BUCKETS))
-        if spec.sink_logit == "learned":
-            self.sink_logit = nn.Parameter(torch.empty(config.num_heads, 1))
         if spec.differential:
             self.first_mix = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_init of Ye et al., layers from 0
-            self.mix = nn.Parameter(torch.empty(4, head_dim // 2))  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
             self.head_norm = RMSNorm(head_dim)
         if config.gate != "none":
-            self.gate = nn.Linear(width, config.num_heads if config.gate == "head" else width, bias=False)
-        if config.value_scale:
-            self.value_scale = nn.Parameter(torch.empty(config.num_heads))  # log of c over what it starts as
+            self.gate = nn.Linear(width, heads if config.gate == "head" else width, bias=False)
         if config.qk_norm:
             self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
-    def forward(
-        self, x: Tensor, tables: dict[str, Tensor], dense: bool = False, observer: Observer | None = None
-    ) -> Tensor:
-        """x: (B, T, d) -> (B, T, d). tables: position tables for T."""
+    def forward(self, x: Tensor, tables: dict[str, Tensor], observer: Any = None) -> Tensor:
+        """x: (B, T, d) -> (B, T, d). tables: `position_tables` for T."""
+        config, spec = self.config, self.config.attention
         batch, length, _ = x.shape
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number at a time.
-        qkv = self.qkv(x).view(batch, length, 3, self.config.num_heads, self.config.head_dim)
+        qkv = self.qkv(x).view(batch, length, 3, config.num_heads, config.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
-        if self.config.value_scale:
+        if config.value_scale:
             squared = v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
-            c = VALUE_VARIANCE * self.config.head_dim * self.value_scale.exp()[:, None, None]
+            c = VALUE_VARIANCE * config.head_dim * self.value_scale.exp()[:, None, None]
             v = v * (squared / (squared + c)).to(v.dtype)
-        if self.config.qk_norm:
+        if config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
             q, k = (positions.rotate(x, tables["cos"], tables["sin"], v.dtype) for x in (q, k))
         extras = self.extras(tables, v.dtype)
-        spec = self.config.attention
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
-        out = attend(q, k, v, spec, **extras)[0] if dense else fast.attend(q, k, v, spec, **extras)
+        out = fast.attend(q, k, v, spec, **extras)
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
-        if self.config.gate != "none":
-            out = out * self.by_head(self.gate(x)).sigmoid()
-        if self.config.head_merge == "add":
+        if config.gate != "none":
+            by_head = self.gate(x).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)  # (B, H, T, 1 or D)
+            out = out * by_head.sigmoid()
+        if config.head_merge == "add":
             return self.out(out.sum(dim=1))
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
-
-    def by_head(self, x: Tensor) -> Tensor:
-        """(B, T, H) or (B, T, d) as (B, H, T, 1) or (B, H, T, D)."""
-        return x.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
 
     def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
-        biases: dict[str, Tensor] = {}
+        extras: dict[str, Any] = {}
         if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
-            biases["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1]))
+            extras["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
         if spec.bias in ("kv", "v"):
-            biases["value_bias"] = self.value_bias
+            extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
         elif spec.fixed_value != "zero":
-            biases["value_bias"] = fixed_value(spec, shape[1]).to(self.qkv.weight.device)
-        extras: dict[str, Any] = {name: bias.expand(shape).to(dtype) for name, bias in biases.items()}
+            extras["value_bias"] = fixed_value(spec, shape[1]).to(self.qkv.weight.device, dtype).expand(shape)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
         if spec.sink_logit == "learned":
@@ -188,16 +172,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        self.activation, self.gated = FFNS[config.ffn], config.ffn.endswith("glu")
-        width = config.intermediate_size
-        self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=False)
-        self.down = nn.Linear(width, config.hidden_size, bias=False)
+        self.activation, self.parts = FFNS[config.ffn], 1 + config.ffn.endswith("glu")
+        self.up = nn.Linear(config.hidden_size, self.parts * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.down(self.activation(self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        gate, *up = self.up(x).chunk(self.parts, dim=-1)
+        hidden = self.activation(gate)
+        return self.down(hidden * up[0] if up else hidden)
 
 
 class Block(nn.Module):
@@ -240,26 +222,17 @@ class TransformerLM(nn.Module):
         length = config.context_length + config.sink_token
         if config.position == "learnable":
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
-        for name, table in position_tables(config, length).items():
-            self.register_buffer(name, table, persistent=False)
+        # No buffers: they would go to half precision with the weights, and far positions would blur.
+        self.tables = position_tables(config, length)
         self.reset_parameters(seed)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As of any module, but position tables stay exact where weights go to half precision: far ones would blur."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, table in self.named_buffers(recurse=False):
-            if table.dtype in (torch.bfloat16, torch.float16):
-                self._buffers[name] = before[name].to(table.device)  # type: ignore[union-attr]
-        return self
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
         """Initialise as the authors' code is written (the paper says nothing of it).
 
         Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
-        After the paper: alpha of DyT 1 and its scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and
-        the c of V-scale the expected |v|^2.
+        After the paper: alpha of DyT 1 (its authors' for the narrowest language model they tried, Table 11) and its
+        scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and the c of V-scale the expected |v|^2.
         The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
 
         What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants of a seed start
@@ -268,7 +241,7 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                starts = {"alpha": DYT_START, "embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}
+                starts = {"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}
                 parameter.fill_(starts.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
@@ -277,18 +250,15 @@ class TransformerLM(nn.Module):
                 std = 1 / math.sqrt(fan_in) / self.config.num_layers
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
-    def forward(
-        self, ids: Tensor, observer: Observer | None = None, dense: bool = False, kept: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length; kept, a mask (B, T): only these, (N, V).
 
-        observer sees h, q, k, v on the way; dense=True computes attention by the reference.
-        Raises ValueError for ids of the wrong rank, dtype, range or length.
+        observer sees h, q, k, v on the way. Raises ValueError for ids of the wrong rank, dtype, range or length.
         """
-        hidden = self.hidden(ids, observer, dense)
+        hidden = self.hidden(ids, observer)
         return self.unembed(hidden if kept is None else hidden[kept])
 
-    def hidden(self, ids: Tensor, observer: Observer | None = None, dense: bool = False) -> Tensor:
+    def hidden(self, ids: Tensor, observer: Any = None) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
         check_ids(ids, self.config)
         h = self.embed(ids)
@@ -297,15 +267,15 @@ class TransformerLM(nn.Module):
         if self.config.sink_token:
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
-        tables = {name: table[:length] for name, table in self.named_buffers(recurse=False)}
-        learned = self.config.position == "learnable"
-        added = self.position_embedding[:length] if learned else tables.get("absolute")
-        if added is not None:
-            h = h + added.to(h.dtype)
+        tables = {name: table[:length].to(h.device) for name, table in self.tables.items()}
+        if self.config.position == "learnable":
+            tables["added"] = self.position_embedding[:length]
+        if "added" in tables:
+            h = h + tables["added"].to(h.dtype)
         if observer is not None:
             observer.embedding(h)
         for layer, block in enumerate(self.blocks):
-            h, before = block(h, tables, dense, observer)
+            h, before = block(h, tables, observer)
             if observer is not None:
                 observer.block(layer, h, before)
         return self.norm(h[:, 1:] if self.config.sink_token else h)
@@ -321,14 +291,13 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
 
 
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
-    """The constant tables that a position embedding needs, by name; each has a row a position, or a distance."""
+    """The constant tables that a position embedding needs, by name; each has a row for a position, or a distance."""
     if config.position == "rotary":
         halves = 1 + config.attention.differential  # whose even and odd dimensions turn as a head of half the size does
         tables = positions.rotary_tables(length, config.head_dim // halves)
-        cos, sin = (table.repeat_interleave(halves, -1) for table in tables)
-        return {"cos": cos, "sin": sin}
+        return {name: x.repeat_interleave(halves, -1) for name, x in zip(("cos", "sin"), tables, strict=True)}
     if config.position == "absolute":
-        return {"absolute": positions.absolute_embedding(length, config.hidden_size)}
+        return {"added": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
         return {"buckets": positions.relative_buckets(length)}
     if config.position == "relative":
@@ -342,13 +311,12 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
     """Raise ValueError, naming ids and the allowed values, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
-    shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-    require(isinstance(ids, Tensor) and ids.ndim == 2, f"ids must be a tensor of shape (B, T), got {shape}")
-    require(ids.dtype in (torch.int64, torch.int32), f"ids must be int64 or int32, got {ids.dtype}")
-    require(len(ids) > 0, f"ids must have at least one sequence, got shape {shape}")
+    shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
+    whole = len(shape) == 2 and dtype in (torch.int64, torch.int32)
+    require(whole, f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}")
     longest, last = config.context_length, config.vocab_size - 1
-    fits = 1 <= ids.shape[1] <= longest
-    require(fits, f"ids must have 1 to {longest} positions (context_length), got {ids.shape[1]}")
+    fits = shape[0] > 0 and 1 <= shape[1] <= longest
+    require(fits, f"ids must have a row and 1 to {longest} positions (context_length), got {shape}")
     if not ids.is_cuda:  # where a range check would wait for the device; the embedding itself refuses bad ids
-        low, high = int(ids.min()), int(ids.max())
-        require(0 <= low and high <= last, f"ids must be in 0..{last} (vocab_size), got {low}..{high}")
+        low, high = ids.aminmax()
+        require(bool(0 <= low and high <= last), f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

@@ -17,13 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from sinkutils.model.attention import LOGARITHMS, AttentionSpec, attend, prepend, visible
+from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits, visible
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
-# kernel -> the kinds of mask that it is compared under. "mask" is an arbitrary one, such as a prefix beside padding,
-# that is added to the logits.
-KINDS = {"fused": ("causal", "window", "mask"), "flex": ("causal", "window", "prefix")}
 TRUST: dict[tuple[str, str, torch.device, torch.dtype, int], bool] = {}  # what `trusted` has found
 
 
@@ -33,18 +30,6 @@ class PositionMask:
     def __init__(self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> None:
         self.seen = seen  # 0-based positions (R,) and (S,) -> booleans (R, S)
         self.positions = torch.arange(length, device=device)
-
-    @functools.cached_property
-    def blocks(self) -> list[tuple[slice, slice, Tensor]]:
-        """For `ROWS` queries at a time: those, the range of keys that one of them sees, and who sees which (R, S)."""
-        blocks = []
-        for start in range(0, len(self.positions), ROWS):
-            rows = slice(start, start + ROWS)
-            seen = self.seen(self.positions[rows], self.positions)
-            columns = seen.any(dim=0).nonzero()
-            keys = slice(int(columns[0]), int(columns[-1]) + 1)
-            blocks.append((rows, keys, seen[:, keys].clone()))
-        return blocks
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
@@ -88,36 +73,37 @@ def fused(
 def fused_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: PositionMask | Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`fused` under a mask, `ROWS` queries at a time and, where the mask knows their range, the keys that they see.
+    """`fused` under a mask, `ROWS` queries at a time and, where the mask is one of positions, the keys that they see.
 
     A mask that is a tensor broadcasts to (B, H, T, S).
     """
-    if isinstance(mask, PositionMask):
-        blocks = mask.blocks
-    else:
-        starts = range(0, q.shape[2], ROWS)
-        blocks = [(slice(i, i + ROWS), slice(None), mask[..., i : i + ROWS, :]) for i in starts]
-    parts = [fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale) for rows, keys, seen in blocks]
+    parts = []
+    for rows in torch.arange(q.shape[2], device=q.device).split(ROWS):
+        if isinstance(mask, PositionMask):
+            seen = mask.seen(rows, mask.positions)
+            columns = seen.any(dim=0).nonzero()[:, 0]
+            keys = slice(columns[0], columns[-1] + 1)
+            seen = seen[:, keys]
+        else:
+            seen, keys = mask[..., rows, :], slice(None)
+        parts.append(fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale))
     outs, masses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
 
 
 def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a kernel is there and gives the row sums of dense rows under a kind of mask (`KINDS`); compared once.
+    """Whether a kernel is there and gives the rows of a dense softmax under a kind of mask; compared once.
 
+    kernel: "fused" or "flex". kind: "causal", "window", "prefix" (flex), or "mask", one that is added to the logits.
     A graph under compilation cannot look at numbers: it trusts what was compared before, so `flex_serves` is asked
     before a model is compiled.
     """
     key = (kernel, kind, device, dtype, head_dim)
     if key in TRUST or torch.compiler.is_compiling():
         return TRUST.get(key, False)
-    generator = torch.Generator().manual_seed(0)
-    # More keys than a kernel's block (512 on a CPU, less on CUDA), a multiple of nothing.
-    q, k, v = (torch.randn(2, 2, 531, head_dim, generator=generator).to(device, dtype) for _ in range(3))
-    probe = _flex_probe if kernel == "flex" else _fused_probe
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            got, expected = probe(q, k, v, kind)
+            got, expected = _side_by_side(*key)
     except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
         TRUST[key] = False
         return False
@@ -129,44 +115,32 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     return TRUST[key]
 
 
-def _fused_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp side by side, of the kernel and of dense rows in float64."""
-    length, scale = q.shape[2], q.shape[3] ** -0.5
-    spec = AttentionSpec(window=33 if kind == "window" else None)
-    band = PositionMask(lambda rows, columns: visible(rows[:, None], columns, spec), length, q.device)
-    hidden = ~band.seen(band.positions, band.positions)
-    mask = q.new_zeros(length, length)
-    if kind == "mask":  # any numbers, and half of the keys hidden, but never a query's own
-        mask = q[0, 0] @ k[1, 1].mT * scale
-        hidden = (mask > 0).fill_diagonal_(False)
-    mask = mask.masked_fill(hidden, -torch.inf)
-    if kind == "causal":
+def _side_by_side(
+    kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in one tensor (B, H, T, D + 1), of the kernel and of dense rows in float64."""
+    generator, length = torch.Generator().manual_seed(0), 531  # keys: more than a block of a kernel's, of no multiple
+    q, k, v = (torch.randn(2, 2, length, head_dim, generator=generator).to(device, dtype) for _ in range(3))
+    spec = AttentionSpec(window=33 if kind == "window" else None, prefix=40 if kind in ("prefix", "mask") else 1)
+    line = k[0, 0, :, :1].T.contiguous()  # a position term by distance, for those that take one
+    added, _ = added_to_logits(q, k, spec, line if kernel == "flex" or kind == "mask" else None)
+    if kernel == "flex":
+        out, lse = _flex_pass(q, k, v, spec, line, power=1.0)
+    elif kind == "causal":
         out, lse = fused(q, k, v)
     else:
-        out, lse = fused_rows(q, k, v, band if kind == "window" else mask[None, None])
-    logits = q.double() @ k.double().mT * scale + mask.double()
+        out, lse = fused_rows(q, k, v, added[None])
+    logits = q.double() @ k.double().mT * head_dim**-0.5 + added.double()
     dense = torch.cat([logits.softmax(-1) @ v.double(), logits.logsumexp(-1, keepdim=True)], dim=-1)
     return torch.cat([out, lse[..., None]], dim=-1), dense
-
-
-def _flex_probe(q: Tensor, k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Un-normalised sigmoid attention, which hangs on the log-sum-exp, with k* and a position term."""
-    window = 33 if kind == "window" else None
-    prefix = 40 if kind == "prefix" else 1
-    spec = AttentionSpec(similarity="sigmoid", normalizer="none", bias="k", window=window, prefix=prefix)
-    star, line = q[0, :, 0], k[0, 0, :, :1].T.contiguous()
-    dense, _ = attend(q.double(), k.double(), v.double(), spec, key_bias=star.double(), distance_bias=line.double())
-    return flex(q, prepend(star, k), F.pad(v, (0, 0, 1, 0)), spec, line), dense
 
 
 def flex_serves(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether an operation is a softmax over log f(s) for which FlexAttention is compiled and `trusted`."""
     compiled = device.type == "cuda" and HAS_TRITON and dtype != torch.float64 and head_dim >= 16
-    if not compiled or spec.similarity not in LOGARITHMS or spec.normalizer == "length":
+    if not compiled or spec.similarity not in LOGARITHMS or spec.normalizer not in ("sum", "none", "p_norm"):
         return False
-    kind = "causal" if spec.prefix == 1 else "prefix"
-    if spec.window is not None:
-        kind = "window"
+    kind = "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
     return trusted("flex", kind, device, dtype, head_dim)
 
 
@@ -179,20 +153,16 @@ def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Te
     out, lse = _flex_pass(q, k, v, spec, distance_bias, power=1.0)
     if spec.normalizer == "sum":
         return out
-    if spec.normalizer == "max_abs_sum":
-        log_z = lse.clamp(min=0)
-    elif spec.normalizer == "p_norm":
+    if spec.normalizer == "p_norm":
         _, lse_p = _flex_pass(q, k, v, spec, distance_bias, power=spec.p)
-        log_z = (lse_p / spec.p).masked_fill(lse == -torch.inf, 0)
-    else:
-        log_z = torch.zeros_like(lse)
-    return out * torch.exp(lse - log_z).to(out.dtype)
+        lse = lse - (lse_p / spec.p).masked_fill(lse == -torch.inf, 0)
+    return out * torch.exp(lse)[..., None].to(out.dtype)
 
 
 def _flex_pass(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, power: float
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, D) and log-sum-exp (B, H, T, 1) of the softmax over power times log f(s)."""
+    """Output (B, H, T, D) and log-sum-exp (B, H, T) of the softmax over power times log f(s)."""
     length, star = q.shape[2], k.shape[2] - q.shape[2]
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -211,7 +181,7 @@ def _flex_pass(
     if not inside and q.device.type != "cpu":
         function = _compiled_flex(spec)
     out, aux = function(q, k, v, score_mod=score, block_mask=mask, return_aux=AuxRequest(lse=True))
-    return out, aux.lse[..., None]
+    return out, aux.lse
 
 
 @functools.cache

@@ -20,10 +20,8 @@ MAX_DISTANCE = 128  # D of Eq. 6
 
 def absolute_embedding(length: int, hidden_size: int) -> Tensor:
     """Sinusoidal p_t of Eq. 5 for t = 1..length: (length, hidden_size), sin and cos interleaved."""
-    t = torch.arange(1, length + 1, dtype=torch.float64)[:, None]
-    omega = 10_000.0 ** (-torch.arange(0, hidden_size, 2, dtype=torch.float64) / hidden_size)
-    table = torch.stack([(t * omega).sin(), (t * omega).cos()], dim=-1).flatten(1)
-    return table[:, :hidden_size].float()
+    cos, sin = rotary_tables(length + 1, hidden_size)  # of the same angles, from 0
+    return torch.stack([sin, cos], dim=-1).flatten(1)[1:, :hidden_size]
 
 
 def relative_buckets(length: int) -> Tensor:
@@ -41,15 +39,14 @@ def relative_buckets(length: int) -> Tensor:
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """m of Eq. 7 for heads 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
-    heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
-    return torch.exp2(-heads * 8 / num_heads).float()
+    return torch.exp2(-torch.arange(1, num_heads + 1).double() * 8 / num_heads).float()
 
 
-def rotary_tables(length: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
     omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -27,16 +27,13 @@ def save_checkpoint(run: Run, path: Path) -> None:
     """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
     model, optimizer = dcp.get_state_dict(run.model, run.optimizers, options=WHOLE)
     state = {"of": identity(run), "model": model, "optimizer": optimizer}
-    state |= {name: getattr(run, name) for name in run.PROGRESS}
-    run.group.once(_write, path, state)
+    run.group.once(_write, path, state | {name: getattr(run, name) for name in run.PROGRESS})
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     file = io.BytesIO()
     torch.save(state, file)
-    data = file.getvalue()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    data, temporary = file.getvalue(), path.with_name(path.name + ".tmp")
     try:
         write_synced(temporary, hashlib.sha256(data).digest() + data)
         os.replace(temporary, path)
@@ -52,10 +49,9 @@ def load_checkpoint(run: Run, path: Path) -> None:
     progress = run.group.once(lambda: {name: state[name] for name in run.PROGRESS} if state else None)
     if progress is None:
         return
-    model, optimizer = state.get("model", {}), state.get("optimizer", {})  # of rank 0, which hands them out
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    dcp.set_model_state_dict(run.model, model, options=options)
-    dcp.set_optimizer_state_dict(run.model, run.optimizers, optimizer, options=options)
+    dcp.set_model_state_dict(run.model, state.get("model", {}), options=options)  # of rank 0, which hands them out
+    dcp.set_optimizer_state_dict(run.model, run.optimizers, state.get("optimizer", {}), options=options)
     for name, value in progress.items():
         setattr(run, name, value)
 

@@ -36,6 +36,8 @@ class FinetuneRun(Run):
     config: FinetuneConfig
     start: Record
     loss = staticmethod(answer_loss)
+    each_step = True
+    weight = staticmethod(lambda part: int((part[:, 1, 1:] != IGNORED).sum()))  # the tokens of the answers
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
@@ -44,7 +46,6 @@ class FinetuneRun(Run):
             self.tokenizer = tokenizer
         model = TransformerLM(self.config.model)
         model.load_state_dict(self.start.load_weights())
-        self.weights_sha256 = self.start.digests[WEIGHTS]
         return model
 
     def batches(self) -> tuple[Pairs, Pairs]:
@@ -57,24 +58,8 @@ class FinetuneRun(Run):
         held_out, pairs = self.group.in_turn(
             lambda: make_pairs(conversations(name, progress), layout, counts, name, progress)
         )
-        self.pairs_sha256 = pairs.fingerprint
-        digests = self.corpus.fingerprint + self.pairs_sha256 + held_out.fingerprint + self.weights_sha256
+        weights = self.start.digests[WEIGHTS]
+        self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
+        digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         return pairs, held_out
-
-    def provenance(self) -> dict[str, Any]:
-        """What pre-training's says, with the conversations and the weights."""
-        more = {"pairs_sha256": self.pairs_sha256, "start_weights_sha256": self.weights_sha256}
-        return super().provenance() | more
-
-    def of_steps(self, losses: list[float]) -> dict[str, Any]:
-        """Also the loss of every step, and its gradient norm before clipping (Figure 30)."""
-        norms = [float(self.group.whole(norm)) for _, norm in self.passed]
-        return super().of_steps(losses) | {"losses": losses, "gradient_norms": norms}
-
-    def valid_loss(self) -> float:
-        """The mean over the tokens of the held-out answers."""
-        parts = self.valid.split(32)
-        counts = [int((part[:, 1, 1:] != IGNORED).sum()) for part in parts]
-        losses = [float(self.loss(self.model, part)) * count for part, count in zip(parts, counts, strict=True)]
-        return sum(losses) / sum(counts)

@@ -74,10 +74,9 @@ class Group:
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
-        if batch_size % self.size or share % min(micro_batch or share, share):
-            parts = f"batches of {batch_size} sequences in micro-batches of {micro_batch or share}"
-            number = batch_size // (micro_batch or 1)
-            raise ValueError(f"{self.size} processes cannot share {parts}: start as many as divide {number}")
+        even = batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0
+        parts = f"batches of {batch_size} sequences: start as many as divide {batch_size // (micro_batch or 1)}"
+        require(even, f"{self.size} processes cannot share {parts}")
 
     def share(self, batch: Tensor) -> Tensor:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
@@ -105,13 +104,12 @@ class Group:
             register_fsdp_forward_method(model, "hidden")  # what `measure` calls
         return model
 
-    @contextlib.contextmanager
-    def backward_of(self, model: Any, last: bool) -> Iterator[None]:
-        """Around the passes of a micro-batch: gradients are averaged over the processes with the step's last."""
+    def sync_gradients(self, model: Any, last: bool) -> None:
+        """Before the passes of a micro-batch: gradients are averaged over the processes with the step's last."""
+        if self.parallel == "ddp":
+            model.require_backward_grad_sync = last
         if self.parallel == "fsdp":
             model.set_requires_gradient_sync(last)
-        with model.no_sync() if self.parallel == "ddp" and not last else contextlib.nullcontext():
-            yield
 
 
 ALONE = Group()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,9 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, unscored: tuple[int,
     The model sees every position all the same.
     """
     logits, targets = model(chunks[:, :-1]), chunks[:, 1:]
-    ends = (0, *unscored, targets.shape[1] + 1)
-    kept = [slice(before, after - 1) for before, after in pairwise(ends) if after - 1 > before]
     if unscored:
-        logits, targets = (torch.cat([x[:, part] for part in kept], dim=1) for x in (logits, targets))
+        kept = [t for t in range(targets.shape[1]) if t + 1 not in unscored]
+        logits, targets = logits[:, kept], targets[:, kept]
     return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
 
 
@@ -95,6 +95,8 @@ class Run:
     """
 
     loss = staticmethod(next_token_loss)
+    weight: Callable[[Tensor], int] = staticmethod(len)  # of a part of the validation text: its chunks
+    each_step = False  # whether the curve has the loss and gradient norm of every step
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
 
     def __init__(
@@ -107,6 +109,7 @@ class Run:
     ) -> None:
         self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.more: dict[str, Any] = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
@@ -153,6 +156,7 @@ class Run:
             "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
             "processes": self.group.size,
             "parallel": self.group.parallel,
+            **self.more,
         }
         return said | {"began_on": self.parts[:-1]} if len(self.parts) > 1 else said
 
@@ -170,10 +174,10 @@ class Run:
         parts = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
-            with self.group.backward_of(self.trained, last=number == len(parts)):
-                with self.autocast():
-                    loss = forward(self.trained, part, self.unscored) / len(parts)
-                loss.backward()
+            self.group.sync_gradients(self.trained, last=number == len(parts))
+            with self.autocast():
+                loss = forward(self.trained, part, self.unscored) / len(parts)
+            loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         rate = learning_rate(config, self.step)
@@ -202,10 +206,17 @@ class Run:
         if not math.isfinite(valid_loss):
             return None
         try:
-            report = measure(self.model, self.probe, targets=self.targets, epsilons=EPSILONS)
+            targets = [k for k in SINK_TARGETS if k <= self.config.train.eval_length]
+            report = measure(self.model, self.probe, targets=targets, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return None
-        self.curve.append({"step": self.step, "valid_loss": valid_loss, **self.of_steps(losses), **sinks(report)})
+        point = {"step": self.step, "valid_loss": valid_loss, **sinks(report)}
+        if losses:
+            point["train_loss"] = sum(losses) / len(losses)
+        if self.each_step:  # Figure 30
+            norms = [float(self.group.whole(norm)) for _, norm in self.passed]
+            point |= {"losses": losses, "gradient_norms": norms}
+        self.curve.append(point)
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
             alpha = torch.cat([alpha, report.star.mean(dim=0)[None]])
@@ -213,14 +224,12 @@ class Run:
         self.passed.clear()
         return report
 
-    def of_steps(self, losses: list[float]) -> dict[str, Any]:
-        """What a point of the curve says of the steps before it."""
-        return {"train_loss": sum(losses) / len(losses)} if losses else {}
-
     def valid_loss(self) -> float:
-        """The mean loss of the validation chunks."""
-        losses = [float(self.loss(self.model, part, self.unscored)) * len(part) for part in self.valid.split(32)]
-        return sum(losses) / len(self.valid)
+        """The mean loss of the validation text, of which each part counts by its `weight`."""
+        parts = self.valid.split(32)
+        weights = [self.weight(part) for part in parts]
+        losses = [float(self.loss(self.model, part, self.unscored)) for part in parts]
+        return sum(map(operator.mul, losses, weights)) / sum(weights)
 
     @property
     def unscored(self) -> tuple[int, ...]:
@@ -235,10 +244,6 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.train.batch_size * self.config.model.context_length
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        return tuple(k for k in SINK_TARGETS if k <= self.config.train.eval_length)
 
 
 def sinks(report: Report) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Many runs: what is missing, most informative first, by as many workers as asked for, here or on a cluster.
 
 Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any moment and started
-twice at once. An engine is anything with `submit(function, *arguments)`, which gives a future.
+twice at once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 import torch
@@ -39,22 +39,17 @@ LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
 
 
-def run_one(
-    scale: str, experiment: str, seed: int, runs: str, log: str, seconds: float, corpus: str | None, device: str
-) -> int:
-    """Train one run in a process of its own, with its output in `log`; returns the exit status."""
-    command = [sys.executable, "-m", "sinkutils", "train", experiment, "--preset", scale, "--seed", str(seed)]
-    command += ["--runs", runs, "--checkpoint-seconds", str(seconds), "--device", device]
-    if corpus:
-        command += ["--corpus", corpus]
-    Path(log).parent.mkdir(parents=True, exist_ok=True)
+def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
+    """`python -m sinkutils train` in a process of its own, with its output added to `log`: exit status and messages."""
     # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sinkutils", "train", *arguments]
     with open(log, "ab") as output:
-        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
-
-
-# --- engines
+        size = output.tell()
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+    said = Path(log).read_bytes()[size:].decode(errors="replace")
+    # Some messages stand behind a progress bar.
+    return status, [line.partition(SAID)[2] for line in said.splitlines() if SAID in line]
 
 
 def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
@@ -64,52 +59,37 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
     """
     kind = asked or preset(preset_name).device
     if engine_name == "local":
-        gpus = torch.cuda.device_count()
-        advice = "--engine slurm or ray asks a cluster for one, --device cpu trains here all the same"
-        lack = f"preset {preset_name!r} is made for a GPU and there is none here: {advice}"
-        require(bool(asked) or kind != "cuda" or gpus > 0, lack)
         find_device(kind)
         if kind == "cuda":
-            return tuple(f"cuda:{worker % gpus}" for worker in range(jobs))
+            return tuple(f"cuda:{worker % torch.cuda.device_count()}" for worker in range(jobs))
     return (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Any:
-    """An engine by name; gpu: each run needs one. Raises ImportError, with what to install, for a missing package."""
+def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable[..., Any]:
+    """What starts `run_one` with the arguments it is given and returns a future. gpu: each run needs one.
+
+    slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the cluster that
+    RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a missing package, and ValueError where
+    the runs need a GPU and Ray's cluster has none: such a task would wait for ever.
+    """
     choice("engine", name, ENGINES)
     if name == "local":
-        return ThreadPoolExecutor(jobs)
-    module = {"slurm": "submitit", "ray": "ray"}[name]
-    try:
-        package = import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this engine needs {module}: pip install -e '.[{name}]'") from error
-    if name == "ray":
-        return RayEngine(package, jobs, gpu)
-    executor = package.AutoExecutor(folder=logs / "submitit")  # without Slurm it starts processes on this machine
-    executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
-    return executor
+        return partial(ThreadPoolExecutor(jobs).submit, run_one)
+    if name == "slurm":
+        import submitit
 
+        executor = submitit.AutoExecutor(folder=logs / "submitit")
+        executor.update_parameters(cpus_per_task=1, timeout_min=24 * 60, gpus_per_node=int(gpu))
+        return partial(executor.submit, run_one)
+    import ray
 
-class RayEngine:
-    """Ray behind the same `submit`: the cluster that RAY_ADDRESS names, else one that it starts here.
-
-    Raises ValueError where the runs need a GPU and the cluster has none: such a task would wait for ever.
-    """
-
-    def __init__(self, ray: Any, jobs: int, gpu: bool) -> None:
-        self.ray, self.needs = ray, {"num_cpus": 1, "num_gpus": int(gpu)}
-        if not ray.is_initialized():
-            address = os.environ.get("RAY_ADDRESS")
-            ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
-        if gpu and ray.cluster_resources().get("GPU", 0) < 1:
-            raise ValueError("these runs need a GPU and the Ray cluster has none: add one, or give --device cpu")
-
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        return self.ray.remote(**self.needs)(function).remote(*arguments).future()
-
-
-# --- the sweep
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS")
+        ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
+    lacks = gpu and ray.cluster_resources().get("GPU", 0) < 1
+    require(not lacks, "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu")
+    task = ray.remote(num_cpus=1, num_gpus=int(gpu))(run_one)
+    return lambda *arguments: task.remote(*arguments).future()
 
 
 @dataclass(frozen=True)
@@ -127,50 +107,37 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A run that an engine has. size: of its log before the run, which adds to it."""
+    """A run that an engine has."""
 
     run: RunConfig
     device: str
     folder: Path
     log: Path
-    size: int
     future: Any
 
-    @property
-    def where(self) -> str:
-        """Where to read more."""
-        return f"see {self.log.parent.name}/{self.log.name}"
-
-    def said(self) -> str:
-        """What the run wrote to its log so far."""
-        return self.log.read_bytes()[self.size :].decode(errors="replace") if self.log.exists() else ""
-
     def steps(self) -> int:
-        """The step at which the run is, as its progress bar says."""
+        """The step at which the run is, as the last progress bar in its log says."""
+        said = self.log.read_text(errors="replace") if self.log.exists() else ""
         bar = rf"{re.escape(self.run.experiment)} seed {self.run.seed}: [^\r]*?(\d+)/\d+ \["
-        shown = re.findall(bar, self.said())
-        return int(shown[-1]) if shown else 0
+        return int((re.findall(bar, said) or [0])[-1])
 
     def outcome(self) -> Outcome:
         """How the run ended, once its future is done."""
+        end = partial(Outcome, self.run.experiment, self.run.seed)
+        where = f"see {self.log.parent.name}/{self.log.name}"
         try:
-            status, detail = self._ended(self.future.result())
+            status, messages = self.future.result()
+            record = read_record(self.folder) if status == 0 else None
         except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
-            status, detail = "crashed", f"{first_line(error)}; {self.where}"
-        return Outcome(self.run.experiment, self.run.seed, status, detail)
-
-    def _ended(self, exit_status: int) -> tuple[str, str]:
-        if exit_status == LOCKED:
-            return "elsewhere", "another worker holds its lock"
-        # Some messages stand behind a progress bar.
-        messages = [line.partition(SAID)[2] for line in self.said().splitlines() if SAID in line]
-        if exit_status == 0:
-            record = read_record(self.folder)
+            return end("crashed", f"{first_line(error)}; {where}")
+        if record is not None:
             reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
-            return record.status, "; ".join(filter(None, reasons))
-        if not messages and self.log.parent.exists() and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
+            return end(record.status, "; ".join(filter(None, reasons)))
+        if status == LOCKED:
+            return end("elsewhere", "another worker holds its lock")
+        if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
             messages = ["the disk is full: free some space and run the same command again"]
-        return "crashed", "; ".join([f"exit status {exit_status}", *messages[-1:], self.where])
+        return end("crashed", "; ".join([f"exit status {status}", *messages[-1:], where]))
 
 
 def sweep(
@@ -199,23 +166,24 @@ def sweep(
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)
-    text = identity(preset_name, corpus, progress)
-    plan = store.missing(preset_name, seeds, text, only)
+    text = load_corpus(corpus, preset(preset_name).model.vocab_size, progress=progress).identity if corpus else None
+    queue = store.missing(preset_name, seeds, text, only)
+    planned, total = len(queue), sum(run.train.steps for run in queue)
     logs = store.folder / "logs" / preset_name
-    pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
-    queue, running, outcomes, ended = list(plan), list[Job](), list[Outcome](), 0
-    if plan and progress:
+    submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
+    if queue:
+        logs.mkdir(parents=True, exist_ok=True)
         print(f"logs of the runs: {logs}", file=sys.stderr)
-    total = sum(run.train.steps for run in plan)
+    options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
+    options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
+    running, outcomes, ended = list[Job](), list[Outcome](), 0
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
         while queue or running:
             while free and (run := _next(queue, [job.run for job in running])):
                 queue.remove(run)
                 log, where = logs / f"{run.experiment}-{run.seed}.log", free.popleft()
-                size = log.stat().st_size if log.exists() else 0
-                task = (preset_name, run.experiment, run.seed, str(store.folder), str(log))
-                future = pool.submit(run_one, *task, checkpoint_seconds, corpus, where)
-                running.append(Job(run, where, store.place(run, text), log, size, future))
+                future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
+                running.append(Job(run, where, store.place(run, text), log, future))
                 if engine_name == "slurm":
                     bar.write(f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep")
             finished = [job for job in running if job.future.done()]
@@ -224,7 +192,7 @@ def sweep(
                 free.append(job.device)
                 outcomes.append(job.outcome())
                 ended += job.run.train.steps
-            bar.set_description(f"{preset_name}: {len(outcomes)}/{len(plan)} runs", refresh=False)
+            bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
             bar.update(ended + sum(job.steps() for job in running) - bar.n)
             if not finished:
                 time.sleep(POLL_SECONDS)
@@ -240,12 +208,6 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
     return next((run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None)
 
 
-def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dict[str, str] | None:
-    """`Corpus.identity` of a text that was asked for in place of the preset's own, None where none was."""
-    vocab_size = preset(preset_name).model.vocab_size
-    return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
-
-
 def estimate(
     preset_name: str,
     seeds: tuple[int, ...] | None = None,
@@ -253,13 +215,8 @@ def estimate(
     corpus: str | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its seconds, by the speed of the runs that came to their end, else the preset's."""
-    store = Runs(runs)
-    rates = []
-    for entry in store.entries(preset_name):
-        if entry.record is not None and entry.record.status == "done":
-            rates.append(entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"])
+    """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
     base = preset(preset_name)
-    per_step = median_high(rates) if rates else base.seconds / base.train.steps
-    planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)
-    return [(run, per_step * run.train.steps) for run in planned]
+    text = load_corpus(corpus, base.model.vocab_size).identity if corpus else None
+    planned = Runs(runs).missing(preset_name, seeds, text, only)
+    return [(run, base.seconds * run.train.steps / base.train.steps) for run in planned]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,16 @@ def train(
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
-    text = corpus if isinstance(corpus, Corpus) else _load_text(config, corpus, group, progress)
+    text = corpus
+    if not isinstance(text, Corpus):
+        load = partial(load_corpus, text or config.data.corpus, config.model.vocab_size, progress=progress)
+        text = group.in_turn(load)
+    same = group.once(getattr, text, "fingerprint") == text.fingerprint
+    require(same, f"the processes do not agree on the corpus {text.name!r}")
     folder = group.once(store.place, config, text.identity)
     _check_text(text, config, folder, store.place(config))
     if compile is None:
-        wanted = config.preset in PRESETS and PRESETS[config.preset].compile
-        compile = wanted and compiles()
+        compile = config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
         options = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds, "progress": progress}
@@ -86,20 +89,14 @@ def train(
         done = group.once(store.get, config, text.identity, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        kind = FinetuneRun if start else Run
-        run = kind(config, text, target, group, start)
+        run = (FinetuneRun if start else Run)(config, text, target, group, start)
         checkpoint = partial_folder(folder) / CHECKPOINT
         reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile)
-        return _write(run, folder, reason, report, keep_weights)
-
-
-def _load_text(config: RunConfig, name: str | None, group: Group, progress: bool) -> Corpus:
-    """The text of that name, by default the config's own; the same in every process."""
-    name = name or config.data.corpus
-    corpus = group.in_turn(lambda: load_corpus(name, config.model.vocab_size, progress=progress))
-    same = group.once(lambda: corpus.fingerprint) == corpus.fingerprint
-    require(same, f"the processes do not agree on the corpus {corpus.name!r}")
-    return corpus
+        weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
+        tokenizer = run.tokenizer if keep_weights else None
+        arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
+        parts = (summary(run, report, reason), run.provenance(), weights, tokenizer, text.identity, arrays)
+        return group.once(write_record, folder, config, *parts)
 
 
 def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
@@ -108,12 +105,11 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
     Raises ValueError where the text has more kinds of tokens than the model.
     """
     size, most = corpus.vocab_size, config.model.vocab_size
-    sizes = f"corpus {corpus.name!r} has {size} tokens, the model {most}"
-    require(size <= most, f"{sizes}: raise vocab_size or load the corpus with fewer")
+    what = f"corpus {corpus.name!r} with {size} tokens"
+    require(size <= most, f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer")
     if folder != usual or size != most:
-        own = f"{public_name(config.data.corpus)!r} with {most}"
-        change = f"corpus {corpus.name!r} with {size} tokens in place of {own}, its own text"
-        warnings.warn(f"training on {change}: the record is {short_name(folder)}", stacklevel=3)
+        own = f"{public_name(config.data.corpus)!r} with {most}, its own text"
+        warnings.warn(f"training on {what} in place of {own}: the record is {short_name(folder)}", stacklevel=3)
 
 
 def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
@@ -128,15 +124,6 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
     return start
 
 
-def _write(run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool) -> Record:
-    """Write the record of a run that has ended, on rank 0; every process gets it."""
-    weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
-    tokenizer = run.tokenizer if keep_weights else None
-    arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    parts = (summary(run, report, reason), run.provenance(), weights, tokenizer, run.corpus.identity, arrays)
-    return run.group.once(write_record, folder, run.config, *parts)
-
-
 def _to_its_end(
     run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool
 ) -> tuple[str | None, Report | None]:
@@ -147,15 +134,20 @@ def _to_its_end(
         flex_serves(model.attention, run.device, dtype, model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     load_checkpoint(run, checkpoint)
-    way = {"device": device_name(run.device), "compiled": compile, "precision_used": run.precision}
-    way["instruction_set"] = instruction_set()
+    way = {
+        "device": device_name(run.device),
+        "compiled": compile,
+        "precision_used": run.precision,
+        "instruction_set": instruction_set(),
+    }
     if run.parts[-1:] != [way]:
         run.parts.append(way)
     # Without a step it is an untrained control: what position terms and biases do by themselves.
     report = None if run.curve else run.evaluate([])
-    saved = started = time.monotonic()
-    before, first = run.seconds, run.step
-    with progress_bar(run, progress) as bar:
+    saved, began = time.monotonic(), time.monotonic() - run.seconds
+    name = f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
+    options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 2.0, "disable": not progress}
+    with tqdm(total=steps, initial=run.step, desc=name, **options) as bar:
         while run.step < steps:
             run.advance(forward)
             bar.update()
@@ -164,26 +156,16 @@ def _to_its_end(
             losses = run.losses()
             reason = divergence(losses, 2 * math.log(model.vocab_size))
             report = run.evaluate(losses) if reason is None else None
-            run.seconds = before + time.monotonic() - started
+            run.seconds = time.monotonic() - began
             if report is None:
                 return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
-            point = run.curve[-1]
-            rate = int((run.step - first) * run.tokens_per_step / (run.seconds - before))
-            bar.set_postfix(loss=f"{point['valid_loss']:.3f}", sink=f"{point['sink_1']:.1f}%", tokens_per_s=rate)
+            bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
             # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
             due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
             if run.group.once(bool, due):
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
     return None, report
-
-
-def progress_bar(run: Run, progress: bool) -> tqdm:
-    """Progress in steps, on a terminal every second, in a log every few; a sweep reads it there."""
-    every = 1.0 if sys.stderr.isatty() else 5.0
-    name = f"{run.config.experiment} seed {run.config.seed}"
-    options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": every}
-    return tqdm(total=run.config.train.steps, initial=run.step, desc=name, disable=not progress, **options)
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:

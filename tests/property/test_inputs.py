@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import SHAPE, DenseMaps, draw, own_model, word_tokenizer
+from helpers import SHAPE, DenseMaps, by_the_reference, draw, own_model, word_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
@@ -149,7 +149,7 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     length = 1 + seed % config.model.context_length
     ids = torch.randint(0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        logits, reference = net(ids), net(ids, dense=True)
+        logits, reference = net(ids), by_the_reference(net, ids)
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
     torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))

@@ -176,20 +176,20 @@ REFUSED = {
     "bias_shared must be True or False": {"bias_shared": 1, "bias": "k"},
     "p other than 1 needs normalizer='p_norm'": {"p": 2.0},
     "scale must be positive and finite, got nan": {"scale": math.nan},
-    "window must be None or an integer >= 1, got 2.5": {"window": 2.5},
+    "window must be an integer, got 2.5": {"window": 2.5},
     "window and prefix cannot be combined": {"window": 4, "prefix": 2},
-    "kernel='elu' needs similarity='linear'": {"kernel": "elu"},
+    "kernel other than 'identity' needs similarity='linear'": {"kernel": "elu"},
     "normalizer must be 'none' or 'max_abs_sum'": {"similarity": "linear"},
-    "kernel='mlp' can be negative": {"similarity": "linear", "kernel": "mlp", "normalizer": "p_norm"},
+    "can be negative with this kernel": {"similarity": "linear", "kernel": "mlp", "normalizer": "p_norm"},
     "bias='v' needs rows of weights": {"similarity": "linear", "kernel": "elu", "bias": "v"},
     "bias_shared needs a bias": {"bias_shared": True},
-    "bias_dims describes a key bias": {"bias": "v", "bias_dims": 2},
-    "fixed_value='first' needs bias='k'": {"bias": "kv", "fixed_value": "first"},
+    "bias_dims needs a key bias": {"bias": "v", "bias_dims": 2},
+    "fixed_value other than 'zero' needs bias='k'": {"bias": "kv", "fixed_value": "first"},
     "fixed_value_norm must be finite and not negative": {"bias": "k", "fixed_value_norm": -1.0},
-    "logit_bias moves a sigmoid": {"logit_bias": 1.0},
-    "sink_logit joins a softmax": {"sink_logit": "zero", "bias": "k"},
-    "softpick has its own Z": {"similarity": "softpick", "normalizer": "none"},
-    "differential attention is of two softmax maps": {"differential": True, "similarity": "sigmoid"},
+    "logit_bias needs similarity='sigmoid'": {"logit_bias": 1.0},
+    "bias, sink_logit and differential cannot be combined": {"sink_logit": "zero", "bias": "k"},
+    "similarity='softpick' needs normalizer='sum'": {"similarity": "softpick", "normalizer": "none"},
+    "sink_logit and differential need a softmax": {"differential": True, "similarity": "sigmoid"},
 }
 
 
@@ -204,15 +204,15 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
     key = extras["key_bias"]
     mlp = {"similarity": "linear", "kernel": "mlp", "normalizer": "none"}
     for message, (x, fields, given) in {
-        "q must have shape": ((q[0], k[0], v[0]), {}, {}),
-        "k and v must have the shape of q": ((q, k[:, :, 1:], v), {}, {}),
-        "at least one position": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
-        "needs the argument key_bias": ((q, k, v), {"bias": "k"}, {}),
-        "no place for the argument key_bias": ((q, k, v), {}, {"key_bias": key}),
-        "key_bias must have shape": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
-        "distance_bias must have shape": ((q, k, v), {}, {"distance_bias": torch.zeros(3, LENGTH)}),
-        "distance_bias covers 2 distances": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
-        "kernel='mlp' needs the argument mlp": ((q, k, v), mlp, {}),
+        "q, k and v must have one shape": ((q[0], k[0], v[0]), {}, {}),
+        r"got \[\(2, 2, 5, 3\), \(2, 2, 4, 3\)": ((q, k[:, :, 1:], v), {}, {}),
+        "with T at least 1": ([x[:, :, :0] for x in (q, k, v)], {}, {}),
+        r"takes key_bias of shape \(2, 3\) .* got None": ((q, k, v), {"bias": "k"}, {}),
+        r"takes key_bias of shape None \(None: leave it out\)": ((q, k, v), {}, {"key_bias": key}),
+        r"takes key_bias .* got \(1, 3\)": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
+        r"distance_bias must have shape .* got \(3, 5\)": ((q, k, v), {}, {"distance_bias": torch.zeros(3, LENGTH)}),
+        r"distance_bias must have shape .* got \(1, 2\)": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
+        "mlp is the callable of kernel='mlp'": ((q, k, v), mlp, {}),
     }.items():
         with pytest.raises(ValueError, match=message):
             attend(*x, AttentionSpec(**fields), **given)

@@ -14,9 +14,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import interrupted, made_up
+from helpers import interrupted
 
 from sinkutils.__main__ import main
+from sinkutils.commands import parser
 from sinkutils.data.corpus import load_corpus
 from sinkutils.study import record as records_module
 from sinkutils.study.grid import config
@@ -34,15 +35,17 @@ pytestmark = pytest.mark.slow
 def quick(monkeypatch, corpus, tmp_path):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run_one(preset, experiment, seed, runs, log, checkpoint_seconds, text, device):
-        if experiment == "v_bias":
+    def run_one(arguments, log):
+        asked = parser().parse_args(["train", *arguments])
+        if asked.experiment == "v_bias":
             raise RuntimeError("the machine went away")
         monkeypatch.chdir(tmp_path)  # a worker may be anywhere
+        run = config(asked.experiment, asked.preset, asked.seed)
         try:
-            train(config(experiment, preset, seed), runs, corpus=text or corpus, progress=False)
+            train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
         except RunLocked:
-            return 3
-        return 0
+            return 3, []
+        return 0, []
 
     monkeypatch.setattr(sweep_module, "run_one", run_one)
 
@@ -68,13 +71,6 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
         (outcome,) = of_smoke()
     assert outcome.status == "done" and read_record(path).metrics == metrics
     assert [left.name for left in path.parent.iterdir()] == ["0"]
-
-
-def test_an_estimate_goes_by_the_seconds_a_step_of_the_records(runs):
-    made_up(runs, "fixed_1")  # in a second
-    made_up(runs, "v_bias", status="failed", reason="diverged")  # in a second too, but in how many steps?
-    planned = estimate("smoke", (0,), only=("k_bias", "lr_half_steps_x2"))
-    assert {run.experiment: seconds for run, seconds in planned} == pytest.approx({"k_bias": 1, "lr_half_steps_x2": 2})
 
 
 def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, runs):
@@ -251,7 +247,7 @@ def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
 
 @pytest.mark.parametrize(
     ("preset", "asked", "message"),
-    [("gpu", None, "made for a GPU and there is none here"), ("laptop", "cuda", "sees none of that kind"),
+    [("gpu", None, "sees none of that kind"), ("laptop", "cuda", "sees none of that kind"),
      ("laptop", "abacus", "device must be")],
 )  # fmt: skip
 def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, message, tmp_path):
@@ -280,10 +276,9 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
         def result(self):
             running.discard(self.device)
-            return 3
+            return 3, []
 
-    pool = SimpleNamespace(submit=lambda function, *arguments: Done(arguments[-1]))
-    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
+    monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: Done(arguments[-1]))
     of_smoke(jobs=2, device="cuda")
     assert seen[:2] == ["cuda:0", "cuda:1"] and len(seen) == 3 and not running
     interrupted.append(True)
@@ -293,12 +288,20 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
 
 def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
-    commands, ended = [], SimpleNamespace(returncode=0)
+    commands, asked, job = [], [], SimpleNamespace(done=lambda: True, result=lambda: (3, []))
+    ended = SimpleNamespace(returncode=0)
     monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append((command, options)) or ended)
-    run_one("smoke", "k_bias", 0, str(tmp_path), str(tmp_path / "log"), 20.0, "packed:text", "cuda:1")
+    assert run_one(("k_bias",), str(tmp_path / "log")) == (0, [])
     ((command, options),) = commands
-    assert command[-4:] == ["--device", "cuda:1", "--corpus", "packed:text"]
+    assert command[1:] == ["-m", "sinkutils", "train", "k_bias"]
     assert options["env"]["OMP_NUM_THREADS"] == options["env"]["MKL_NUM_THREADS"] == "1"
+    monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: asked.append(arguments) or job)
+    text = SimpleNamespace(identity={"name": "mine", "sha256": "0" * 64})
+    monkeypatch.setattr(sweep_module, "load_corpus", lambda *_, **__: text)
+    of_smoke("k_bias", runs=tmp_path, corpus="packed:/a/text", device="cpu", checkpoint_seconds=5.0)
+    given = parser().parse_args(["train", *asked[0]])
+    assert (given.experiment, given.preset, given.seed, given.runs) == ("k_bias", "smoke", 0, tmp_path)
+    assert (given.corpus, given.device, given.checkpoint_seconds) == ("packed:/a/text", "cpu", 5.0)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -308,7 +311,7 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
     monkeypatch.setitem(sys.modules, "ray", ray)
     ray.cluster_resources.return_value = {"CPU": 2.0, "GPU": 1.0}
     engine("slurm", 1, tmp_path, gpu)
-    engine("ray", 1, tmp_path, gpu).submit(print)
+    engine("ray", 1, tmp_path, gpu)(())
     assert slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs["gpus_per_node"] == gpu
     assert ray.remote.call_args.kwargs["num_gpus"] == gpu
     ray.cluster_resources.return_value = {"CPU": 2.0}
@@ -318,21 +321,18 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
 
 
 def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
-    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: 3)
-    pool = SimpleNamespace(submit=lambda function, *arguments: job)
-    monkeypatch.setattr(sweep_module, "engine", lambda *arguments, **more: pool)
+    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: (3, []))
+    monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: job)
     of_smoke("k_bias", engine_name="slurm")
     assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
 
 
 def test_a_job_knows_its_step_by_its_log(tmp_path):
     log = tmp_path / "k_bias-0.log"
-    job = Job(config("k_bias", "smoke"), "cpu", tmp_path, log, 30, None)
+    job = Job(config("k_bias", "smoke"), "cpu", tmp_path, log, None)
     assert job.steps() == 0
-    earlier = "k_bias seed 0: 9%| | 9/60 [00:0"  # of 30 characters and a few
-    log.write_text(
-        earlier[:30] + "\rinstructions: 50%| | 84/168 [00:01<00:01]\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]"
-    )
+    earlier, other = "k_bias seed 0: 9%| | 9/60 [00:0", "instructions: 50%| | 84/168 [00:01<00:01]"
+    log.write_text(f"{earlier}\r{other}\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]\r{other}")
     assert job.steps() == 15
 
 

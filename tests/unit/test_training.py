@@ -292,7 +292,9 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
     run = advanced(tiny, corpus, 4)
     run.seconds = 7.5
     run.passed.clear()
-    save_checkpoint(run, partial_folder(record_folder("test", "tiny", 0, tmp_path)) / "checkpoint.pt")
+    folder = partial_folder(record_folder("test", "tiny", 0, tmp_path))
+    folder.mkdir(parents=True)
+    save_checkpoint(run, folder / "checkpoint.pt")
     said = train(tiny, tmp_path, corpus=corpus, progress=False).provenance
     assert said["wall_seconds"] >= 7.5
     assert said["tokens_per_second"] == pytest.approx(12 * 4 * 32 / said["wall_seconds"], rel=0.05)
