@@ -39,9 +39,7 @@ class FinetuneRun(Run):
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
-        tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
-        if tokenizer.to_str() != self.corpus.tokenizer.to_str():  # the same object tells `probe` that ids can be shared
-            self.tokenizer = tokenizer
+        self.tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
         model = TransformerLM(self.config.model)
         model.load_state_dict(self.start.load_weights())
         self.weights_sha256 = self.start.digests[WEIGHTS]
@@ -50,13 +48,11 @@ class FinetuneRun(Run):
     def batches(self) -> tuple[Pairs, Pairs]:
         """The conversations after the first few, and these, which are held out."""
         special = special_ids(self.tokenizer, self.start.folder.name)
-        first = (special["fix_id"],) if self.config.data.fixed_position else ()
+        first = [special["fix_id"]] if self.config.data.fixed_position else []
         layout = Layout(self.tokenizer, first, special["eos_id"], self.config.model.context_length)
         counts = (self.config.train.valid_chunks, self.config.pairs)
-        name, progress = self.config.instructions, self.group.first
-        held_out, pairs = self.group.in_turn(
-            lambda: make_pairs(conversations(name, progress), layout, counts, name, progress)
-        )
+        name = self.config.instructions
+        held_out, pairs = self.group.in_turn(lambda: make_pairs(conversations(name), layout, counts, name))
         self.pairs_sha256 = pairs.fingerprint
         digests = self.corpus.fingerprint + self.pairs_sha256 + held_out.fingerprint + self.weights_sha256
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()

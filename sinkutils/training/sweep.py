@@ -199,7 +199,7 @@ def sweep(
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)
-    text = identity(preset_name, corpus, progress)
+    text = identity(preset_name, corpus)
     plan = store.missing(preset_name, seeds, text, only)
     logs = store.folder / "logs" / preset_name
     pool = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
@@ -240,10 +240,10 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
     return next((run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None)
 
 
-def identity(preset_name: str, corpus: str | None, progress: bool = True) -> dict[str, str] | None:
+def identity(preset_name: str, corpus: str | None) -> dict[str, str] | None:
     """`Corpus.identity` of a text that was asked for in place of the preset's own, None where none was."""
     vocab_size = preset(preset_name).model.vocab_size
-    return load_corpus(corpus, vocab_size, progress=progress).identity if corpus else None
+    return load_corpus(corpus, vocab_size).identity if corpus else None
 
 
 def estimate(
@@ -256,9 +256,9 @@ def estimate(
     """Every missing run with its seconds, by the speed of the runs that came to their end, else the preset's."""
     store = Runs(runs)
     rates = []
-    for entry in store.entries(preset_name):
-        if entry.record is not None and entry.record.status == "done":
-            rates.append(entry.record.provenance["wall_seconds"] / entry.record.config["train"]["steps"])
+    for record in store.entries(preset_name):
+        if record.status == "done":
+            rates.append(record.provenance["wall_seconds"] / record.config["train"]["steps"])
     base = preset(preset_name)
     per_step = median_high(rates) if rates else base.seconds / base.train.steps
     planned = store.missing(preset_name, seeds, identity(preset_name, corpus), only)

@@ -70,7 +70,7 @@ def train(
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
     progress = progress and group.first
-    text = corpus if isinstance(corpus, Corpus) else _load_text(config, corpus, group, progress)
+    text = corpus if isinstance(corpus, Corpus) else _load_text(config, corpus, group)
     folder = group.once(store.place, config, text.identity)
     _check_text(text, config, folder, store.place(config))
     if compile is None:
@@ -93,10 +93,10 @@ def train(
         return _write(run, folder, reason, report, keep_weights)
 
 
-def _load_text(config: RunConfig, name: str | None, group: Group, progress: bool) -> Corpus:
+def _load_text(config: RunConfig, name: str | None, group: Group) -> Corpus:
     """The text of that name, by default the config's own; the same in every process."""
     name = name or config.data.corpus
-    corpus = group.in_turn(lambda: load_corpus(name, config.model.vocab_size, progress=progress))
+    corpus = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
     same = group.once(lambda: corpus.fingerprint) == corpus.fingerprint
     require(same, f"the processes do not agree on the corpus {corpus.name!r}")
     return corpus
