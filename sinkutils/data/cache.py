@@ -23,9 +23,8 @@ SPLITS = ("train", "valid", "probe")
 
 def cache_root() -> Path:
     """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("SINKUTILS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkutils"
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sinkutils")
+    return Path(os.environ.get("SINKUTILS_CACHE") or usual)
 
 
 @contextlib.contextmanager

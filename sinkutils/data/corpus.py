@@ -187,6 +187,7 @@ def _build(
         return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
     tokenizer = given or train_tokenizer((text for text in sample if split_of(text) == "train"), vocab_size)
+    tokenizer.encode_special_tokens = True  # "<eos>" and the like written in a text are text
     special = special_ids(tokenizer, tokenizer_name)
     vocabulary = tokenizer.get_vocab_size()
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"

@@ -35,7 +35,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -49,7 +48,7 @@ def open_tokenizer(file: str | Path) -> Tokenizer:
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
     try:
-        tokenizer = open_tokenizer(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
         failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
         advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
@@ -57,7 +56,6 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     size = tokenizer.get_vocab_size()
     least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
     require(size <= vocab_size, least)
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

@@ -31,8 +31,7 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
         known = BY_NAME.get(record.experiment)
-        if known is not None:
-            row |= {"title": known.title, "section": known.section, "item": known.item}
+        row |= {name: getattr(known, name, None) for name in ("title", "section", "item")}
         if record.config:
             row |= _of_run(record)
         rows.append(row)

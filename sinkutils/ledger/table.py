@@ -63,12 +63,11 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """
     rows = []
     for one in _judged(readings(preset, folder)):
-        for premise, outcomes in ((False, one.outcomes), (True, one.premises)):
-            for outcome in outcomes:
-                check, estimate = outcome.check, outcome.estimate
-                row = vars(check) | vars(outcome) | vars(estimate) | {"id": one.claim.id, "premise": premise}
-                row |= {"runs": ", ".join(check.runs), "low": estimate.low, "high": estimate.high}
-                rows.append(row)
+        for number, outcome in enumerate((*one.outcomes, *one.premises)):
+            check, estimate = outcome.check, outcome.estimate
+            row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
+            row |= vars(check) | vars(outcome) | vars(estimate)
+            rows.append(row | {"runs": ", ".join(check.runs), "low": estimate.low, "high": estimate.high})
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
 
