@@ -46,7 +46,7 @@ def losses(precision: str, steps: int) -> dict[str, object]:
         torch._inductor.config.cpp.simdlen = 256
     config = su.config("base", "laptop", 0)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
-    corpus = su.load_corpus(config.data.corpus, config.model.vocab_size, progress=False)
+    corpus = su.load_corpus(config.data.corpus, config.model.vocab_size)
     run = Run(config, corpus, torch.device("cpu"))
     forward = torch.compile(run.loss)
     best = min(10 * seconds(lambda: run.advance(forward), 10) for _ in range(steps // 10))

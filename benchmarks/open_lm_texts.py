@@ -96,7 +96,7 @@ def installed_texts(kind: str) -> list[str]:
     else:
         texts = [embedded.text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
     texts = [text for text in set(texts) if len(text) >= embedded.MIN_CHARACTERS]
-    texts.sort(key=lambda text: embedded.split_fraction(embedded.text_digest(text)))
+    texts.sort(key=embedded.split_fraction)
     if kind == "python":
         texts = [code_only(text) for text in texts[: 4 * PIECES]]
     if kind == "c-headers":

@@ -22,8 +22,8 @@ TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter()
 WAYS = {
     "import sinkutils, after torch": "import torch; " + TIMED.format("import sinkutils"),
     "claims('laptop')": "import sinkutils as su, torch, pandas, transformers; " + TIMED.format("su.claims('laptop')"),
-    "open a tokenised text again": "import sinkutils as su; su.load_corpus('docstrings', 1024, progress=False); "
-    + TIMED.format("su.load_corpus('docstrings', 1024, progress=False).tokens('train')"),
+    "open a tokenised text again": "import sinkutils as su; su.load_corpus('docstrings', 1024); "
+    + TIMED.format("su.load_corpus('docstrings', 1024).tokens('train')"),
 }
 
 

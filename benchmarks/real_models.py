@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sinkutils import paths
-from sinkutils.ledger.quantities import norm_ratio
+from sinkutils.ledger.frames import norm_ratio
 
 EPSILON = "0.3"
 WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hidden from them

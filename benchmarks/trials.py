@@ -82,11 +82,11 @@ def main(preset: str = "laptop") -> None:
     path = paths.ROOT / "data" / "trials.csv"
     with path.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["preset"] != preset]
-    for entry in Runs().entries(preset):
-        if entry.experiment not in TRIALS or entry.record is None or entry.record.weights is None:
+    for record in Runs().entries(preset):
+        if record.experiment not in TRIALS or record.weights is None:
             continue
-        for quantity, value in TRIALS[entry.experiment](subject(str(entry.folder), "cpu")).items():
-            row = {"preset": preset, "experiment": entry.experiment, "seed": str(entry.seed)}
+        for quantity, value in TRIALS[record.experiment](subject(str(record.folder), "cpu")).items():
+            row = {"preset": preset, "experiment": record.experiment, "seed": str(record.seed)}
             rows.append(row | {"quantity": quantity, "value": f"{value:.6g}"})
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["preset", "experiment", "seed", "quantity", "value"], lineterminator="\n")

@@ -21,10 +21,10 @@ TEN_MORE = "attrs requests click jinja2 scipy rich pytz docutils simplejson tabu
 HASHES = """
 import hashlib, json
 from sinkutils.data import corpus, embedded
-found = {"versions": embedded.installed_versions()}
+found = {"versions": embedded.installed()}
 for name, documents in corpus.EMBEDDED.items():
     digest, count, characters = hashlib.sha256(), 0, 0
-    for text in documents(False):
+    for text in documents():
         digest.update(embedded.text_digest(text))
         count, characters = count + 1, characters + len(text)
     found[name] = {"documents": count, "characters": characters, "sha256": digest.hexdigest()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -51,6 +52,32 @@ def flag(name: str, value: Any) -> None:
 def instance(name: str, value: Any, kind: type) -> None:
     """A value of that type."""
     require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
+@lru_cache
+def types(cls: Any) -> dict[str, tuple[Any, ...]]:
+    """The type of each field of a dataclass, with what else it takes; annotations are strings here."""
+    return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
+
+
+def fields(config: Any, **least: int) -> None:
+    """Every field of a dataclass by its type: integers of at least 1 (or `least`), floats that are not negative.
+
+    A type may be one with None; of tuples every element is checked.
+    """
+    for name, (kind, *others) in types(type(config)).items():
+        value = getattr(config, name)
+        if value is None and type(None) in others:
+            continue
+        if ... in others:
+            instance(name, value, tuple)
+        for one in value if ... in others else (value,):
+            if kind is int:
+                integer(name, one, least.get(name, 1))
+            elif kind is float:
+                real(name, one, "finite and not negative", ends="low")
+            else:
+                instance(name, one, kind)
 
 
 def first_line(error: BaseException) -> str:

@@ -154,8 +154,8 @@ def parser() -> argparse.ArgumentParser:
 
 def list_command(options: argparse.Namespace) -> None:
     """show every experiment with the paper's value and what is recorded"""
+    from sinkutils.ledger.frames import runs
     from sinkutils.study.experiments import experiments
-    from sinkutils.study.frames import runs
     from sinkutils.study.grid import resolve, unavailable
     from sinkutils.study.store import Runs
 

@@ -68,10 +68,8 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """A corpus with a vocabulary of 300 from `text_folder`, under the name of the presets' text: it stands for that."""
     cache = tmp_path_factory.mktemp("cache")
-    folder = load_corpus(f"path:{text_folder}", 300, cache_dir=cache, progress=False).folder
-    meta = verified(folder)
-    (folder / "meta.json").unlink()
-    write_meta(folder, {key: value for key, value in meta.items() if key != "files"} | {"name": "docstrings"})
+    folder = load_corpus(f"path:{text_folder}", 300, cache_dir=cache).folder
+    write_meta(folder, verified(folder) | {"name": "docstrings"})
     return Corpus(folder)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import lzma
 import os
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sinkutils.checks import require
 
 if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
@@ -20,13 +23,13 @@ SPLITS = ("train", "valid", "probe")
 
 def cache_root() -> Path:
     """$SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("SINKUTILS_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkutils"
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sinkutils")
+    return Path(os.environ.get("SINKUTILS_CACHE") or usual)
 
 
-def write_whole(folder: Path, build: Callable[[Path], None]) -> None:
-    """Let `build` fill a temporary folder beside `folder`, which gets that name when it is complete.
+@contextlib.contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
 
     Processes that build the same corpus at the same time do so in a folder each; the first to finish wins. Raises
     OSError, with what to do about it, where there is no room or no permission.
@@ -37,7 +40,7 @@ def write_whole(folder: Path, build: Callable[[Path], None]) -> None:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True) as scratch:
             new = Path(scratch, "corpus")
             new.mkdir()
-            build(new)
+            yield new
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
@@ -48,9 +51,8 @@ def write_whole(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write meta.json, with the SHA-256 of every other file in the folder and of itself."""
-    meta = meta | {"files": {file.name: _file_digest(file) for file in sorted(folder.iterdir())}}
-    whole = meta | {"sha256": _digest(json.dumps(meta).encode())}
+    """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
+    whole = meta | {"sha256": _digest(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
@@ -58,13 +60,20 @@ def verified(folder: Path) -> dict[str, Any]:
     """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        whole = meta.pop("sha256") == _digest(json.dumps(meta).encode())
-        whole = whole and all(_file_digest(folder / name) == sha for name, sha in meta["files"].items())
+        whole = meta.pop("sha256") == _digest(folder, meta)
     except (FileNotFoundError, KeyError, ValueError):
         whole = False
-    if not whole:
-        raise ValueError(f"the files of {folder.name} are not as they were written")
+    require(whole, f"the files of {folder.name} are not as they were written")
     return meta
+
+
+def _digest(folder: Path, meta: dict[str, Any]) -> str:
+    whole = hashlib.sha256(json.dumps(meta).encode())
+    for path in sorted(folder.iterdir()):
+        if path.name != "meta.json":
+            with path.open("rb") as file:
+                whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
 
 
 def pack_corpus(corpus: Corpus, file: str | Path) -> None:
@@ -84,12 +93,3 @@ def unpack(file: Path, folder: Path) -> None:
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
         raise ValueError(f"{file} is not a complete file of pack_corpus: {error}") from error
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

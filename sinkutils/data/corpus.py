@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 import shutil
 import warnings
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, write_whole
+from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, written_whole
 from sinkutils.data.embedded import split_fraction, text_digest
 from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
 
@@ -29,7 +29,10 @@ SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first document
 BATCH_DOCUMENTS = 200  # tokenised at once
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
 STREAMED = "hub"  # the version of such a text, which nobody here can tell
-FORMAT = 4  # raised when the files or the way they are made change
+FORMAT = 5  # raised when the files or the way they are made change
+
+
+Identity = dict[str, str]  # what a record says of its text: name and sha256 (of text and tokenizer)
 
 
 class Corpus:
@@ -51,8 +54,7 @@ class Corpus:
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
 
     @property
-    def identity(self) -> dict[str, str]:
-        """What a record says of its text: name and sha256 (of text and tokenizer)."""
+    def identity(self) -> Identity:
         return {"name": self.name, "sha256": self.fingerprint}
 
     def tokens(self, split: str) -> np.ndarray:
@@ -71,7 +73,7 @@ class Corpus:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
-EMBEDDED: dict[str, Callable[[bool], Iterator[str]]] = {
+EMBEDDED = {
     "docstrings": embedded.docstrings,
     "sources": embedded.sources,
     "embedded": embedded.everything,
@@ -99,7 +101,6 @@ def load_corpus(
     tokenizer: str | None = None,
     cache_dir: str | Path | None = None,
     max_tokens: int | None = None,
-    progress: bool = True,
 ) -> Corpus:
     """Open a corpus from the cache, or build it there.
 
@@ -119,7 +120,7 @@ def load_corpus(
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
         tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
     name = located(name)
-    documents, version = _source(name, progress)
+    documents, version = _source(name)
     if version == STREAMED:
         max_tokens = max_tokens or HUB_TOKENS
     # What the token files depend on gives their folder its name.
@@ -133,60 +134,60 @@ def load_corpus(
         except ValueError as error:
             warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
             shutil.rmtree(folder)
-    build = partial(_build, name, documents, vocab_size, tokenizer, max_tokens, progress)
-    if name.startswith("packed:"):
-        build = partial(unpack, Path(name.removeprefix("packed:")))
-    write_whole(folder, build)
+    with written_whole(folder) as new:
+        if name.startswith("packed:"):
+            unpack(Path(name.removeprefix("packed:")), new)
+        else:
+            _build(new, name, documents, vocab_size, tokenizer, max_tokens)
     return Corpus(folder)
 
 
-def _source(name: str, progress: bool) -> tuple[Callable[[], Iterator[str]], object]:
+def _source(name: str) -> tuple[Iterator[str], object]:
     """The documents of a corpus, and what they depend on. Raises ValueError for an unknown name, with what there is."""
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return partial(EMBEDDED[name], progress), embedded.installed_versions()
+        return EMBEDDED[name](), [platform.python_version(), embedded.installed()]
     if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
-        return partial(external.pile, rest), STREAMED
+        return external.pile(rest), STREAMED
     if kind == "hub" and rest:
         parts = rest.split("/")  # a config may have a slash in its name
-        return partial(external.hub, "/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
+        return external.hub("/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
     if kind in ("path", "packed") and rest:
         files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
-        states = [(file.resolve(), file.stat()) for file in files]
-        version = [[str(file), state.st_size, state.st_mtime_ns] for file, state in states]
-        return partial(external.local, files), version
-    here = f"; for the text in that folder or file say 'path:{name}'" if Path(name or "-").expanduser().exists() else ""
+        version = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        return external.local(files), version
+    here = (
+        f"; for the text in that folder or file say 'path:{name}'" if name and Path(name).expanduser().exists() else ""
+    )
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(NAMES)}{here}")
 
 
 def _build(
+    folder: Path,
     name: str,
-    source: Callable[[], Iterator[str]],
+    documents: Iterator[str],
     vocab_size: int,
     tokenizer_name: str | None,
     max_tokens: int | None,
-    progress: bool,
-    folder: Path,
 ) -> None:
-    """Split, tokenise and write the documents of a source into `folder`.
+    """Split, tokenise and write the documents of a corpus into `folder`.
 
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
-    documents = _unique(source())
-    sample: list[tuple[bytes, str]] = []
+    texts = _unique(documents)
+    sample: list[str] = []
     characters = 0
-    for digest, text in documents:
-        sample.append((digest, text))
+    while characters < SAMPLE_CHARACTERS and (text := next(texts, "")):
+        sample.append(text)
         characters += len(text)
-        if characters >= SAMPLE_CHARACTERS:
-            break
-    thresholds = _thresholds([split_fraction(digest) for digest, _ in sample], characters < SAMPLE_CHARACTERS)
+    thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
 
-    def split_of(digest: bytes) -> str:
-        return ("probe", "valid", "train")[bisect(thresholds, split_fraction(digest))]
+    def split_of(text: str) -> str:
+        return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
-    tokenizer = given or train_tokenizer((text for digest, text in sample if split_of(digest) == "train"), vocab_size)
+    tokenizer = given or train_tokenizer((text for text in sample if split_of(text) == "train"), vocab_size)
+    tokenizer.encode_special_tokens = True  # "<eos>" and the like written in a text are text
     special = special_ids(tokenizer, tokenizer_name)
     vocabulary = tokenizer.get_vocab_size()
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
@@ -195,14 +196,14 @@ def _build(
 
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
-    with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, disable=not progress, leave=False) as bar:
-        for digest, ids in _encode(tokenizer, chain(sample, documents)):
-            split, size = split_of(digest), len(ids) + 1
+    with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
+        for text, ids in _encode(tokenizer, chain(sample, texts)):
+            split, size = split_of(text), len(ids) + 1
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             with (folder / f"{split}.bin").open("ab") as file:
                 file.write(np.array([*ids, special["eos_id"]], dtype=dtype).tobytes())
-            fingerprint.update(digest)
+            fingerprint.update(text_digest(text))
             written[split] += size
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
@@ -212,33 +213,32 @@ def _build(
     write_meta(folder, meta | special)
 
 
-def _unique(documents: Iterable[str]) -> Iterator[tuple[bytes, str]]:
-    """Each different document once, with its hash; empty ones left out, lone surrogates replaced."""
+def _unique(documents: Iterable[str]) -> Iterator[str]:
+    """Each different document once; empty ones left out, lone surrogates replaced."""
     seen = set()
     for document in documents:
         text = document.encode("utf-8", "replace").decode()
         digest = text_digest(text)
         if text.strip() and digest not in seen:
             seen.add(digest)
-            yield digest, text
+            yield text
 
 
-def _encode(tokenizer: Tokenizer, documents: Iterator[tuple[bytes, str]]) -> Iterator[tuple[bytes, list[int]]]:
-    """The token ids of each document, without special tokens; many at once, because the tokenizer has threads."""
-    while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        for (digest, _), encoding in zip(batch, encodings, strict=True):
-            yield digest, encoding.ids
+def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
+    """Each text with its token ids, without special tokens; many at once, because the tokenizer has threads."""
+    while batch := list(islice(texts, BATCH_DOCUMENTS)):
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        yield from zip(batch, [encoding.ids for encoding in encodings], strict=True)
 
 
-def _thresholds(fractions: list[float], complete: bool) -> tuple[float, float]:
-    """Below which fraction a document is for probing, and below which for validation.
+def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
+    """Below which fraction a document is for probing, and below which for validation; of the documents' own, sorted.
 
     SHARE and twice SHARE, except where these are all the documents and a share of them less than HELD_OUT: that many
     then, but at most a fifth of all.
     """
-    if not complete or SHARE * len(fractions) >= HELD_OUT:
+    if not complete or SHARE * len(ranked) >= HELD_OUT:
         return SHARE, 2 * SHARE
-    count = max(1, min(HELD_OUT, len(fractions) // 5))
-    ranked = [*sorted(fractions), 1.0, 1.0, 1.0]  # of one or two documents no split is complete
+    count = max(1, min(HELD_OUT, len(ranked) // 5))
+    ranked = [*ranked, 1.0, 1.0, 1.0]  # of one or two documents no split is complete
     return ranked[count], ranked[2 * count]

@@ -13,7 +13,6 @@ from sinkutils.checks import first_line, require
 
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
-ROLES = ("system", "user", "assistant")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
 # One of them: the rest of the text, or it ends at the last empty line, line end or space that fits, or where it must.
 PIECE = re.compile(r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL)
@@ -48,9 +47,23 @@ PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 
+def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
+    import datasets
+
+    try:
+        yield from datasets.load_dataset(dataset, config, split=split, streaming=True, **options)
+    except ValueError:  # an unknown config or split: datasets lists what exists
+        raise
+    except Exception as error:
+        failure = f"data set {dataset!r} could not be read ({first_line(error)})"
+        advice = "check the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
+        raise ConnectionError(f"{failure}: {advice}") from error
+
+
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
-    for row in _stream(dataset, config):
+    for row in stream(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
             raise ValueError(f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text")
         yield row.get("text", row.get("content")) or ""
@@ -64,27 +77,12 @@ def pile(domain: str = "") -> Iterator[str]:
     """
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     taken: Counter[str] = Counter()
-    for row in _stream(PILE):
+    for row in stream(PILE):
         text, name = row["text"], row["meta"]["pile_set_name"]
         share = weights.get(name, 0) / sum(weights.values())
         if share and taken[name] <= share * (taken.total() + PILE_SLACK):
             taken[name] += len(text)
             yield text
-
-
-def conversations(dataset: str, split: str = "train", **options: Any) -> Iterator[list[dict[str, str]]]:
-    """The conversations of a data set of chats, streamed: lists of messages, each with a role and its content.
-
-    dataset: a hub id, or "json" with `data_files`. Raises ValueError for rows of another shape than UltraChat's.
-    """
-    for row in _stream(dataset, split=split, **options):
-        try:
-            good = all(one["role"] in ROLES and isinstance(one["content"], str) for one in row["messages"] or [None])
-        except (KeyError, TypeError):
-            good = False
-        shape = f'"messages", a list of {{"role": one of {ROLES}, "content": text}}'
-        require(good, f"data set {dataset!r}: expected {shape}, got {row!r:.100}")
-        yield row["messages"]
 
 
 def read_texts(path: str | Path) -> list[str]:
@@ -104,53 +102,33 @@ def local(files: list[Path]) -> Iterator[str]:
     """
     for file in files:
         for text in _texts_of(file):
-            if file.suffix.lower() == ".jsonl" or len(text) <= PIECE_CHARACTERS:
-                yield text
-            else:
-                yield from (piece.strip() for piece in PIECE.findall(text))
+            whole = file.suffix.lower() == ".jsonl" or len(text) <= PIECE_CHARACTERS
+            yield from [text] if whole else map(str.strip, PIECE.findall(text))
 
 
 def _texts_of(file: Path) -> Iterator[str]:
     """The text of a file, or those of the lines of a .jsonl file."""
-    data = file.read_bytes()
-    if file.suffix.lower() == ".jsonl":
-        for number, line in enumerate(data.splitlines(), start=1):
-            if not line.strip():
-                continue
+    if file.suffix.lower() != ".jsonl":
+        try:
+            yield file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        return
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if line.strip():
             try:
                 text = json.loads(line)["text"]
             except (ValueError, TypeError, KeyError):
                 text = None
-            if not isinstance(text, str):
-                raise ValueError(f'{file}, line {number}: expected a JSON object with a string under "text"')
+            good = isinstance(text, str)
+            require(good, f'{file}, line {number}: expected a JSON object with a string under "text"')
             yield text
-    else:
-        try:
-            yield data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def local_files(path: Path) -> list[Path]:
     """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
-    files = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()]
-    if not path.exists():
-        raise FileNotFoundError(f"path:{path}: no such folder or file")
+    files = [file for file in (path, *sorted(path.rglob("*"))) if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not files:
-        raise FileNotFoundError(f"path:{path}: there is no {', '.join(SUFFIXES)} file")
+        lack = f"there is no {', '.join(SUFFIXES)} file" if path.exists() else "no such folder or file"
+        raise FileNotFoundError(f"path:{path}: {lack}")
     return files
-
-
-def _stream(dataset: str, config: str | None = None, split: str = "train", **options: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a split. Whatever the client raises for a missing network becomes one clear line."""
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(dataset, config, split=split, streaming=True, **options)
-    except ValueError:  # an unknown config or split: datasets lists what exists
-        raise
-    except Exception as error:
-        failure = f"data set {dataset!r} could not be read ({first_line(error)})"
-        advice = "check the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
-        raise ConnectionError(f"{failure}: {advice}") from error

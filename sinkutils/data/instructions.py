@@ -7,7 +7,9 @@ ones ask what a class, function or method of an installed package does; its docs
 from __future__ import annotations
 
 import hashlib
-import itertools
+import inspect
+import re
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +27,19 @@ from sinkutils.data.tokenizer import encode
 
 Conversation = list[dict[str, str]]
 ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")  # the paper's data set, and the split for fine-tuning
-SOURCES = ("docstrings", "ultrachat", "path:<file.jsonl>")
 IGNORED = -100  # a target without loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
-QUESTIONS = {"class": "What is the class {}?", "function": "What does {} do?", "method": "What does {} do?"}
 MIN_WORDS = 3  # of an answer
+# The start of a class or function, with its indentation.
+HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTILINE)
 
 
 class Pairs(Batches):
-    """Conversations as rows (2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
+    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
 
-    def __init__(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, rows: np.ndarray, eos_id: int) -> None:
         self.rows, self.length = rows, len(rows)
-        self.tokens = rows[:, 0][np.arange(rows.shape[2]) < lengths[:, None]]
+        self.tokens = rows[:, 0][(rows[:, 0] != eos_id) | (rows[:, 1] != IGNORED)]  # without padding
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Rows by index, (n, 2, C + 1) int64."""
@@ -46,7 +48,7 @@ class Pairs(Batches):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the rows."""
-        return hashlib.sha256(np.ascontiguousarray(self.rows).tobytes()).hexdigest()
+        return hashlib.sha256(self.rows.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -54,34 +56,58 @@ class Layout:
     """How a conversation becomes a row: with which tokenizer, after which tokens, how long."""
 
     tokenizer: Tokenizer
-    first: tuple[int, ...]  # ids before the conversation: x_fix where the model was trained with one
+    first: list[int]  # ids before the conversation: x_fix where the model was trained with one
     eos_id: int  # ends an answer, and pads
     context_length: int  # C
 
 
-def conversations(name: str, progress: bool = True) -> Iterator[Conversation]:
-    """The conversations of a source, one of SOURCES.
+def conversations(name: str) -> Iterator[Conversation]:
+    """The conversations of a source: "docstrings", "ultrachat", or "path:<file.jsonl>".
 
-    Raises ValueError for an unknown name, FileNotFoundError for a file that is not there, ConnectionError where the
-    hub cannot be reached.
+    Raises ValueError for an unknown name and for rows of another shape than UltraChat's, ConnectionError where a file
+    or the hub cannot be read.
     """
-    if name == "docstrings":
-        return (pair for source in embedded.sources(progress) for pair in conversations_of(source))
-    if name == "ultrachat":
-        return external.conversations(*ULTRACHAT)
     kind, _, file = name.partition(":")
-    if kind == "path" and file:
-        return external.conversations("json", data_files=str(Path(file).expanduser()))
-    raise ValueError(f"unknown instructions {name!r}; there are: {', '.join(SOURCES)}")
+    if name == "docstrings":
+        for source in embedded.sources():
+            yield from conversations_of(source)
+        return
+    known = name == "ultrachat" or (kind == "path" and file)
+    require(bool(known), f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>")
+    local = {"data_files": str(Path(file).expanduser())}
+    for row in external.stream("json", **local) if file else external.stream(*ULTRACHAT):
+        said = row.get("messages") or [None]
+        try:
+            good = all(one["role"] in TEMPLATES and isinstance(one["content"], str) for one in said)
+        except (KeyError, TypeError):
+            good = False
+        shape = f'"messages", a list of {{"role": one of {", ".join(TEMPLATES)}, "content": text}}'
+        require(good, f"instructions {name!r}: expected {shape}, got {row!r:.100}")
+        yield said
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
-    """The questions and answers that a Python source gives."""
-    for kind, name, docstring in embedded.definitions_of(source):
-        words = docstring.split("\n\n")[0].split()
-        if len(words) >= MIN_WORDS:
-            question, answer = QUESTIONS[kind].format(name), " ".join(words)
-            yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    """The questions and answers of a Python source: of its classes, functions and methods with a docstring, in order.
+
+    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does not stand right after
+    a header whose last line alone ends with a colon is left out.
+    """
+    headers = list(HEADER.finditer(source))
+    for match in embedded.docstring_matches(source):
+        before = headers[: bisect(headers, match.start(), key=re.Match.start)]
+        words = inspect.cleandoc(match.group()[3:-3]).split("\n\n")[0].split()
+        if not before or len(words) < MIN_WORDS:
+            continue
+        lines = source[before[-1].start() : match.start()].rstrip(" \t\nrRuU").splitlines()
+        if [line.rstrip()[-1:] for line in lines].count(":") != 1 or lines[-1][-1:] != ":":
+            continue
+        indent, kind, name = before[-1].groups()
+        outer = next((header for header in reversed(before) if not header[1]), before[-1])
+        if kind == "class":
+            question = f"What is the class {name}?"
+        else:
+            question = f"What does {outer[3]}.{name} do?" if indent and outer[2] == "class" else f"What does {name} do?"
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": " ".join(words)}]
 
 
 def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[int], list[int]] | None:
@@ -90,43 +116,35 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand in the tokens' own
     places, so that the target at i is predicted from the tokens before i.
     """
-    ids, targets = list(layout.first), [IGNORED] * len(layout.first)
+    ids, targets = [*layout.first], [IGNORED] * len(layout.first)
     for message in messages:
-        role, content = message["role"], message["content"].strip()
-        prompt = encode(layout.tokenizer, TEMPLATES[role].format(content))
-        answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id] if role == "assistant" else []
+        content = message["content"].strip()
+        prompt, answer = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content)), []
+        if message["role"] == "assistant":
+            answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id]
         ids += prompt + answer
         targets += [IGNORED] * len(prompt) + answer
     end = layout.context_length + 1
-    if set(targets[:end]) == {IGNORED}:
-        return None
-    return ids[:end], targets[:end]
+    return None if set(targets[:end]) == {IGNORED} else (ids[:end], targets[:end])
 
 
-def make_pairs(
-    source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str, progress: bool = True
-) -> list[Pairs]:
+def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str) -> list[Pairs]:
     """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in order.
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """
-    needed = sum(counts)
-    rows = np.empty((needed, 2, layout.context_length + 1), dtype=np.int32)
-    rows[:, 0], rows[:, 1] = layout.eos_id, IGNORED
-    lengths: dict[str, int] = {}  # of each row, by its answers
-    with tqdm(total=needed, desc=f"instructions from {name}", unit="pair", disable=not progress, leave=False) as bar:
-        for messages in source:
-            answers = " ".join(message["content"] for message in messages if message["role"] == "assistant")
-            encoded = None if answers in lengths else encode_conversation(messages, layout)
-            if encoded is not None:
-                length = len(encoded[0])
-                rows[len(lengths), :, :length] = encoded
-                lengths[answers] = length
-                bar.update()
-            if len(lengths) == needed:
-                break
+    rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
+    rows[:, 0] = layout.eos_id
+    known: set[str] = set()  # an answer for each row that is filled
+    for messages in tqdm(source, desc=f"instructions from {name}", unit="conversation", leave=False):
+        if len(known) == len(rows):
+            break
+        answers = " ".join(message["content"] for message in messages if message["role"] == "assistant")
+        encoded = None if answers in known else encode_conversation(messages, layout)
+        if encoded is not None:
+            rows[len(known), :, : len(encoded[0])] = encoded
+            known.add(answers)
     within = f"with different answers that begin within C = {layout.context_length} tokens"
-    few = f"instructions {name!r} have {len(lengths)} conversations {within}, and {needed} are needed"
-    require(len(lengths) == needed, f"{few}: give more, or ask for fewer pairs")
-    edges, sizes = np.cumsum([0, *counts]), np.array([*lengths.values()])
-    return [Pairs(rows[a:b], sizes[a:b]) for a, b in itertools.pairwise(edges)]
+    few = f"instructions {name!r} have {len(known)} conversations {within}, and {len(rows)} are needed"
+    require(len(known) == len(rows), f"{few}: give more, or ask for fewer pairs")
+    return [Pairs(part, layout.eos_id) for part in np.split(rows, np.cumsum(counts)[:-1])]

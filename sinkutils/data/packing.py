@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import instance, integer, real, require
+from sinkutils import checks
+from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
 
 
@@ -25,16 +26,8 @@ class DataConfig:
     validation: str | None = None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
 
     def __post_init__(self) -> None:
-        instance("corpus", self.corpus, str)
-        real("share", self.share, "in (0, 1]", high=1.0, ends="high")
-        for name in ("random_positions", "unscored"):
-            instance(name, getattr(self, name), tuple)
-            for position in getattr(self, name):
-                integer(name, position, least=1)
-        if self.fixed_position is not None:
-            integer("fixed_position", self.fixed_position, least=1)
-        if self.validation is not None:
-            instance("validation", self.validation, str)
+        checks.fields(self)
+        require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
 
 
 class Batches:
@@ -53,8 +46,8 @@ class Batches:
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
-        orders = {epoch: _permutation(self.length, seed, epoch) for epoch in np.unique(epochs).tolist()}
-        return self.take(np.concatenate([order[places[epochs == epoch]] for epoch, order in orders.items()]))
+        pairs = zip(epochs.tolist(), places, strict=True)
+        return self.take(np.array([_permutation(self.length, seed, epoch)[place] for epoch, place in pairs]))
 
 
 @lru_cache(maxsize=2)  # a step may stand in two epochs

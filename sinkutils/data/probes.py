@@ -45,12 +45,10 @@ def probe(
     text.
     """
     if kind not in KINDS and (kind is not None or texts is None):
-        said = textwrap.shorten(repr(kind), 40, placeholder="…")
         advice = "to measure texts of your own say probe(texts=[..], tokenizer=..)"
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {said}; {advice}")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; {advice}")
     known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
-    wanted = "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer"
-    require(known, f"{wanted}, got {textwrap.shorten(repr(tokenizer), 40, placeholder='…')}")
+    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}")
     flag("bos", bos)
     if n is not None:
         integer("n", n, least=1)
@@ -63,13 +61,16 @@ def probe(
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
-        require(bool(vocabulary), "the tokenizer has special tokens only, none that could stand in a text")
         generator = np.random.default_rng([seed, KINDS.index(kind)])
         drawn = generator.choice(vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1))
         ids = np.broadcast_to(drawn, (len(drawn), needed))
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
     return torch.from_numpy(np.array(ids, dtype=np.int64))
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(repr(value), 40, placeholder="…")
 
 
 def _several(texts: Any) -> list[str]:
@@ -95,38 +96,22 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
 
 
 def _natural(
-    tokenizer: Any,
-    n: int,
-    needed: int,
-    seed: int,
-    corpus: str | Corpus,
-    texts: Iterable[str] | None,
+    tokenizer: Any, n: int, needed: int, seed: int, corpus: str | Corpus, texts: Iterable[str] | None
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
-    documents: list[Any]  # texts, or the ids of their tokens in the corpus
-    source = None
-    if texts is not None:
-        where, documents = "texts", _several(texts)
-    else:
+    where = "texts"
+    if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where, documents = f"corpus {source.name!r}", list(source.documents("probe"))
-    chosen: list[Any] = []
+        where, texts = f"corpus {source.name!r}", map(source.decode, source.documents("probe"))
+    documents, chosen = _several(texts), []
     for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
-        ids = documents[index]
-        if source and tokenizer is not source.tokenizer:
-            ids = source.decode(ids)
-        if isinstance(ids, str):
-            ids = _head(tokenizer, ids, needed)
+        # Of a long text a part will do; the last token of a cut text may not be a token of the whole one.
+        ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])
+        if len(ids) <= needed:
+            ids = encode(tokenizer, documents[index])
         if len(ids) >= needed:
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
     few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed"
     raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
-
-
-def _head(tokenizer: Any, text: str, needed: int) -> list[int]:
-    """The first tokens of a text; at least `needed` of them if the text has so many."""
-    ids = encode(tokenizer, text[: CHARACTERS_A_TOKEN * needed])
-    # The last token of a cut text may not be a token of the whole text.
-    return ids if len(ids) > needed else encode(tokenizer, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
 # GPT-NeoX and GPT-2 have one token for both ends.
 BOS_NAMES = ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>")
 UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
-_LOCK = threading.Lock()  # of `encode`, which sets a tokenizer and sets it back
+_LOCK = threading.Lock()  # of `_text_ids`, which sets a tokenizer and sets it back
 FIX_NAMES = ("<fix>", "<|padding|>", "<pad>", "<unk>")
 
 
@@ -35,7 +35,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
@@ -49,7 +48,7 @@ def open_tokenizer(file: str | Path) -> Tokenizer:
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
     try:
-        tokenizer = open_tokenizer(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
         failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
         advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
@@ -57,58 +56,44 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     size = tokenizer.get_vocab_size()
     least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
     require(size <= vocab_size, least)
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
-    ids: dict[str, int] = {}
+    ids: dict[str, Any] = {}
     for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
-        token = _first(tokenizer, tokens)
-        if token is None:
-            raise ValueError(f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
-        ids[key] = token
+        ids[key] = _first(tokenizer, tokens)
+        require(ids[key] is not None, f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
     special = marked_special(tokenizer) | {*ids.values()}
     return ids | {"first_text_id": next(i for i in count() if i not in special)}
 
 
 def marked_special(tokenizer: Any) -> set[int]:
     """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer marks as special, in whatever list of its."""
-    if isinstance(tokenizer, Tokenizer):
-        added = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        put_around_a_text = {*tokenizer.encode("").ids} - {*tokenizer.encode("", add_special_tokens=False).ids}
-        return added | put_around_a_text
-    special = {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
-    try:
-        added_tokens = tokenizer.added_tokens_decoder  # those without one, such as reserved tokens
-    except (AttributeError, NotImplementedError):  # of mistral-common, to which all of them have a role
-        added_tokens = {}
-    special |= {i for i, token in added_tokens.items() if token.special}
-    backend = _backend(tokenizer)
-    return special if backend is None else special | marked_special(backend)
+    special, backend = set(), _backend(tokenizer)
+    if backend is not None:
+        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        special |= {*backend.encode("").ids} - {*backend.encode("", add_special_tokens=False).ids}  # put around a text
+    if backend is not tokenizer:
+        special |= {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
+        with contextlib.suppress(AttributeError, NotImplementedError):  # of mistral-common, where all have a role
+            special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text: no special tokens are added, and those written in the text are text.
 
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where one cannot help
+    reading a special token (written in Python, or a vocabulary that holds it as a word), that is an unknown character.
     """
     ids = _text_ids(tokenizer, text)
     if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
         return ids  # no merge makes a special token
-    # Other vocabularies may hold special tokens as words: what is written like one is encoded in two parts.
     unknown = _text_ids(tokenizer, UNKNOWN)
     special = marked_special(tokenizer) - {*unknown}
-    found: list[int] = []
-    for i in ids:
-        if i not in special:
-            found.append(i)
-            continue
-        written = tokenizer.decode([i], skip_special_tokens=False).strip()
-        parts = _text_ids(tokenizer, written[:1]) + _text_ids(tokenizer, written[1:])
-        found += [part for part in parts if part not in special] or unknown
-    return found
+    return [token for i in ids for token in (unknown if i in special else [i])]
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
@@ -118,34 +103,23 @@ def _backend(tokenizer: Any) -> Tokenizer | None:
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    """`encode` by the tokenizer's own option."""
+    """`encode` by the tokenizer's own option, neither cut nor padded."""
     backend = _backend(tokenizer)
-    if backend is not None:
-        with _reading_text(backend):
-            return backend.encode(text, add_special_tokens=False).ids
-    options = {}
-    if hasattr(tokenizer, "tokens_trie"):  # written in Python; splitting undoes the added tokens that are not special
-        special = tokenizer.convert_ids_to_tokens(sorted(marked_special(tokenizer)))
-        options = {"verbose": False, "split_special_tokens": any(name in text for name in special)}
-    return list(tokenizer.encode(text, add_special_tokens=False, **options))  # mistral-common always reads text
-
-
-@contextlib.contextmanager
-def _reading_text(tokenizer: Tokenizer) -> Iterator[None]:
-    """While this is entered, the tokenizer takes special tokens in a text as text, and neither cuts nor pads it."""
+    if backend is None:
+        return list(tokenizer.encode(text, add_special_tokens=False))
     with _LOCK:
-        before, truncation, padding = tokenizer.encode_special_tokens, tokenizer.truncation, tokenizer.padding
-        tokenizer.encode_special_tokens = True
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        before, truncation, padding = backend.encode_special_tokens, backend.truncation, backend.padding
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
         try:
-            yield
+            return backend.encode(text, add_special_tokens=False).ids
         finally:
-            tokenizer.encode_special_tokens = before
+            backend.encode_special_tokens = before
             if truncation:
-                tokenizer.enable_truncation(**truncation)
+                backend.enable_truncation(**truncation)
             if padding:
-                tokenizer.enable_padding(**padding)
+                backend.enable_padding(**padding)
 
 
 def bos_id(tokenizer: Any) -> int:

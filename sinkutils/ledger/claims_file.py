@@ -16,17 +16,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from sinkutils import paths
+from sinkutils.checks import require
 from sinkutils.ledger.quantities import QUANTITIES
+from sinkutils.ledger.readings import real_models
+from sinkutils.study.config import Json, read_yaml
 
 KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
 KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
@@ -35,13 +34,12 @@ PARTS = ("paper", "later", "ours")  # the paper's claims, those of later papers,
 
 @dataclass(frozen=True)
 class Check:
-    """One question about one or two experiments, or about real models (kinds "above" and "below", no runs)."""
+    """One question about one or two experiments, or about a real model (kinds "above" and "below")."""
 
     kind: str
-    runs: tuple[str, ...]
+    runs: tuple[str, ...]  # or the model
     quantity: str
-    fresh: bool = False  # only seeds that came after the claim count
-    bar: float = math.nan  # of a question about real models
+    bar: float = math.nan  # of a question about a real model
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Claim:
 
     gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
     an untrained model ("untrained"), by "mathematics" ("mathematics, in part": not in every case), or by
-    "construction".
+    "construction". fresh: only seeds that came after the claim count.
     """
 
     id: str
@@ -69,41 +67,31 @@ class Claim:
 @lru_cache(maxsize=2)
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-    return tuple(_claim(entry) for entry in yaml.load(path.read_text(encoding="utf-8"), loader))
+    claims = []
+    for entry in read_yaml(path):
+        try:
+            checks = {field: tuple(_checks(entry.get(field, []))) for field in ("checks", "given")}
+            claims.append(Claim(**{**entry, **checks}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
+    return tuple(claims)
 
 
-def _claim(entry: dict[str, Any]) -> Claim:
-    """A claim from its entry in the file."""
-    try:
-        fresh = entry.get("fresh", False)
-        checks = {field: _checks(entry.get(field, []), fresh) for field in ("checks", "given")}
-        return Claim(**{**entry, **checks})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
-
-
-def _checks(lines: list[dict[str, Any]], fresh: bool) -> tuple[Check, ...]:
+def _checks(lines: list[Json]) -> list[Check]:
     """One check for each run, or pair of runs, of each line of YAML."""
-    checks: list[Check] = []
+    checks = []
     for line in lines:
+        kind, *more = line.keys() - {"real", "of", "than"}
+        wrong = f"no such check: {line}"
         if "real" in line:
-            kind = "above" if "above" in line else "below"
-            checks.append(Check(kind, (), line["real"], bar=float(line[kind])))
+            asked = [model for model, question in real_models() if question == line["real"]]
+            require(bool(asked), wrong)
+            checks += [Check(kind, (model,), line["real"], line[kind]) for model in asked]
             continue
-        kind, *more = [key for key in line if key not in ("of", "than")]
         quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
-        if more or kind not in KINDS or quantity not in QUANTITIES:
-            raise ValueError(f"no such check: {line}")
-        names = _listed(line[kind])
-        groups: Iterable[tuple[str, ...]] = product(names, _listed(line.get("than", "base")))
-        if kind in KINDS_OF_ONE:
-            groups = zip(names, strict=True)
-        elif kind == "more" and "than" not in line:
-            groups = pairwise(names)
-        checks += [Check(kind, runs, quantity, fresh) for runs in groups]
-    return tuple(checks)
-
-
-def _listed(value: str | list[str]) -> list[str]:
-    return value if isinstance(value, list) else [value]
+        require(not more and kind in KINDS and quantity in QUANTITIES, wrong)
+        names, others = (x if isinstance(x, list) else [x] for x in (line[kind], line.get("than", "base")))
+        pairs = pairwise(names) if kind == "more" and "than" not in line else product(names, others)
+        groups = [(name,) for name in names] if kind in KINDS_OF_ONE else pairs
+        checks += [Check(kind, runs, quantity) for runs in groups]
+    return checks

@@ -10,14 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scipy.special import stdtrit
+import numpy as np
 
 from sinkutils.ledger.claims_file import PARTS, Check, Claim
 from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, as_judged
 from sinkutils.ledger.readings import Readings, label, real_models
-from sinkutils.ledger.statistics import Estimate
+from sinkutils.ledger.statistics import NOTHING, Estimate
 
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # what a check comes to
+REAL = ("above", "below")  # kinds of check about real models
 OPPOSITES = ("absent", "apart", "below", "fails", "worse")  # of present, together, above, trains, loss
 ALPHA = 0.05  # of every test; of "more" after Holm over its part of the ledger
 # A sink: the weakest row that the paper still calls one has 2.90 % (Table 9), its default 18.18 %.
@@ -31,7 +32,7 @@ MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
 PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}  # verdicts that need no run
-SHARES = {"more": SINK, "same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}
+SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}  # SINK of other kinds
 
 GATED = {
     "none": (),
@@ -44,11 +45,9 @@ GATED = {
 class Outcome:
     """The state of a check and the numbers that decided it; of a ratio, their logarithms."""
 
-    kind: str
-    runs: tuple[str, ...]
-    quantity: str
+    check: Check  # its runs by the names that they have at the preset, or the real model
     state: str = MISSING
-    estimate: Estimate | None = None
+    estimate: Estimate = NOTHING
     bar: float = math.nan  # what the estimate is held against: a threshold, or a margin
     p: float = math.nan  # of a directional check, after Holm
     passes: float = math.nan  # of a "no effect" check, the largest effect that would still pass with these seeds
@@ -61,38 +60,36 @@ class Judged:
 
     claim: Claim
     verdict: str
-    outcomes: tuple[Outcome, ...] = ()
-    premises: tuple[Outcome, ...] = ()
+    outcomes: Sequence[Outcome] = ()
+    premises: Sequence[Outcome] = ()
 
 
 def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
     """Every claim; directional checks after Holm over their part of the ledger."""
-    asked = {}
+    alone: dict[str, list[Outcome]] = {}  # of each claim, before Holm
     for claim in claims:
-        asked[claim.id] = [check for check in claim.checks if _possible(check, ours)]
-    corrected = {}
+        seen = ours.fresh() if claim.fresh else ours
+        alone[claim.id] = []
+        for check in claim.checks:
+            # A preset may lack an experiment, or have it under another name: such a check is not asked.
+            if check.kind in REAL or all(name in ("base", label(name, ours.preset)) for name in check.runs):
+                alone[claim.id].append(judge(check, seen))
+    corrected: dict[str, dict[Check, float]] = {}
     for part in PARTS:
-        directional = [check for claim in claims if claim.part == part for check in asked[claim.id]]
-        corrected[part] = holm(directional, ours)
-    return [_judged(claim, asked[claim.id], ours, corrected[claim.part]) for claim in claims]
-
-
-def _judged(claim: Claim, checks: Sequence[Check], ours: Readings, corrected: Mapping[Check, float]) -> Judged:
-    if claim.trivial in PROVED and not claim.checks:
-        return Judged(claim, PROVED[claim.trivial])
-    if ours.preset in GATED[claim.gate]:
-        return Judged(claim, "not visible")
-    outcomes: list[Outcome] = []
-    for check in checks:
-        outcomes += [judge(check, ours, corrected)] if check.runs else _of_real_models(check)
-    premises = [judge(check, ours, {}) for check in claim.given]
-    result = verdict([outcome.state for outcome in outcomes], [outcome.state for outcome in premises])
-    return Judged(claim, result, tuple(outcomes), tuple(premises))
-
-
-def _possible(check: Check, ours: Readings) -> bool:
-    """Whether a preset has every experiment of a check, and none that is at its scale the same as another one."""
-    return all(name == "base" or label(name, ours.preset) == name for name in check.runs)
+        outcomes = [outcome for claim in claims if claim.part == part for outcome in alone[claim.id]]
+        corrected[part] = holm({one.check: one.p for one in outcomes if not math.isnan(one.p)})
+    judged = []
+    for claim in claims:
+        if claim.trivial in PROVED and not claim.checks:
+            judged.append(Judged(claim, PROVED[claim.trivial]))
+        elif ours.preset in GATED[claim.gate]:
+            judged.append(Judged(claim, "not visible"))
+        else:
+            outcomes = [_directed(one, corrected[claim.part].get(one.check, one.p)) for one in alone[claim.id]]
+            premises = [judge(check, ours) for check in claim.given]
+            result = verdict([one.state for one in outcomes], [one.state for one in premises])
+            judged.append(Judged(claim, result, outcomes, premises))
+    return judged
 
 
 def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
@@ -108,26 +105,22 @@ def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
     return "partly" if HOLDS in states else "not reproduced"
 
 
-def holm(checks: Sequence[Check], ours: Readings) -> dict[Check, float]:
-    """The p-values of all directional checks, corrected for their number (Holm 1979)."""
-    directional = {check: judge(check, ours, {}).p for check in checks if check.kind == "more"}
-    raw = {check: p for check, p in directional.items() if not math.isnan(p)}
-    corrected, largest = {}, 0.0
-    for rank, check in enumerate(sorted(raw, key=raw.__getitem__)):
-        largest = max(largest, min(1.0, (len(raw) - rank) * raw[check]))
-        corrected[check] = largest
-    return corrected
+def holm(p: Mapping[Check, float]) -> dict[Check, float]:
+    """p-values corrected for their number (Holm 1979)."""
+    ranked = sorted(p, key=p.__getitem__)
+    scaled = [(len(p) - rank) * p[check] for rank, check in enumerate(ranked)]
+    return dict(zip(ranked, np.minimum(1, np.maximum.accumulate(scaled)).tolist(), strict=True))
 
 
-def _of_real_models(check: Check) -> list[Outcome]:
-    """Whether a number of each model, or its interval, lies above (below) the bar."""
-    outcomes = []
-    for model, numbers in real_models().items():
-        low, high = numbers[check.quantity]
-        words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        state = _state(check.kind, low > check.bar, high <= check.bar)
-        outcomes.append(Outcome(check.kind, (model,), check.quantity, state, bar=check.bar, words=words))
-    return outcomes
+def _directed(outcome: Outcome, p: float) -> Outcome:
+    """A directional check, decided by this p-value; another outcome as it is.
+
+    It fails where the interval leaves no room for a difference that counts.
+    """
+    if math.isnan(p):
+        return outcome
+    holds, fails = outcome.estimate.mean > 0 and p <= ALPHA, outcome.estimate.high <= outcome.bar
+    return replace(outcome, p=p, state=_state(outcome.check.kind, holds, fails))
 
 
 def _state(kind: str, holds: bool, fails: bool) -> str:
@@ -139,38 +132,52 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
     return FAILS if fails else OPEN
 
 
-def judge(check: Check, ours: Readings, corrected: Mapping[Check, float]) -> Outcome:
-    """The outcome of a check on records. corrected: p-values of directional checks after Holm."""
-    runs = tuple(label(name, ours.preset) for name in check.runs)
-    outcome = Outcome(check.kind, runs, check.quantity)
-    if check.kind in ("fails", "trains"):
-        return replace(outcome, state=_training(check, ours))
-    if check.quantity == "onset":
-        outcome = replace(outcome, words=_censored(check, ours))
-    lacking = _lacking(check, ours)
-    if lacking:
-        return replace(outcome, state=lacking)
-    if check.quantity in EXCESSES and "base" not in check.runs[:1] and _base(ours).low <= BASE:
-        return replace(outcome, state=OPEN, words="the base has no sink to measure by")
-    if check.kind in ("together", "apart"):
-        return _together(check, ours, outcome)
-    if check.kind in ("present", "absent"):
-        return _present(check, ours, outcome)
-    return _compared(check, ours, outcome, corrected)
-
-
-def _training(check: Check, ours: Readings) -> str:
-    """Whether training failed in every seed ("fails"), or in none ("trains")."""
-    lost = [run is None for run in ours.seeds(check.runs[0], check.fresh).values()]
-    if len(lost) < ours.least:
-        return MISSING
-    return _state(check.kind, not any(lost), all(lost))
-
-
-def _censored(check: Check, ours: Readings) -> str:
-    """How many seeds are left out because the onset never came."""
-    without = [f"{len(ours.seeds(name)) - len(ours.values(name, 'onset'))} of {name}" for name in check.runs]
-    return f"seeds without an onset: {', '.join(without)}"
+def judge(check: Check, ours: Readings) -> Outcome:
+    """The outcome of a check on records; of a directional one, before any correction."""
+    kind, quantity = check.kind, check.quantity
+    if kind in REAL:  # whether a number of a model, or its interval, lies above (below) the bar
+        low, high = real_models()[check.runs[0], quantity]
+        words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        return Outcome(check, _state(kind, low > check.bar, high <= check.bar), bar=check.bar, words=words)
+    base, asked = label("base", ours.preset), check.runs
+    check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
+    if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
+        lost = [run is None for run in ours.seeds(check.runs[0]).values()]
+        return Outcome(check, _state(kind, not any(lost), all(lost)) if len(lost) >= ours.least else MISSING)
+    words = ""
+    if quantity == "onset":
+        without = [f"{len(ours.seeds(name)) - len(ours.values(name, 'onset'))} of {name}" for name in check.runs]
+        words = f"seeds without an onset: {', '.join(without)}"
+    if lacking := _lacking(check, ours):
+        return Outcome(check, lacking, words=words)
+    if quantity in EXCESSES and asked[0] != "base" and ours.base().low <= BASE:
+        return Outcome(check, OPEN, words="the base has no sink to measure by")
+    if kind in ("together", "apart"):
+        return _together(check, ours)
+    name, *others = check.runs
+    estimate = ours.difference(name, others[0], quantity) if others else ours.level(name, quantity)
+    if quantity in EXCESSES:
+        bar = BASE if check.runs == (base,) else SHARES.get(kind, SINK) * ours.base().mean
+    elif not others:
+        bar = as_judged(BARS)[quantity]
+    elif kind == "more":
+        bar = 0.0
+    elif quantity in RATIOS:
+        bar = math.log(1 + SHARES[kind])
+    else:
+        bar = SHARES[kind] * ours.level(others[0], quantity).mean
+    outcome = Outcome(check, OPEN, estimate, bar, words=words)
+    if kind in ("present", "absent"):  # by the 95 % interval
+        return replace(outcome, state=_state(kind, estimate.low > bar, estimate.high <= bar))
+    if kind == "more":
+        return _directed(outcome, estimate.p)
+    # No effect beyond the margin, by a one-sided test per side that is asked (TOST); surely beyond, it fails.
+    reach = estimate.reach(1 - ALPHA)
+    least = -math.inf if kind in ("loss", "worse") else -bar
+    most = math.inf if kind == "kept" else bar
+    low, high = estimate.mean - reach, estimate.mean + reach
+    state = _state(kind, least < low and high < most, high <= least or most <= low)
+    return replace(outcome, state=state, passes=max(0.0, bar - reach))
 
 
 def _lacking(check: Check, ours: Readings) -> str:
@@ -180,74 +187,25 @@ def _lacking(check: Check, ours: Readings) -> str:
     onset never came.
     """
     needed = [(name, check.quantity) for name in check.runs]
-    if check.quantity in EXCESSES:
-        needed.append(("base", "excess"))
-    held = [ours.values(*one, check.fresh).keys() for one in needed]
     state = ""
-    for (name, quantity), seeds in zip(needed, held, strict=True):
-        if len(seeds) >= ours.least:
-            continue
-        runs = ours.seeds(name, check.fresh)
-        if len(runs) < ours.least or (quantity != "onset" and None not in runs.values()):
-            return MISSING
-        state = OPEN
-    if not state and len(check.runs) == 2 and len(held[0] & held[1]) < ours.least:  # compared seed by seed
+    for name, quantity in [*needed, ("base", "excess")] if check.quantity in EXCESSES else needed:
+        if len(ours.values(name, quantity)) < ours.least:
+            runs = ours.seeds(name)
+            if len(runs) < ours.least or (quantity != "onset" and None not in runs.values()):
+                return MISSING
+            state = OPEN
+    paired = set.intersection(*(set(ours.values(*one)) for one in needed))  # compared seed by seed
+    if not state and len(paired) < ours.least:
         return OPEN if check.quantity == "onset" else MISSING
     return state
 
 
-def _base(ours: Readings) -> Estimate:
-    """The level of the base's excess, the measure of all others."""
-    return ours.level("base", "excess")
-
-
-def _present(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
-    """Whether the 95 % interval of the level lies above the bar."""
-    estimate = ours.level(check.runs[0], check.quantity, check.fresh)
-    if check.quantity not in EXCESSES:
-        bar = as_judged(BARS)[check.quantity]
-    elif outcome.runs == (label("base", ours.preset),):
-        bar = BASE
-    else:
-        bar = SINK * _base(ours).mean
-    state = _state(check.kind, estimate.low > bar, estimate.high <= bar)
-    return replace(outcome, state=state, estimate=estimate, bar=bar)
-
-
-def _together(check: Check, ours: Readings, outcome: Outcome) -> Outcome:
+def _together(check: Check, ours: Readings) -> Outcome:
     """Both a sink and a large element after block 1, or neither; one without the other, it fails."""
-    sink = judge(replace(check, kind="present"), ours, {}).state
-    element = judge(replace(check, kind="present", quantity="element_1"), ours, {}).state
+    sink = judge(replace(check, kind="present"), ours).state
+    element = judge(replace(check, kind="present", quantity="element_1"), ours).state
     if element == MISSING:
-        return outcome
+        return Outcome(check)
     decided = OPEN not in (sink, element)
     state = _state(check.kind, decided and sink == element, decided and sink != element)
-    return replace(outcome, state=state, words=f"sink: {sink}, large element: {element}")
-
-
-def _compared(check: Check, ours: Readings, outcome: Outcome, corrected: Mapping[Check, float]) -> Outcome:
-    """More: significantly so after Holm; it fails where the interval leaves no room for a difference that counts.
-
-    The others: no effect beyond the margin, by a one-sided test per side that is asked (TOST); surely beyond, it fails.
-    """
-    kind, quantity = check.kind, check.quantity
-    name, other = check.runs
-    estimate = ours.difference(name, other, quantity, check.fresh)
-    if quantity in EXCESSES:
-        bar = SHARES[kind] * _base(ours).mean
-    elif kind == "more":
-        bar = 0.0
-    elif quantity in RATIOS:
-        bar = math.log(1 + SHARES[kind])
-    else:
-        bar = SHARES[kind] * ours.level(other, quantity, check.fresh).mean
-    outcome = replace(outcome, estimate=estimate, bar=bar)
-    if kind == "more":
-        p = min(1.0, 2 * min(estimate.p_above(), estimate.p_below()))
-        p = corrected.get(check, p)
-        return replace(outcome, state=_state(kind, estimate.mean > 0 and p <= ALPHA, estimate.high <= bar), p=p)
-    fall = estimate.p_above(-bar) if kind not in ("loss", "worse") else 0.0  # how likely with a fall that counts
-    rise = estimate.p_below(bar) if kind != "kept" else 0.0
-    p = max(fall, rise)
-    passes = bar - float(stdtrit(estimate.freedom, 1 - ALPHA)) * estimate.error
-    return replace(outcome, state=_state(kind, p <= ALPHA, p >= 1 - ALPHA), passes=max(0.0, passes))
+    return Outcome(check, state, words=f"sink: {sink}, large element: {element}")

@@ -7,12 +7,12 @@ blocks 2 to L: block 1 can recognise a fixed first token by its embedding alone,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from sinkutils.ledger.frames import by_block, excess, norm_ratio
 from sinkutils.measuring.report import uniform_alpha
+from sinkutils.study.config import Json
 
 Numbers = dict[str, float]
 
@@ -68,26 +68,29 @@ RATIOS = (
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
 
-def failed(config: dict[str, Any], metrics: dict[str, Any]) -> bool:
-    """Whether training failed: it diverged, or its loss is still that of a uniform guess on training text too.
+def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
+    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets, blocks, heads).
 
-    A model that overfits may end worse than a uniform guess on other text, and has not failed.
+    None where training failed: it diverged, or its loss is still that of a uniform guess on training text too. A model
+    that overfits may end worse than a uniform guess on other text, and has not failed.
     """
-    losses = [metrics.get("final", {}).get("valid_loss", math.inf)]
-    losses += [point.get("train_loss", math.inf) for point in metrics.get("curve", [])[-1:]]
-    return metrics["status"] == "failed" or min(losses) >= STUCK * math.log(config["model"]["vocab_size"])
-
-
-def of_run(config: dict[str, Any], metrics: dict[str, Any], alpha: np.ndarray | None) -> Numbers:
-    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets, blocks, heads)."""
-    final = metrics["final"]
+    final, window = metrics["final"], config["model"]["attention"]["window"]
+    loss = min(final.get(name, math.inf) for name in ("valid_loss", "train_loss"))
+    if metrics["status"] == "failed" or loss >= STUCK * math.log(config["model"]["vocab_size"]):
+        return None
     curve = metrics["curve"] or [final]
-    numbers = _of_losses(final, curve)
+    steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])  # as shares
+    losses = [point["valid_loss"] for point in curve]
+    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"], "turn": steps[np.argmin(losses)]}
+    if "train_loss" in final:
+        numbers["gap"] = final["valid_loss"] - final["train_loss"]
+    onset = 1 + max((i for i, point in enumerate(curve) if point["sink_1"] < ONSET), default=-1)
+    if onset < len(curve):
+        numbers["onset"] = steps[onset]
     if "report" in final:
-        report, window = final["report"], config["model"]["attention"]["window"]
-        numbers |= _of_attention(report, window) | _of_states(report)
-        if alpha is not None:
-            numbers |= _of_course(alpha, [point["step"] for point in curve], report, window)
+        numbers |= _of_report(final["report"], window)
+        if alpha is not None and alpha.shape[2] > 1:
+            numbers |= _of_course(alpha, steps, final["report"], window)
     if "gradient_norms" in curve[-1]:
         numbers |= _of_tuning(curve)
     rows = [row[:GRADIENTS] for row in final.get("gradients", {}).get("input", ())]
@@ -108,81 +111,42 @@ def as_judged(numbers: Numbers) -> Numbers:
     return kept
 
 
-def excess(alpha: Any, uniform: Any) -> Any:
-    """(alpha - u) / (1 - u): 0 where attention is uniform, 1 where all of it is on the target."""
-    return (alpha - uniform) / (1 - uniform)
-
-
-def norm_ratio(norms: Sequence[Sequence[float]]) -> np.ndarray:
-    """The first position's norm over the mean of the others', for each row of norms by position; NaN over zeros."""
-    rows = np.asarray(norms, dtype=float)
-    others = rows[:, 1:].mean(axis=1)
-    return rows[:, 0] / np.where(others > 0, others, np.nan)
-
-
-def _of_losses(final: dict[str, Any], curve: list[dict[str, Any]]) -> Numbers:
-    steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])
-    least = np.argmin([point["valid_loss"] for point in curve])
-    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"], "turn": steps[least]}
-    if "train_loss" in final:
-        numbers["gap"] = final["valid_loss"] - final["train_loss"]
-    below = [i for i, point in enumerate(curve) if point["sink_1"] < ONSET]
-    start = below[-1] + 1 if below else 0
-    if start < len(curve):
-        numbers["onset"] = steps[start]
-    return numbers
-
-
-def _of_attention(report: dict[str, Any], window: int | None) -> Numbers:
-    length = report["T"]
-    alpha = np.mean(report["alpha"], axis=2)  # (targets, blocks), the first token's first
-    numbers = {"block_1": excess(alpha[0, 0], uniform_alpha(length, 1, window))}
-    for target, blocks in zip(report["targets"], alpha, strict=True):
-        name = "excess" if target == 1 else f"excess_{target}"
-        numbers[name] = excess(_later(blocks), uniform_alpha(length, target, window))
-    if report.get("alpha_star"):
-        star = np.mean(report["alpha_star"], axis=1)
-        numbers["excess_star"] = excess(_later(star), uniform_alpha(length, "star", window))
+def _of_report(report: Json, window: int | None) -> Numbers:
+    """Attention by excess; norms and elements of h_1 in blocks before the last, whose output is the prediction."""
+    found, length = by_block(report, window), report["T"]
+    numbers = {name: _later(values) for name, values in found.items() if name.startswith("excess")}
+    numbers |= {"excess": numbers.pop("excess_1"), "block_1": found["excess_1"][0]}
     seen = min(window or length, length)  # queries that see x_1
     if seen > 1:
-        numbers["visible"] = excess(_later(alpha[0]) * length / seen, uniform_alpha(seen))
+        shown = _later(np.mean(report["alpha"][0], axis=1)) * length / seen
+        numbers["visible"] = excess(shown, uniform_alpha(seen))
+    if "element" in found:
+        numbers["element_1"] = found["element"][0]
+    for name, column in {"hidden": "hidden_ratio", "before_norm": "before_norm_ratio", "element": "element"}.items():
+        if column in found:
+            numbers[name] = found[column][:-1].max(initial=0)
+    strongest = 1 + np.argmax([*found["excess_1"][1:], -math.inf])  # of the later blocks
+    for name in ("key", "value"):
+        numbers[name] = [*found[f"{name}_ratio"], math.nan][strongest]
     return numbers
 
 
-def _of_course(alpha: np.ndarray, steps: list[int], report: dict[str, Any], window: int | None) -> Numbers:
+def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int | None) -> Numbers:
     """What training added. A target beyond the report's is the model's own key."""
-    length = report["T"]
-    course = np.array([_later(blocks) for blocks in alpha[:, 0].mean(axis=2)])  # one per evaluation
-    excesses = excess(course, uniform_alpha(length, 1, window))
-    early = int(np.searchsorted(steps, steps[-1] / 10, side="right")) - 1
-    numbers = {"highest": excesses.max(), "learned": excesses[-1] - excesses[0], "late": excesses[-1] - excesses[early]}
+    later = alpha.mean(axis=3)[:, :, 1:].astype(float).mean(axis=2)  # (evaluations, targets)
+    course = excess(later[:, 0], uniform_alpha(report["T"], 1, window))
+    early = np.searchsorted(steps, 0.1, side="right") - 1
+    numbers = {"highest": course.max(), "learned": course[-1] - course[0], "late": course[-1] - course[early]}
     if alpha.shape[1] > len(report["targets"]):
-        first, *_, last = (_later(blocks) for blocks in alpha[:, -1].mean(axis=2))
-        numbers["learned_star"] = (last - first) / (1 - uniform_alpha(length, "star", window))
+        star = excess(later[:, -1], uniform_alpha(report["T"], "star", window))
+        numbers["learned_star"] = star[-1] - star[0]
     return numbers
 
 
-def _of_states(report: dict[str, Any]) -> Numbers:
-    """Norms and elements of h_1 in blocks before the last, whose output is the prediction; of k_1 and v_1."""
-    numbers = {"hidden": norm_ratio(report["hidden_norms"])[:-1].max(initial=0)}
-    if "before_norm_norms" in report:
-        numbers["before_norm"] = norm_ratio(report["before_norm_norms"])[:-1].max(initial=0)
-    if "hidden_peaks" in report:
-        elements = [block[0] for block in report["hidden_peaks"]]
-        numbers |= {"element_1": elements[0], "element": max(elements[:-1], default=0)}
-    sinks = np.mean(report["alpha"][0], axis=1)
-    if len(sinks) > 1:
-        block = 1 + int(np.argmax(sinks[1:]))
-        numbers["key"] = norm_ratio([report["key_norms"][block]])[0]
-        numbers["value"] = norm_ratio([report["value_norms"][block]])[0]
-    return numbers
-
-
-def _of_tuning(curve: list[dict[str, Any]]) -> Numbers:
+def _of_tuning(curve: list[Json]) -> Numbers:
     """Of a fine-tuning, whose points hold every step: losses as means of the first and the last tenth."""
     points = [point for point in curve if "gradient_norms" in point]
-    losses = np.concatenate([point["losses"] for point in points])
-    norms = np.concatenate([point["gradient_norms"] for point in points])
+    losses, norms = (np.concatenate([point[name] for point in points]) for name in ("losses", "gradient_norms"))
     tenth = max(1, len(losses) // 10)
     end, median = losses[-tenth:].mean(), np.median(norms)
     return {"fall": losses[:tenth].mean() - end, "end": end, "gradient": median, "spike": norms.max() / median}
@@ -190,4 +154,4 @@ def _of_tuning(curve: list[dict[str, Any]]) -> Numbers:
 
 def _later(blocks: np.ndarray) -> float:
     """The mean over blocks 2 to L; NaN for a model of one block."""
-    return float(blocks[1:].astype(float).mean()) if len(blocks) > 1 else math.nan
+    return blocks[1:].mean() if len(blocks) > 1 else math.nan

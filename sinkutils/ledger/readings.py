@@ -2,62 +2,87 @@
 
 from __future__ import annotations
 
-import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 from sinkutils import paths
-from sinkutils.ledger import statistics
-from sinkutils.ledger.quantities import Numbers, as_judged, failed, of_run
-from sinkutils.ledger.statistics import Estimate
+from sinkutils.ledger.quantities import Numbers, as_judged, of_run
+from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 
 LEAST_SEEDS = {"desk": 2}  # seeds of an experiment without which nothing is judged, where not 3: a night per run
 FRESH = {"laptop": 3}  # the first seed that came after the claims of ours were seen; elsewhere all came after
+
+
+Seeds = dict[int, Numbers | None]  # what each run of an experiment holds; None for one whose training failed
 
 
 @dataclass(frozen=True, eq=False)
 class Readings:
     """What the ledger judges at a preset; it never changes.
 
-    runs: by experiment and seed, the quantities that a run holds; None for a run whose training failed. In all methods,
-    fresh: only seeds that came after the claims of ours.
+    runs: by experiment and seed.
     """
 
     preset: str
-    runs: Mapping[str, Mapping[int, Numbers | None]]
+    runs: Mapping[str, Seeds]
     least: int = 3  # seeds
+    whole: Readings | None = None  # of a part, what it is a part of
 
-    def seeds(self, name: str, fresh: bool = False) -> dict[int, Numbers | None]:
+    def fresh(self) -> Readings:
+        """The part that came after the claims of ours."""
+        first = FRESH.get(self.preset, 0)
+        runs = {name: {seed: seeds[seed] for seed in seeds if seed >= first} for name, seeds in self.runs.items()}
+        return Readings(self.preset, runs, self.least, self)
+
+    def seeds(self, name: str) -> Seeds:
         """The runs of an experiment by seed."""
-        first = FRESH.get(self.preset, 0) if fresh else 0
-        runs = self.runs.get(label(name, self.preset), {})
-        return {seed: run for seed, run in runs.items() if seed >= first}
+        return self.runs.get(label(name, self.preset), {})
 
-    def values(self, name: str, quantity: str, fresh: bool = False) -> dict[int, float]:
+    def values(self, name: str, quantity: str) -> dict[int, float]:
         """A quantity of an experiment by seed, of the runs that trained and hold it."""
-        runs = self.seeds(name, fresh)
-        return {seed: run[quantity] for seed, run in runs.items() if run is not None and quantity in run}
+        return {seed: run[quantity] for seed, run in self.seeds(name).items() if run and quantity in run}
 
-    def level(self, name: str, quantity: str, fresh: bool = False) -> Estimate:
-        """The mean of a quantity over an experiment's seeds."""
-        return statistics.level(self.values(name, quantity, fresh), _prior(self, quantity))
+    def level(self, name: str, quantity: str) -> Estimate:
+        """The mean of a quantity over an experiment's seeds, at least two."""
+        sample = [*self.values(name, quantity).values()]
+        variance, freedom = moderated(sample, _prior(self.whole or self, quantity))
+        return Estimate(float(np.mean(sample)), math.sqrt(variance / len(sample)), freedom, len(sample))
 
-    def difference(self, name: str, other: str, quantity: str, fresh: bool = False) -> Estimate:
-        """One experiment's quantity less another's, over the seeds that both have."""
-        these, those = self.values(name, quantity, fresh), self.values(other, quantity, fresh)
-        return statistics.difference(these, those, _prior(self, quantity))
+    def difference(self, name: str, other: str, quantity: str) -> Estimate:
+        """One experiment's quantity less another's, over the seeds that both have, at least two.
+
+        Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a
+        fifth of the variance at most, is given away: the differences' own variances could not be moderated, since they
+        all share the base's seeds and so are not independent.
+        """
+        these, those = self.values(name, quantity), self.values(other, quantity)
+        paired = [these[seed] - those[seed] for seed in these if seed in those]
+        prior = _prior(self.whole or self, quantity)
+        (a, freedom_a), (b, freedom_b) = (moderated([*values.values()], prior) for values in (these, those))
+        freedom = freedom_a + freedom_b
+        if a + b > 0:
+            freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b)
+        return Estimate(float(np.mean(paired)), math.sqrt((a + b) / len(paired)), freedom, len(paired))
+
+    def base(self) -> Estimate:
+        """The level of the base's excess over all its seeds, the measure of all others."""
+        return (self.whole or self).level("base", "excess")
 
 
 @lru_cache(maxsize=256)
-def _prior(ours: Readings, quantity: str) -> statistics.Prior:
+def _prior(ours: Readings, quantity: str) -> Prior:
     """The common variance of all experiments. Readings are told apart by identity, so none gets another's."""
-    return statistics.fit_prior([list(ours.values(name, quantity).values()) for name in ours.runs])
+    return fit_prior([[*ours.values(name, quantity).values()] for name in ours.runs])
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +94,7 @@ def label(name: str, preset: str) -> str:
         return ""
 
 
-def readings(preset: str = "laptop", folder: Path | str | None = None) -> Readings:
+def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
     """The records of a preset. Raises ValueError for an unknown preset."""
     store = Runs(folder)
     sums = sorted((store.folder / find_preset(preset).name).glob(f"*/*/{SUMS}"))
@@ -78,41 +103,26 @@ def readings(preset: str = "laptop", folder: Path | str | None = None) -> Readin
 
 @lru_cache(maxsize=4)
 def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
-    runs: dict[str, dict[int, Numbers | None]] = {}
-    for entry in store.entries(preset):
-        record = entry.record
-        if record is None or entry.status not in ("done", "failed"):
+    runs: dict[str, Seeds] = {}
+    for record in store.entries(preset):
+        if record.status not in ("done", "failed"):
             continue
-        numbers = None
-        if not failed(record.config, record.metrics):
-            curve = record.arrays.get("curve")
-            numbers = of_run(record.config, record.metrics, None if curve is None else curve.numpy())
-        runs.setdefault(entry.experiment, {})[entry.seed] = numbers
-    if store.folder == paths.RUNS:
-        _add_trials(preset, runs)
+        curve = record.arrays.get("curve")
+        numbers = of_run(record.config, record.metrics, None if curve is None else curve.numpy())
+        runs.setdefault(record.experiment, {})[record.seed] = numbers
+    if store.folder == paths.RUNS:  # what was measured on the weights that some records keep (benchmarks/trials.py)
+        for row in pd.read_csv(paths.LEDGER / "trials.csv").itertuples():
+            numbers = runs.get(row.experiment, {}).get(row.seed)
+            if row.preset == preset and numbers is not None:
+                numbers |= as_judged({row.quantity: row.value})
     return Readings(preset, runs, LEAST_SEEDS.get(preset, 3))
 
 
-def _add_trials(preset: str, runs: dict[str, dict[int, Numbers | None]]) -> None:
-    """What was measured on the weights that some records keep (benchmarks/trials.py)."""
-    for row in _table("trials.csv"):
-        numbers = runs.get(row["experiment"], {}).get(int(row["seed"]))
-        if row["preset"] == preset and numbers is not None:
-            numbers |= as_judged({row["quantity"]: float(row["value"])})
-
-
 @lru_cache(maxsize=1)
-def real_models() -> dict[str, dict[str, tuple[float, float]]]:
+def real_models() -> dict[tuple[str, str], tuple[float, float]]:
     """What finished language models say (benchmarks/real_models.py), by model and question.
 
     A number as the two ends of its interval, which are one where there is none.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for row in _table("real_models.csv"):
-        found.setdefault(row["model"], {})[row["question"]] = float(row["low"]), float(row["high"])
-    return found
-
-
-def _table(file: str) -> list[dict[str, str]]:
-    with (paths.LEDGER / file).open(encoding="utf-8") as opened:
-        return list(csv.DictReader(opened))
+    table = pd.read_csv(paths.LEDGER / "real_models.csv")
+    return {(row.model, row.question): (row.low, row.high) for row in table.itertuples()}

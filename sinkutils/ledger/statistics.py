@@ -10,8 +10,8 @@ variances of all settings tell: with d0 degrees of freedom for the common s0^2 a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
@@ -31,48 +31,29 @@ class Estimate:
     freedom: float  # degrees of freedom of its t interval
     seeds: int
 
+    def reach(self, quantile: float) -> float:
+        """How far an interval reaches to each side; quantile: 0.975 of one of 95 %."""
+        return float(stdtrit(self.freedom, quantile)) * self.error
+
     @property
     def low(self) -> float:
         """Where the 95 % interval begins."""
-        return self.mean - float(stdtrit(self.freedom, 0.975)) * self.error
+        return self.mean - self.reach(0.975)
 
     @property
     def high(self) -> float:
         """Where it ends."""
-        return 2 * self.mean - self.low
+        return self.mean + self.reach(0.975)
 
-    def p_above(self, bar: float = 0.0) -> float:
-        """The one-sided p-value of "not above the bar"."""
+    @property
+    def p(self) -> float:
+        """The two-sided p-value of zero."""
         if self.error == 0:
-            return float(self.mean <= bar)
-        return float(stdtr(self.freedom, (bar - self.mean) / self.error))
-
-    def p_below(self, bar: float = 0.0) -> float:
-        """The one-sided p-value of "not below the bar"."""
-        return replace(self, mean=-self.mean).p_above(-bar)
+            return float(self.mean == 0)
+        return float(2 * stdtr(self.freedom, -abs(self.mean) / self.error))
 
 
-def level(values: Mapping[int, float], prior: Prior) -> Estimate:
-    """The mean of a quantity over the seeds of a setting, at least two. values: by seed."""
-    sample = list(values.values())
-    variance, freedom = moderated(sample, prior)
-    return Estimate(float(np.mean(sample)), math.sqrt(variance / len(sample)), freedom, len(sample))
-
-
-def difference(these: Mapping[int, float], those: Mapping[int, float], prior: Prior) -> Estimate:
-    """One setting's quantity less another's, over the seeds that they share, at least two.
-
-    Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a fifth
-    of the variance at most, is given away: the differences' own variances could not be moderated, since they all share
-    the base's seeds and so are not independent.
-    """
-    paired = [these[seed] - those[seed] for seed in these if seed in those]
-    a, freedom_a = moderated(list(these.values()), prior)
-    b, freedom_b = moderated(list(those.values()), prior)
-    freedom = freedom_a + freedom_b
-    if a + b > 0:
-        freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b)
-    return Estimate(float(np.mean(paired)), math.sqrt((a + b) / len(paired)), freedom, len(paired))
+NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 
 def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
 
+import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.claims_file import read_claims
 from sinkutils.ledger.judge import HOLDS, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
-from sinkutils.ledger.statistics import Estimate
+from sinkutils.ledger.statistics import NOTHING
+from sinkutils.study.store import Folder
 
+COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict holds effect low high trivial
+ remark""".split()
 CHECK_COLUMNS = "id kind runs quantity state mean low high seeds bar p passes words premise".split()
 
 
-def claims(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
+def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
     part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed. ours, interval:
@@ -29,10 +31,30 @@ def claims(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataF
     trivial: why the claim could not have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
     """
     ours = readings(preset, folder)
-    return pd.DataFrame([_claim_row(one, ours) for one in judge_claims(read_claims(), ours)])
+    rows = []
+    for one in _judged(ours):
+        read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
+        levels, intervals = [], []
+        for outcome in one.outcomes:
+            check = outcome.check
+            if check.quantity in QUANTITIES:
+                read.setdefault(check.quantity, {}).update(dict.fromkeys(check.runs))
+            else:
+                levels.append(f"{check.runs[0]} {check.quantity} {outcome.words}")
+        for quantity, runs in read.items():
+            level, interval = _levels(quantity, runs, ours)
+            levels.append(f"{quantity}: {level}")
+            intervals.append(f"{quantity}: {interval}")
+        excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
+        effect = next((outcome.estimate for outcome in one.outcomes if outcome.estimate.seeds), NOTHING)
+        row = {"ours": "; ".join(levels), "interval": "; ".join(intervals), "verdict": one.verdict}
+        row |= {name: _levels(name, excesses, ours)[0] for name in ("block_1", "sink_1")}
+        row["holds"] = f"{sum(outcome.state == HOLDS for outcome in one.outcomes)} of {len(one.outcomes)}"
+        rows.append(vars(one.claim) | row | {"effect": effect.mean, "low": effect.low, "high": effect.high})
+    return pd.DataFrame(rows)[COLUMNS]
 
 
-def claim_checks(preset: str = "laptop", folder: Path | str | None = None) -> pd.DataFrame:
+def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per check of every claim: kind, runs, quantity and state, and the numbers behind it.
 
     mean, low, high: of the level or paired difference, over `seeds`. bar: what it is held against, a threshold or a
@@ -40,72 +62,36 @@ def claim_checks(preset: str = "laptop", folder: Path | str | None = None) -> pd
     pass. All of ratios as logarithms. premise: whether the claim takes it for granted.
     """
     rows = []
-    for one in judge_claims(read_claims(), readings(preset, folder)):
-        for premise, outcomes in ((False, one.outcomes), (True, one.premises)):
-            for outcome in outcomes:
-                row = {"id": one.claim.id, **vars(outcome), "runs": ", ".join(outcome.runs), "premise": premise}
-                row |= _numbers("mean", outcome.estimate)
-                row["seeds"] = outcome.estimate.seeds if outcome.estimate else 0
-                rows.append(row)
-    return pd.DataFrame(rows, columns=CHECK_COLUMNS if rows else None)
+    for one in _judged(readings(preset, folder)):
+        for number, outcome in enumerate((*one.outcomes, *one.premises)):
+            check, estimate = outcome.check, outcome.estimate
+            row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
+            row |= vars(check) | vars(outcome) | vars(estimate)
+            rows.append(row | {"runs": ", ".join(check.runs), "low": estimate.low, "high": estimate.high})
+    return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
 
-def verdict(id: str, preset: str = "laptop", folder: Path | str | None = None) -> str:
+def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
     """The verdict on one claim, such as "reproduced (3 of 3 checks)". Raises ValueError for an unknown id."""
-    for one in judge_claims(read_claims(), readings(preset, folder)):
-        if one.claim.id == id:
-            return f"{one.verdict} ({_holds(one)} checks)" if one.outcomes else one.verdict
+    for row in claims(preset, folder).itertuples():
+        if row.id == id:
+            return row.verdict if row.holds == "0 of 0" else f"{row.verdict} ({row.holds} checks)"
     raise ValueError(f"no claim {id!r} in data/claims.yaml")
 
 
-def _holds(one: Judged) -> str:
-    held = [outcome for outcome in one.outcomes if outcome.state == HOLDS]
-    return f"{len(held)} of {len(one.outcomes)}"
+@lru_cache(maxsize=4)
+def _judged(ours: Readings) -> list[Judged]:
+    return judge_claims(read_claims(), ours)
 
 
-def _claim_row(one: Judged, ours: Readings) -> dict[str, Any]:
-    """A claim as a row; see `claims`."""
-    read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
-    lines = []
-    for outcome in one.outcomes:
-        if outcome.quantity in QUANTITIES:
-            read.setdefault(outcome.quantity, {}).update(dict.fromkeys(outcome.runs))
-        else:
-            lines.append(f"{outcome.runs[0]} {outcome.quantity} {outcome.words}")
-    excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
-    intervals = []
-    for quantity, runs in read.items():
-        lines.append(f"{quantity}: {_levels(quantity, runs, ours)}")
-        intervals.append(f"{quantity}: {_levels(quantity, runs, ours, interval=True)}")
-    claim = one.claim
-    return {
-        **{name: getattr(claim, name) for name in ("id", "part", "source", "claim", "paper")},
-        "ours": "; ".join(lines),
-        "interval": "; ".join(intervals),
-        **{name: _levels(name, excesses, ours) for name in ("block_1", "sink_1")},
-        "verdict": one.verdict,
-        "holds": _holds(one),
-        **_numbers("effect", next((outcome.estimate for outcome in one.outcomes if outcome.estimate), None)),
-        "trivial": claim.trivial,
-        "remark": claim.remark,
-    }
-
-
-def _numbers(name: str, estimate: Estimate | None) -> dict[str, Any]:
-    if estimate is None:
-        return {name: math.nan, "low": math.nan, "high": math.nan}
-    return {name: estimate.mean, "low": estimate.low, "high": estimate.high}
-
-
-def _levels(quantity: str, runs: Iterable[str], ours: Readings, interval: bool = False) -> str:
-    """Each run's level, or its 95 % interval, as text."""
-    cells = []
+def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, str]:
+    """Each run's level, and its 95 % interval, as text."""
+    levels, intervals = [], []
     for run in runs:
-        if len(ours.values(run, quantity)) < 2:
-            continue
-        estimate = ours.level(run, quantity)
-        numbers = [estimate.low, estimate.high] if interval else [estimate.mean]
-        if quantity in RATIOS:
-            numbers = [math.exp(number) for number in numbers]
-        cells.append(f"{run} {' to '.join(f'{number:.3g}' for number in numbers)}")
-    return ", ".join(cells)
+        if len(ours.values(run, quantity)) > 1:
+            estimate = ours.level(run, quantity)
+            numbers = [estimate.mean, estimate.low, estimate.high]
+            mean, low, high = np.exp(numbers) if quantity in RATIOS else numbers
+            levels.append(f"{run} {mean:.3g}")
+            intervals.append(f"{run} {low:.3g} to {high:.3g}")
+    return ", ".join(levels), ", ".join(intervals)

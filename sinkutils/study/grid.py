@@ -7,17 +7,26 @@ measure at T <= C / 4 (the paper: 64 of 2048).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from functools import lru_cache
 from typing import Any
 
-from sinkutils.study.config import FinetuneConfig, RunConfig, from_dict
-from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, experiment, scaled
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment, scaled
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
-TUNING_RATE = 2e-5 / 4e-4  # fine-tuning over pre-training
-TUNING_WARMUP = 0.1  # of the steps
+# What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`. Appendix D: all
+# weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5, which stays a twentieth of
+# pre-training's rate. The rest is as in the published recipe of the platform that it names: a warm-up over a tenth of
+# the steps, a cosine to zero, AdamW with betas 0.9 and 0.999, no weight decay, gradients clipped at 1.
+TUNING = {
+    "train.learning_rate": {"times": "1/20"},
+    "train.lr_floor": 0.0,
+    "train.beta2": 0.999,
+    "train.weight_decay": 0.0,
+}
 
 
 def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
@@ -35,7 +44,7 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at small presets."""
     shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
-    return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset)[0].values()}
+    return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset).values()}
 
 
 def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
@@ -44,7 +53,7 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
     then further seeds; what came after the paper, likewise, last.
     """
-    names = only or tuple(name for name in _all(preset)[0] if not experiment(name).download)
+    names = only or tuple(name for name in _all(preset) if not experiment(name).download)
     rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
     runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
@@ -60,25 +69,23 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)
-    return next(first for first, run in _all(preset)[0].items() if dataclasses.replace(own, experiment=first) == run)
+    return next(first for first, run in _all(preset).items() if dataclasses.replace(own, experiment=first) == run)
 
 
-def unavailable(preset: str) -> dict[str, str]:
-    """The experiments that a preset cannot hold, with the reason."""
-    return dict(_all(preset)[1])
+def unavailable(preset: str) -> set[str]:
+    """The experiments that a preset cannot hold; `config` says why."""
+    return {row.name for row in EXPERIMENTS} - _all(preset).keys()
 
 
 @lru_cache
-def _all(preset_name: str) -> tuple[dict[str, RunConfig], dict[str, str]]:
-    """What a preset can hold, by name and in the table's order, and the reasons for what it cannot."""
+def _all(preset_name: str) -> dict[str, RunConfig]:
+    """What a preset can hold, by name and in the table's order."""
     preset(preset_name)
-    built, refused = {}, {}
+    built = {}
     for row in EXPERIMENTS:
-        try:
+        with contextlib.suppress(ValueError):
             built[row.name] = _build(row.name, preset_name)
-        except ValueError as error:
-            refused[row.name] = str(error)
-    return built, refused
+    return built
 
 
 @lru_cache
@@ -88,10 +95,15 @@ def _build(name: str, preset_name: str) -> RunConfig:
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
         raise ValueError(f"experiment {row.name!r} belongs to preset {' or '.join(row.presets)}, not {preset_name!r}")
-    run = RunConfig(row.name, preset_name, model=scale.model, data=scale.data, train=scale.train)
+    run = RunConfig(row.name, preset_name, 0, scale.model, scale.data, scale.train)
     try:
         if row.start is not None:
-            run = _finetuning(row, scale)
+            known = scale.base if row.start == "base" else row.start
+            start = _build(known if preset_name in experiment(known).presets else f"{known}_1b", preset_name)
+            parts = (start.model, start.data, start.train, start.experiment)
+            run = _override(FinetuneConfig(row.name, preset_name, 0, *parts), scale.tuning | TUNING, scale)
+            steps = run.pairs // run.train.batch_size
+            run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
         elif row.base:
             run = _override(run, experiment(scale.base).change, scale)
         return _override(run, row.change, scale)
@@ -99,33 +111,7 @@ def _build(name: str, preset_name: str) -> RunConfig:
         raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
 
 
-def _finetuning(row: Experiment, scale: Preset) -> FinetuneConfig:
-    """The fine-tuning of a model that was pre-trained at this preset, under its name there.
-
-    Appendix D: all weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5, which stays a
-    twentieth of pre-training's rate. The rest is as in the published recipe of the platform that it names: warm-up over
-    a tenth of the steps, a cosine to zero, AdamW with betas 0.9 and 0.999, no weight decay, gradients clipped at 1.
-    """
-    known = scale.base if row.start == "base" else str(row.start)
-    start = _build(known if scale.name in experiment(known).presets else f"{known}_1b", scale.name)
-    tuning = scale.tuning
-    steps = tuning.pairs // tuning.batch_size
-    train = dataclasses.replace(
-        start.train,
-        steps=steps,
-        batch_size=tuning.batch_size,
-        eval_every=tuning.eval_every,
-        learning_rate=TUNING_RATE * start.train.learning_rate,
-        lr_floor=0.0,
-        warmup_steps=int(TUNING_WARMUP * steps),
-        beta2=0.999,
-        weight_decay=0.0,
-    )
-    parts = (start.model, start.data, train)
-    return FinetuneConfig(row.name, scale.name, 0, *parts, start.experiment, "", tuning.instructions, tuning.pairs)
-
-
-def _override(run: RunConfig, change: dict[str, Any], scale: Preset) -> RunConfig:
+def _override(run: RunConfig, change: Json, scale: Preset) -> Any:
     """The run with the fields at dotted paths replaced. Only the whole is checked."""
     values = dataclasses.asdict(run)
     for path, value in change.items():

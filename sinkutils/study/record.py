@@ -35,8 +35,8 @@ from torch import Tensor
 
 from sinkutils import paths
 from sinkutils.checks import require
-from sinkutils.data.corpus import public_name
-from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.data.corpus import Identity, public_name
+from sinkutils.study.config import Json, RunConfig
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 RULES = 3  # raised by hand when the rules change by which the ledger judges
@@ -45,11 +45,8 @@ LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free 
 SUMS = "SHA256SUMS"
 ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
+Tensors = dict[str, Tensor]
 ADVICE = "delete the folder and train the run again"
-# Fields of `RunConfig.data` with the value that every record has: of records made since they came or went nothing is
-# written of them, but the hash of a config goes by those that the first records had.
-RETIRED: dict[str, Any] = {"bos": False}
-ADDED: dict[str, Any] = {"unscored": []}
 
 
 class CorruptRecord(RuntimeError):
@@ -65,18 +62,31 @@ class Record:
     """One finished run, as read from its folder. digests: SHA-256 of each file by its name."""
 
     folder: Path
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-    provenance: dict[str, Any]
+    config: Json
+    metrics: Json
+    provenance: Json
     digests: dict[str, str] = field(repr=False)
 
     @property
+    def experiment(self) -> str:
+        return self.folder.parent.name
+
+    @property
+    def seed(self) -> int:
+        return int(self.folder.name)
+
+    @property
     def status(self) -> str:
-        """ "done" or "failed"."""
+        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or "corrupt"."""
         return self.metrics["status"]
 
     @property
-    def arrays(self) -> dict[str, Tensor]:
+    def reason(self) -> str | None:
+        """Why it is not done."""
+        return self.metrics["reason"]
+
+    @property
+    def arrays(self) -> Tensors:
         """What alpha.safetensors holds, "curve" above all; empty where there is none."""
         return load_tensors(_intact(self.folder, ALPHA, self.digests)) if ALPHA in self.digests else {}
 
@@ -86,7 +96,7 @@ class Record:
         path = self.folder / WEIGHTS
         return path if path.exists() else None
 
-    def load_weights(self) -> dict[str, Tensor]:
+    def load_weights(self) -> Tensors:
         """The trained weights by name. Raises `CorruptRecord` where their file is missing or has changed."""
         return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
@@ -106,41 +116,39 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def public(config: RunConfig) -> RunConfig:
-    """The config with the names of its texts as records have them: nothing of the machine."""
-    data = config.data
-    validation = data.validation and public_name(data.validation)
-    data = dataclasses.replace(data, corpus=public_name(data.corpus), validation=validation)
-    if isinstance(config, FinetuneConfig):
-        return dataclasses.replace(config, data=data, instructions=public_name(config.instructions))
-    return dataclasses.replace(config, data=data)
+def config_dict(config: RunConfig) -> Json:
+    """What config.json holds beside the corpus that the run was made on: the config and the recipe's number.
 
-
-def config_dict(config: RunConfig) -> dict[str, Any]:
-    """What config.json holds beside the corpus that the run was made on: the config and the recipe's number."""
-    values = json.loads(json.dumps({**dataclasses.asdict(public(config)), "recipe": RECIPE}))
-    for name, default in (RETIRED | ADDED).items():
-        if values["data"].get(name) == default:
-            del values["data"][name]
+    Texts have their public names: nothing of the machine.
+    """
+    values = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
+    for part, name in ((values["data"], "corpus"), (values["data"], "validation"), (values, "instructions")):
+        if part.get(name):
+            part[name] = public_name(part[name])
     return values
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it."""
+    """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
+
+    It goes by the fields that the first records had: `bos`, always False, and no `unscored` where it is empty.
+    """
     values = config_dict(config)
-    values["data"] = RETIRED | values["data"]
+    values["data"]["bos"] = False
+    if not values["data"]["unscored"]:
+        del values["data"]["unscored"]
     return _sha256((json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 
 def write_record(
     target: Path,
     config: RunConfig,
-    metrics: dict[str, Any],
-    provenance: dict[str, Any],
-    weights: dict[str, Tensor] | None = None,
+    metrics: Json,
+    provenance: Json,
+    weights: Tensors | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
-    corpus: dict[str, str] | None = None,
-    arrays: dict[str, Tensor] | None = None,
+    corpus: Identity | None = None,
+    arrays: Tensors | None = None,
 ) -> Record:
     """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
 
@@ -156,7 +164,7 @@ def write_record(
         files[f"{name}.json"] = text.encode()
     for name, tensors in {ALPHA: arrays, WEIGHTS: weights}.items():
         if tensors:
-            files[name] = dump_tensors({key: x.detach().contiguous().cpu() for key, x in tensors.items()})
+            files[name] = dump_tensors(tensors)
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_str().encode()
     sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
@@ -182,15 +190,14 @@ def rounded(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
 
 
-def versions() -> dict[str, Any]:
+def versions() -> Json:
     """What ran, and the rules of the ledger that were known then."""
-    modules = (torch, numpy, tokenizers)
     known = {"rules": RULES, "python": platform.python_version(), "processor": platform.machine()}
-    known |= {module.__name__: module.__version__ for module in modules}
+    known |= {module.__name__: module.__version__ for module in (torch, numpy, tokenizers)}
     if paths.CHECKOUT is not None:
         command = ["git", "-C", str(paths.CHECKOUT), "rev-parse", "--short=10", "HEAD"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git here, or an archive of the code
-            known["commit"] = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+        with contextlib.suppress(OSError):  # no git here; in an archive of the code it says nothing
+            known["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return known
 
 

@@ -6,47 +6,31 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from sinkutils import paths
-from sinkutils.data.corpus import public_name
+from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.grid import config, plan
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import RECIPE, RETIRED, SUMS, CorruptRecord, Record, public, read_record, record_folder
+from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Record, config_dict, read_record, record_folder
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One folder of a preset, judged. status: done, failed (training did), stale, or corrupt."""
-
-    folder: Path
-    status: str
-    reason: str | None
-    record: Record | None  # None of a corrupt one
-
-    @property
-    def experiment(self) -> str:
-        return self.folder.parent.name
-
-    @property
-    def seed(self) -> int:
-        return int(self.folder.name)
+Folder = Path | str | None  # of records; None: data/runs
 
 
 @dataclass(frozen=True)
 class Runs:
     """The records below a folder, <preset>/<experiment>/<seed>; None: data/runs."""
 
-    root: Path | str | None = None
+    root: Folder = None
 
     @property
     def folder(self) -> Path:
         return Path(self.root or paths.RUNS)
 
-    def place(self, run: RunConfig, corpus: dict[str, str] | None = None) -> Path:
+    def place(self, run: RunConfig, corpus: Identity | None = None) -> Path:
         """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
 
         On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
@@ -63,7 +47,7 @@ class Runs:
         apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
         return record_folder(apart, run.experiment, run.seed, self.folder)
 
-    def get(self, run: RunConfig, corpus: dict[str, str] | None = None, weights: bool = False) -> Record | None:
+    def get(self, run: RunConfig, corpus: Identity | None = None, weights: bool = False) -> Record | None:
         """The record of this very config and corpus (None: on any text of the config's name); None where it is
         missing, damaged, stale, or has no weights where they are wanted.
         """
@@ -79,62 +63,64 @@ class Runs:
         self,
         preset: str,
         seeds: tuple[int, ...] | None = None,
-        corpus: dict[str, str] | None = None,
+        corpus: Identity | None = None,
         only: tuple[str, ...] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
         return [run for run in plan(preset, seeds, only) if self.get(run, corpus) is None]
 
-    def entries(self, preset: str) -> Iterator[Entry]:
-        """Every record folder of a preset, by experiment and seed; of a corrupt one a warning is given.
+    def entries(self, preset: str) -> Iterator[Record]:
+        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a warning is given.
 
-        preset: also one on another text, as its folder is named: "laptop@path-mine-0123abcd".
+        Their status is done, failed (training did), stale, or corrupt. preset: also one on another text, as its folder
+        is named: "laptop@path-mine-0123abcd".
         """
         find_preset(preset.partition("@")[0])
         folders = [path for path in (self.folder / preset).glob("*/*") if path.name.isdigit()]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            files = [(file.name, file.stat()) for file in os.scandir(folder)]
-            entry = _entry(folder, frozenset((name, stat.st_mtime_ns, stat.st_size) for name, stat in files))
-            if entry.status == "corrupt":
-                warnings.warn(str(entry.reason), stacklevel=2)
-            yield entry
+            state = frozenset((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in os.scandir(folder))
+            record = _judged(folder, state)
+            if record.status == "corrupt":
+                warnings.warn(str(record.reason), stacklevel=2)
+            yield record
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _entry(folder: Path, state: frozenset[tuple[str, int, int]]) -> Entry:
-    """A folder judged. state: what changes when a file of it does, the name, time and size of each."""
-    preset, name, seed = folder.parts[-3:]
-    base, apart, _ = preset.partition("@")
+def _judged(folder: Path, state: frozenset[tuple[str, int, int]]) -> Record:
+    """A record with its status of `Runs.entries`. state: what changes when a file of it does."""
+    base, apart, _ = folder.parts[-3].partition("@")
     try:
         record = read_record(folder)
     except CorruptRecord as error:
-        return Entry(folder, "corrupt", str(error), None)
+        return Record(folder, {}, {"status": "corrupt", "reason": str(error)}, {}, {})
+    reason = "the experiment or the recipe has changed since: train it again"
     try:
-        current = is_of(record, config(name, base, int(seed)), record.config["corpus"] if apart else None)
+        run = config(record.experiment, base, record.seed)
+        if is_of(record, run, record.config["corpus"] if apart else None):
+            return record
     except ValueError as error:  # no such experiment at this preset
-        return Entry(folder, "stale", str(error), record)
-    if not current:
-        return Entry(folder, "stale", "the experiment or the recipe has changed since: train it again", record)
-    return Entry(folder, record.status, record.metrics["reason"], record)
+        reason = str(error)
+    return replace(record, metrics=record.metrics | {"status": "stale", "reason": reason})
 
 
-def is_of(record: Record, run: RunConfig, corpus: dict[str, str] | None = None) -> bool:
+def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
     """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name.
 
-    A field that came after the record counts with its default: what a new field adds, older runs did not have.
+    A field that came after the record counts with its default: what a new field adds, older runs did not have. One that
+    has gone since, `bos`, was always False.
     """
     values = {name: value for name, value in record.config.items() if name not in ("corpus", "recipe")}
-    data = values["data"]
-    values["data"] = {name: data[name] for name in data if name not in RETIRED or data[name] != RETIRED[name]}
+    values["data"] = {name: value for name, value in values["data"].items() if (name, value) != ("bos", False)}
     try:
-        same = from_dict(type(run), values) == public(run)
+        found = from_dict(type(run), values)
+        same = found == run or config_dict(found) == config_dict(run)
     except (TypeError, ValueError):  # of another kind, or with a field that there is no more
         return False
     wanted = corpus or record.config["corpus"] | {"name": public_name(run.data.corpus)}
     return same and record.config["recipe"] == RECIPE and record.config["corpus"] == wanted
 
 
-def _read(folder: Path, run: RunConfig, corpus: dict[str, str] | None = None) -> Record | None:
+def _read(folder: Path, run: RunConfig, corpus: Identity | None = None) -> Record | None:
     try:
         record = read_record(folder) if folder.exists() else None
     except CorruptRecord as error:

@@ -41,9 +41,7 @@ class FinetuneRun(Run):
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
-        tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
-        if tokenizer.to_str() != self.corpus.tokenizer.to_str():  # the same object tells `probe` that ids can be shared
-            self.tokenizer = tokenizer
+        self.tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
         model = TransformerLM(self.config.model)
         model.load_state_dict(self.start.load_weights())
         return model
@@ -51,13 +49,11 @@ class FinetuneRun(Run):
     def batches(self) -> tuple[Pairs, Pairs]:
         """The conversations after the first few, and these, which are held out."""
         special = special_ids(self.tokenizer, self.start.folder.name)
-        first = (special["fix_id"],) if self.config.data.fixed_position else ()
+        first = [special["fix_id"]] if self.config.data.fixed_position else []
         layout = Layout(self.tokenizer, first, special["eos_id"], self.config.model.context_length)
         counts = (self.config.train.valid_chunks, self.config.pairs)
-        name, progress = self.config.instructions, self.group.first
-        held_out, pairs = self.group.in_turn(
-            lambda: make_pairs(conversations(name, progress), layout, counts, name, progress)
-        )
+        name = self.config.instructions
+        held_out, pairs = self.group.in_turn(lambda: make_pairs(conversations(name), layout, counts, name))
         weights = self.start.digests[WEIGHTS]
         self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
         digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights

@@ -145,7 +145,7 @@ class Run:
         if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
         vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
-        return load_corpus(data.validation, vocab_size, tokenizer=tokenizer, progress=self.group.first)
+        return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
     def provenance(self) -> dict[str, Any]:
         """What the record says beside the text's name and hash: on what it was trained, how large the text is."""

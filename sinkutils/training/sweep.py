@@ -166,7 +166,7 @@ def sweep(
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)
-    text = load_corpus(corpus, preset(preset_name).model.vocab_size, progress=progress).identity if corpus else None
+    text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity if corpus else None
     queue = store.missing(preset_name, seeds, text, only)
     planned, total = len(queue), sum(run.train.steps for run in queue)
     logs = store.folder / "logs" / preset_name
@@ -215,7 +215,6 @@ def estimate(
     corpus: str | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
     base = preset(preset_name)
     text = load_corpus(corpus, base.model.vocab_size).identity if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)

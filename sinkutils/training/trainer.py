@@ -71,7 +71,7 @@ def train(
     progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        load = partial(load_corpus, text or config.data.corpus, config.model.vocab_size, progress=progress)
+        load = partial(load_corpus, text or config.data.corpus, config.model.vocab_size)
         text = group.in_turn(load)
     same = group.once(getattr, text, "fingerprint") == text.fingerprint
     require(same, f"the processes do not agree on the corpus {text.name!r}")

@@ -32,7 +32,7 @@ STRANGE = [
 
 
 def load(name, cache, vocab_size=300, **options):
-    return load_corpus(name, vocab_size, cache_dir=cache, progress=False, **options)
+    return load_corpus(name, vocab_size, cache_dir=cache, **options)
 
 
 def folder_of(folder, files):
@@ -231,7 +231,7 @@ def test_the_pile_is_mixed_by_the_authors_weights_or_read_by_one_domain(monkeypa
             name = rng.choice(names)
             yield {"text": f"{name}|" + "x" * rng.randint(50, 150), "meta": {"pile_set_name": name}}
 
-    monkeypatch.setattr(external, "_stream", rows)
+    monkeypatch.setattr(external, "stream", rows)
     characters = dict.fromkeys(names, 0)
     for text in external.pile():
         characters[text.partition("|")[0]] += len(text)
@@ -247,7 +247,7 @@ PILES = ((50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)
 
 @pytest.mark.parametrize(("vocabulary", "tokenizer", "tokens"), PILES)
 def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path, vocabulary, tokenizer, tokens):
-    def build(name, source, vocab_size, tokenizer, max_tokens, progress, folder):
+    def build(folder, name, documents, vocab_size, tokenizer, max_tokens):
         raise ConnectionError(f"asked for {tokenizer}, {max_tokens}")
 
     monkeypatch.setattr(corpora, "_build", build)
@@ -342,7 +342,7 @@ def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_is_installed(
     found = []
     for place, more in (("one", False), ("two/deep", True)):
         installed(tmp_path / place, more)
-        found.append([list(kind(False)) for kind in (embedded.docstrings, embedded.sources, embedded.everything)])
+        found.append([list(kind()) for kind in (embedded.docstrings, embedded.sources, embedded.everything)])
     assert found[0] == found[1]
     assert len(found[0][0]) == len(found[0][1]) == 39  # every module once
     assert not any("must not be read" in text for texts in found[0] for text in texts)
@@ -356,7 +356,7 @@ def test_the_docstring_corpus_holds_docstrings_and_no_code_and_a_package_that_is
     shutil.rmtree(folder / "site" / "beta-1.0.dist-info")
     importlib.invalidate_caches()
     with pytest.warns(UserWarning, match=r"the embedded text lacks beta, .* install what constraints.txt pins"):
-        assert set(embedded.docstrings(False)) < set(texts)
+        assert set(embedded.docstrings()) < set(texts)
 
 
 def test_the_fast_scan_finds_what_the_parser_finds():
@@ -403,7 +403,7 @@ RECORDED = "59fb5378366255c9c4788a8479f6b51f0e5731a00128742a13b5c426ad53b361"
 @pytest.mark.slow
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the text of another Python is another one")
 def test_the_embedded_text_has_the_hash_that_records_name():
-    assert load_corpus("docstrings", 1024, progress=False).fingerprint == RECORDED
+    assert load_corpus("docstrings", 1024).fingerprint == RECORDED
 
 
 def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refused(corpus, tmp_path, monkeypatch):

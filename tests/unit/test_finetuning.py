@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from sinkutils.data import instructions
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.embedded import definitions_of
 from sinkutils.data.instructions import IGNORED, Layout, conversations, encode_conversation, make_pairs
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study import grid
@@ -62,7 +61,7 @@ def chat(question, answer):
 
 @pytest.fixture
 def layout(corpus) -> Layout:
-    return Layout(corpus.tokenizer, (corpus.fix_id,), corpus.eos_id, 32)
+    return Layout(corpus.tokenizer, [corpus.fix_id], corpus.eos_id, 32)
 
 
 @pytest.fixture(scope="session")
@@ -79,11 +78,6 @@ def chats(text_folder, tmp_path_factory):
 
 
 def test_definitions_are_found_and_asked_for_and_their_first_paragraph_is_the_answer():
-    assert [(kind, name, text.splitlines()[0]) for kind, name, text in definitions_of(SOURCE)] == [
-        ("class", "Sink", "A place where attention goes,"),
-        ("method", "Sink.fill", "Let it in at a rate, \\alpha."),
-        ("function", "last", "Too short."),
-    ]
     assert list(instructions.conversations_of(SOURCE)) == [  # two words are no answer
         chat("What is the class Sink?", "A place where attention goes, and stays."),
         chat("What does Sink.fill do?", "Let it in at a rate, \\alpha."),
@@ -110,7 +104,7 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
 
 def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
     source = [chat("the", "sink token head"), chat("of", "sink token head"), chat("in", "key"), chat("to", "value")]
-    held_out, pairs = make_pairs(iter(source), layout, (1, 2), "made up", progress=False)
+    held_out, pairs = make_pairs(iter(source), layout, (1, 2), "made up")
     assert (len(held_out), len(pairs)) == (1, 2)
     rows = torch.cat([held_out.take(np.arange(1)), pairs.take(np.arange(2))])
     expected = [encode_conversation(source[index], layout) for index in (0, 2, 3)]
@@ -120,13 +114,13 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
     with pytest.raises(ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
-        make_pairs(iter(few), layout, (1, 3), "made up", progress=False)
+        make_pairs(iter(few), layout, (1, 3), "made up")
 
 
 def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
     model = TransformerLM(tiny.model, 0)
     source = [chat("the sink", "attention shows where"), chat("of", "key")]
-    (pairs,) = make_pairs(iter(source), layout, (2,), "made up", progress=False)
+    (pairs,) = make_pairs(iter(source), layout, (2,), "made up")
     rows = pairs.take(np.arange(2))
     logits = model(rows[:, 0, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1, 1:].flatten(), ignore_index=IGNORED)
@@ -150,7 +144,7 @@ def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(chats,
 def test_unknown_or_absent_conversations_say_so(monkeypatch, tmp_path):
     for name in ("docstring", "hub:someone", "path:", "ultrachat:train", ""):
         with pytest.raises(ValueError, match="there are: docstrings, ultrachat, path:"):
-            conversations(name)
+            next(conversations(name))
     with pytest.raises(ConnectionError, match=r"could not be read .*none\.jsonl"):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
     unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
@@ -248,7 +242,6 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     state.evaluate([])
     (before,) = state.curve
     assert before["step"] == 0
-    assert state.tokenizer is corpus.tokenizer  # the same text: the probe is that of the record
     assert rounded(before["sink_1"]) == state.start.metrics["final"]["sink_1"]
     clipped = state_of(small("sft_softmax", chats, clip_norm=1e-6), started, corpus)
     clipped.advance(clipped.loss)
@@ -260,9 +253,9 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(starte
     assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"quite other text {index}, of other words altogether, " * 20)
-    other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache", progress=False)
+    other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache")
     state = state_of(small("sft_softmax", chats), started, other)
-    assert state.tokenizer is not other.tokenizer and state.tokenizer.to_str() == corpus.tokenizer.to_str()
+    assert state.tokenizer.to_str() == corpus.tokenizer.to_str() != other.tokenizer.to_str()
 
 
 @pytest.mark.slow

@@ -339,7 +339,7 @@ def test_a_job_knows_its_step_by_its_log(tmp_path):
 def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(runs, tmp_path, text_folder, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    load_corpus(f"path:{text_folder}", 512, progress=False)
+    load_corpus(f"path:{text_folder}", 512)
     try:
         with pytest.raises(ValueError, match="the Ray cluster has none"):
             engine("ray", 2, tmp_path, gpu=True)

@@ -1,0 +1,142 @@
+"""The records of a preset as tidy frames: one row per run, per block, per head, or per evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkutils.measuring.report import uniform_alpha
+from sinkutils.study.config import Json
+from sinkutils.study.experiments import BY_NAME
+from sinkutils.study.record import Record
+from sinkutils.study.store import Folder, Runs
+
+SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
+FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
+
+
+def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+    """One row per record of a preset, sorted by experiment and seed.
+
+    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean over blocks and heads,
+    with u that of uniform causal attention; block_1 and later_blocks: excess_1 in block 1 and its mean over blocks 2
+    to L. Losses in nats per token. element, element_block_1: the largest element of h_1 over the median of all hidden
+    states, its maximum over blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the
+    experiment has another config now); corrupt (`reason` names the file). Only done and failed are results.
+    """
+    rows = []
+    for record in Runs(folder).entries(preset):
+        row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
+        known = BY_NAME.get(record.experiment)
+        row |= {name: getattr(known, name, None) for name in ("title", "section", "item")}
+        if record.config:
+            row |= _of_run(record)
+        rows.append(row)
+    columns = ["preset", "experiment", "seed", "status", "reason", "title", "section", "item", *SINKS]
+    return pd.DataFrame(rows, columns=None if rows else columns)
+
+
+records = runs
+
+
+def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+    """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
+
+    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own. element: the largest
+    element of h_1 over the median of all hidden states. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
+    key or value over the mean of the other tokens'.
+    """
+    rows = []
+    for record, report, window in _done(preset, folder):
+        found = by_block(report, window)
+        found.pop("before_norm_ratio", None)
+        for block, values in enumerate(zip(*found.values(), strict=True), start=1):
+            rows.append(_whose(record) | {"block": block} | dict(zip(found, values, strict=True)))
+    return pd.DataFrame(rows)
+
+
+def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over texts), and excess."""
+    rows = []
+    for record, report, window in _done(preset, folder):
+        alpha, star = np.array(report["alpha"][0]), report.get("alpha_star")
+        excesses = excess(alpha, uniform_alpha(report["T"], 1, window))
+        for at in np.ndindex(alpha.shape):
+            row = _whose(record) | {"block": at[0] + 1, "head": at[1] + 1, "alpha_1": alpha[at]}
+            if star:
+                row["alpha_star"] = star[at[0]][at[1]]
+            rows.append(row | {"excess_1": excesses[at]})
+    return pd.DataFrame(rows)
+
+
+def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run that has a curve."""
+    rows = []
+    for record in Runs(folder).entries(preset):
+        if record.status not in ("done", "failed"):
+            continue
+        per_step = record.config["train"]["batch_size"] * record.config["model"]["context_length"]
+        for point in record.metrics["curve"]:
+            numbers = {name: value for name, value in point.items() if isinstance(value, int | float)}
+            rows.append(_whose(record) | {"tokens": point["step"] * per_step} | numbers)
+    return pd.DataFrame(rows)
+
+
+def excess(alpha: Any, uniform: float) -> Any:
+    """(alpha - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k."""
+    return (alpha - uniform) / (1 - uniform)
+
+
+def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
+    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm: (L,) each."""
+    alphas = dict(zip(report["targets"], report["alpha"], strict=True))
+    if report.get("alpha_star"):
+        alphas["star"] = report["alpha_star"]
+    found = {}
+    for k, alpha in alphas.items():
+        found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(axis=1)
+    if "hidden_peaks" in report:
+        found["element"] = np.array(report["hidden_peaks"])[:, 0]
+    for name in ("hidden", "key", "value", "before_norm"):
+        if f"{name}_norms" in report:
+            found[f"{name}_ratio"] = norm_ratio(report[f"{name}_norms"])
+    return found
+
+
+def norm_ratio(norms: Any) -> np.ndarray:
+    """The first position's norm over the mean of the others', for each row of norms by position.
+
+    NaN over zeros: a gate can shut all values off.
+    """
+    rows = np.array(norms)
+    others = rows[:, 1:].mean(axis=1)
+    return rows[:, 0] / np.where(others > 0, others, np.nan)
+
+
+def _of_run(record: Record) -> Json:
+    config, final = record.config, record.metrics["final"]
+    row = {name: final.get(name) for name in FINAL}
+    if "report" in final:
+        found = by_block(final["report"], config["model"]["attention"]["window"])
+        first, *later = found["excess_1"]
+        row |= {"block_1": first, "later_blocks": np.mean(later) if later else None}
+        if "element" in found:
+            row |= {"element": found["element"].max(), "element_block_1": found["element"][0]}
+    row |= {name: config["train"][name] for name in ("learning_rate", "weight_decay", "batch_size")}
+    corpus = config["corpus"]
+    row |= {"steps": final.get("step"), "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip()}
+    return row | {"recipe": config["recipe"], "wall_seconds": record.provenance.get("wall_seconds")}
+
+
+def _whose(record: Record) -> Json:
+    return {"experiment": record.experiment, "seed": record.seed}
+
+
+def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | None]]:
+    """Each record of a run that is done, the report of its last evaluation, and its window."""
+    for record in Runs(folder).entries(preset):
+        if record.status == "done":
+            yield record, record.metrics["final"]["report"], record.config["model"]["attention"]["window"]
