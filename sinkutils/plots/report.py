@@ -76,7 +76,7 @@ def report_model(
             "heads": _svg(
                 heads_by_block(alpha, main.layers, ax=_axes(5.6)), "Every head's attention to the first token"
             ),
-            "maps": _maps(model, tokenizer, own[0] if own else SAMPLE, "BOS" in title, main) or ABSENT,
+            "maps": _maps(model, tokenizer, own[0] if own else SAMPLE, "BOS" in title, main),
             "norms": _norms(main) or ABSENT,
             "models": _table({name: rows[title]} | _references()),
             "facts": _table({key: {" ": value} for key, value in facts.items()}),
@@ -141,8 +141,9 @@ def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     row = {"Sink<sub>1</sub>": f"{summary['sink']['1']['0.3']:.1f} %", "95 % interval": f"{low:.1f} to {high:.1f}"}
     if "sink_star" in summary:  # of a learned sink, a key of its own or a sink token
         row["Sink<sub>*</sub>"] = f"{summary['sink_star']['0.3']:.1f} %"
-    row["excess in block 1"] = f"{excess[0]:.2f}"
-    row["excess in later blocks"] = f"{excess[1:].mean():.2f}" if len(excess) > 1 else ABSENT
+    first = 1 + summary.get("layers", [0])[0]  # of a hybrid model the first block that has attention
+    row[f"excess in block {first}"] = f"{excess[0]:z.2f}"
+    row["excess in later blocks"] = f"{excess[1:].mean():z.2f}" if len(excess) > 1 else ABSENT
     if "hidden_norms" in summary:
         # The last block's state is about the next token: its norms are another matter.
         *ratios, last = norm_ratio(summary["hidden_norms"])

@@ -213,6 +213,7 @@ def test_a_page_says_what_a_learned_sink_takes():
 
 def test_the_excess_of_a_page_is_that_of_the_report(model, ids):
     report = measure(model, ids)
+    assert "excess in block 3" in _row(report.to_dict() | {"layers": [2]})  # of a hybrid model
     row = _row(report.to_dict())
     blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
     assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
