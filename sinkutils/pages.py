@@ -48,12 +48,13 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    options = {"execution_timeout": CELL_SECONDS, "coalesce_streams": True, "progress_bar": False}
+    options: dict[str, Any] = {"kernel_name": "python3", "cwd": NOTEBOOKS, "progress_bar": False}
+    options |= {"execution_timeout": CELL_SECONDS, "coalesce_streams": True}
     failed = []
     for path in tqdm(paths, unit="notebook"):
         target = output and output / path.name
         try:
-            done = papermill.execute_notebook(path, target, parameters, cwd=NOTEBOOKS, **options)
+            done = papermill.execute_notebook(path, target, parameters, **options)
         except papermill.PapermillExecutionError as error:
             failed.append(path.stem)
             tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
