@@ -31,14 +31,12 @@ _HOMES = {
     "verdict": "ledger.table",
     "theme": "plots.theme",
     "save": "plots.theme",
-    "explore": "plots.explorer",
+    "explore": "plots.interactive",
     "film": "plots.interactive",
-    "logits": "plots.interactive",
+    "Interactive": "plots.interactive",
     "report_page": "plots.report",
     "report_model": "plots.report",
 }
-# Which extra of pyproject.toml brings a package; what is not here is a dependency of the core.
-_EXTRAS = {"nbclient": "notebooks", "nbformat": "notebooks", "papermill": "notebooks", "datasets": "hub"}
 __all__ = [*_HOMES]
 __version__ = "0.1.0"
 
@@ -46,21 +44,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    try:
-        value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        raise ImportError(missing(error, f"su.{name}")) from error
+    value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
-
-
-def missing(error: ModuleNotFoundError, purpose: str) -> str:
-    """In one line, which package is not installed and what brings it. Raises `error` again if it is a part of ours."""
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "sinkutils"):
-        raise error
-    install = f"'sinkutils[{_EXTRAS[package]}]'" if package in _EXTRAS else package
-    return f"{package} is needed for {purpose}: pip install {install}"
 
 
 def __dir__() -> list[str]:

@@ -17,26 +17,23 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def is_count(value: Any) -> bool:
-    """Whether this is an integer of at least 1; True is not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any, least: float = 1) -> bool:
+    """Whether this is an integer of at least so much; True is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    wanted = f"must be at least {least}" if most == math.inf else f"must be in {least}..{most}"
-    require(whole, f"{name} must be an integer, got {value!r}")
-    require(least <= value <= most, f"{name} {wanted}, got {value}")
+    wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
+    require(is_count(value, -math.inf), f"{name} must be an integer, got {value!r}")
+    require(least <= value <= most, f"{name} must be {wanted}, got {value}")
 
 
 def real(name: str, value: Any, wanted: str, low: float = 0.0, high: float = math.inf, ends: str = "") -> None:
     """A finite number between low and high, `ends` ("low", "high", "both") included; `wanted` says it in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    inside = number and (
-        low < value < high or (value == low and ends in ("low", "both")) or (value == high and ends in ("high", "both"))
-    )
-    require(inside, f"{name} must be {wanted}, got {value!r}")
+    included = [end for end, word in ((low, "low"), (high, "high")) if ends in (word, "both")]
+    require(number and (low < value < high or value in included), f"{name} must be {wanted}, got {value!r}")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -88,12 +85,10 @@ def first_line(error: BaseException) -> str:
 def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     """A list, array or tensor of numbers as floats."""
     try:
-        array = np.asarray(values)
-    except ValueError:  # rows of unequal length
-        array = np.asarray(None)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise ValueError(f"{name} must be a sequence of numbers, got {values!r}")
-    return tuple(array.astype(float).tolist())
+        (_,) = np.shape(values)
+        return tuple(map(float, values))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a sequence of numbers, got {values!r}") from error
 
 
 def device(name: str | torch.device | None) -> torch.device:
@@ -104,16 +99,13 @@ def device(name: str | torch.device | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = "device must be cpu, cuda, cuda:0, .. or mps"
+    wanted = f"device must be cpu, cuda, cuda:0, .. or mps; got {str(name)!r}"
     try:
         target = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{wanted}; got {name!r}") from error
-    has_weights = target.type in ("cpu", "cuda", "mps", "xpu")
-    require(has_weights, f"{wanted}, where a model has weights; got {name!r}")
+        raise ValueError(wanted) from error
+    require(target.type in ("cpu", "cuda", "mps", "xpu"), wanted)
     if target.type != "cpu":
-        module = torch.get_device_module(target)
-        count = module.device_count() if module.is_available() else 0
-        seen = f"PyTorch sees {count or 'none'} of that kind here: give another, or cpu"
-        require((target.index or 0) < count, f"device {str(name)!r} was asked for, but {seen}")
+        count = torch.get_device_module(target).device_count()
+        require((target.index or 0) < count, f"{wanted}, but PyTorch sees {count} of that kind here")
     return target

@@ -45,6 +45,7 @@
   };
   const finish = (height) => {
     set(svg, { viewBox: `0 0 ${WIDTH} ${height}` });
+    controls.className = "controls";
     controls.style.cssText = "display:flex;flex-wrap:wrap;gap:.4em 1.4em;align-items:center;margin:.3em 0";
     root.querySelector(".still").replaceWith(controls);
     image.remove();
@@ -112,7 +113,9 @@
     },
 
     film() {
-      const { steps, runs, picks, key } = data, end = steps.length - 1, most = steps[end];
+      const { steps, runs, key } = data, end = steps.length - 1, most = steps[end];
+      const picks = [...new Set([0, 1, 2, 3, 4, 5, 6].map((nth) => Math.round(nth * end / 6)))];  // shown as thumbnails
+      const lines = [key === "k*" ? colors.star : colors.first, colors.other, colors.baseline, colors.paper];
       const left = 46, right = 500, row = 124, base = runs.length * row + 116;
       const x = (step) => left + (right - left) * step / most, y = (share) => base - 84 * share;
       const middle = { "text-anchor": "middle" }, quiet = { fill: GREY, "font-size": 11 };
@@ -125,7 +128,8 @@
         write(step.toLocaleString("en"), x(step), base + 16, { ...quiet, ...middle });
       }
       write(`mean attention to ${key} over all heads, by training step`, left, base + 36);
-      const shown = runs.map(({ name, heads, frames, means, color }, i) => {
+      const shown = runs.map(({ name, heads, frames, means }, i) => {
+        const color = lines[i % lines.length];
         const height = frames[0].length / heads, top = i * row, width = (right - left + 30) / picks.length;
         write(name, left - 26, top + 18, { "font-weight": "bold", fill: color });
         const size = Math.min((width - 8) / heads, 72 / height);

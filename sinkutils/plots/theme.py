@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,9 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from sinkutils.paths import FIGURES, RENDERED
-
-COMMITTED = "SINKUTILS_COMMITTED_FIGURES"  # set in the kernels of `run --in-place`
+from sinkutils.paths import RENDERED
 
 # Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by their lightness.
 COLORS = {
@@ -68,15 +65,11 @@ def theme() -> dict[str, str]:
 def save(figure: Figure | Axes, name: str) -> Path:
     """Save a figure as a PNG in 256 colours, the same bytes for the same picture; returns its path.
 
-    It goes to figures/ where `run --in-place` makes what is committed, else to rendered/figures/, which git ignores.
+    It goes to rendered/figures/, which git ignores; `run --in-place` copies it to figures/.
     """
-    of = figure.get_figure(root=True) if isinstance(figure, Axes) else figure
-    if not isinstance(of, Figure):
-        raise ValueError(f"save takes a figure or its axes, got {type(figure).__name__}")
-    folder = FIGURES if os.environ.get(COMMITTED) else RENDERED / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.png"
-    path.write_bytes(png(of))
+    path = RENDERED / "figures" / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(figure.get_figure(root=True)))  # type: ignore
     return path
 
 
@@ -93,12 +86,11 @@ def png(figure: Figure) -> bytes:
 
 def alt_text(figure: Figure) -> str:
     """The figure's label, if it was given one; else its titles and what stands on its axes."""
-    parts = [str(figure.get_label())]
-    if not parts[0]:
-        parts = [figure.get_suptitle()]
-        for ax in figure.axes:
-            parts += [ax.get_title("left"), ax.get_title("center"), ax.get_xlabel(), ax.get_ylabel()]
-    return "; ".join(dict.fromkeys(part.replace("\n", " ") for part in parts if part)) or "a figure"
+    parts = [figure.get_suptitle()]
+    for ax in figure.axes:
+        parts += [ax.get_title("left"), ax.get_title("center"), ax.get_xlabel(), ax.get_ylabel()]
+    written = "; ".join(dict.fromkeys(part.replace("\n", " ") for part in parts if part))
+    return str(figure.get_label()) or written or "a figure"
 
 
 def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:

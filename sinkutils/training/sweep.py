@@ -215,6 +215,7 @@ def estimate(
     corpus: str | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[tuple[RunConfig, float]]:
+    """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
     base = preset(preset_name)
     text = load_corpus(corpus, base.model.vocab_size).identity if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)

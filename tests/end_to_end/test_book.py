@@ -50,12 +50,6 @@ def pages(request):
     return seen
 
 
-@pytest.fixture(scope="module")
-def driver():
-    with chromium() as browser:
-        yield browser
-
-
 @pytest.mark.parametrize("wrong", ["errors", "misread", "fonts", "overflow", "mute", "still"])
 def test_no_page_has(wrong, pages):
     """Errors in its console, formulas or fonts that fail, more width than the window, an image without words for it, or
@@ -112,12 +106,13 @@ Promise.all([...document.querySelectorAll("figure .controls")].map(async (contro
 """
 
 
-def test_every_slider_and_button_of_the_first_notebook_moves_its_picture(driver):
-    driver.get((BOOK / "notebooks" / "00_quickstart.html").as_uri())
-    driver.implicitly_wait(2)
-    driver.find_elements("css selector", "figure .controls")
-    moved = driver.execute_async_script(PLAY)
+def test_every_slider_and_button_of_the_first_notebook_moves_its_picture():
+    with chromium() as driver:
+        driver.get((BOOK / "notebooks" / "00_quickstart.html").as_uri())
+        driver.implicitly_wait(2)
+        driver.find_elements("css selector", "figure .controls")
+        moved = driver.execute_async_script(PLAY)
+        assert console_errors(driver) == []
     assert len(moved) >= 4
     assert all(any(changed) for changed in moved)
     assert sum(changed.count(False) for changed in moved) <= 1  # "nothing matches" is how the logits start
-    assert console_errors(driver) == []

@@ -24,7 +24,7 @@ from sinkutils.training.trainer import train
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
 
 
 def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
@@ -45,7 +45,7 @@ WORKER = """
 import contextlib, dataclasses, json, sys
 from pathlib import Path
 import torch
-import sinkutils.training.trainer as training
+from helpers import interrupted
 from sinkutils.study import presets
 from sinkutils.training import group as distributed
 from sinkutils.training import run as states
@@ -58,28 +58,13 @@ from sinkutils.training.trainer import train
 
 config, corpus, out = from_dict(RunConfig, json.loads(sys.argv[1])), Corpus(Path(sys.argv[2])), Path(sys.argv[3])
 
-class Broken(Exception):
-    pass
-
-def advance_to(step):
-    def advance(run, forward):
-        if run.step == step:
-            raise Broken
-        return whole(run, forward)
-    return advance
-
-whole = training.Run.advance
 with joined("ddp", torch.device("cpu")) as ddp:
     for mode in ("ddp", "fsdp"):
         group = dataclasses.replace(ddp, parallel=mode)
         arguments = {"corpus": corpus, "progress": False, "keep_weights": True, "group": group}
         train(config, out / mode, **arguments)
-        training.Run.advance = advance_to(10)
-        try:
+        with contextlib.suppress(KeyboardInterrupt), interrupted(10):
             train(config, out / f"{mode}-broken", checkpoint_seconds=0.0, **arguments)
-        except Broken:
-            pass
-        training.Run.advance = whole
         record = train(config, out / f"{mode}-broken", **arguments)
         half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
         states.usable_precision = lambda asked, device: asked  # also on a CPU that is slow in bf16

@@ -1,13 +1,11 @@
 """The notebooks: their form and size, their exercises, and that papermill runs them with other parameters."""
 
 import json
-import os
 import re
 import subprocess
 
 import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError
 
 from sinkutils import pages
 from sinkutils.pages import NOTEBOOKS, find_notebooks, run_notebooks
@@ -92,46 +90,35 @@ _ = pathlib.Path(r"{figure}").write_text("drawn")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Two notebooks, each with a cell that draws a figure, and a figure that none of them draws any more."""
-    for name in ("notebooks", "figures"):
-        (tmp_path / name).mkdir()
+    """Two notebooks, each with a cell that draws a figure."""
+    (tmp_path / "notebooks").mkdir()
+    for name in ("notebooks", "figures", "rendered"):
         monkeypatch.setattr(pages, name.upper(), tmp_path / name)
     for number in ("01", "02"):
-        code = CODE.format(widget=WIDGET, figure=tmp_path / "figures" / f"of_{number}.svg")
+        code = CODE.format(widget=WIDGET, figure=tmp_path / "rendered" / "figures" / f"of_{number}.svg")
         cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell(code)]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{number}_page.ipynb")
-    old = tmp_path / "figures" / "old.svg"
-    old.write_text("of an earlier page")
-    os.utime(old, (1, 1))
     return tmp_path
 
 
-def outputs(folder, number):
-    return nbformat.read(folder / "notebooks" / f"{number}_page.ipynb", as_version=4).cells[1].outputs
+def book_of(folder, number):
+    return nbformat.read(folder / "notebooks" / f"{number}_page.ipynb", as_version=4)
 
 
-def test_in_place_all_pages_are_rewritten_without_what_differs_and_figures_hold_what_they_drew(folder):
-    pages.refresh_notebooks()
-    for number in ("01", "02"):
-        assert [(output.output_type, output.get("text")) for output in outputs(folder, number)] == [
-            ("stream", "what it says\n")
-        ]
-    assert sorted(path.name for path in (folder / "figures").iterdir()) == ["of_01.svg", "of_02.svg"]
+def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_copied(folder):
+    before = book_of(folder, "01"), book_of(folder, "02")
+    assert run_notebooks({}, None, ["02"]) == []
+    after = book_of(folder, "02")
+    (output,) = after.cells[1].outputs
+    assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[1].execution_count == 1
+    after.cells[1] |= {"outputs": [], "execution_count": None}
+    assert (book_of(folder, "01"), after) == before
+    assert [path.name for path in (folder / "figures").iterdir()] == ["of_02.svg"]
 
 
-def test_of_one_page_the_others_and_their_figures_stay(folder):
-    pages.refresh_notebooks(["02"])
-    assert outputs(folder, "01") == [] and outputs(folder, "02")
-    assert sorted(path.name for path in (folder / "figures").iterdir()) == ["of_02.svg", "old.svg"]
-
-
-def test_a_page_that_fails_stays_as_it_was_and_so_do_the_figures(folder):
-    path = folder / "notebooks" / "01_page.ipynb"
-    book = nbformat.read(path, as_version=4)
+def test_a_page_that_fails_in_place_stays_as_it_was_and_so_do_the_figures(folder):
+    book = book_of(folder, "01")
     book.cells.append(nbformat.v4.new_code_cell("1 / 0"))
-    nbformat.write(book, path)
-    before = path.read_bytes()
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        pages.refresh_notebooks()
-    assert path.read_bytes() == before and outputs(folder, "02") == []
-    assert (folder / "figures" / "old.svg").exists()
+    nbformat.write(book, folder / "notebooks" / "01_page.ipynb")
+    assert run_notebooks({}, None) == ["01_page"]
+    assert book_of(folder, "01") == book and not (folder / "figures").exists()

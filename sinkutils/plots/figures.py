@@ -1,19 +1,42 @@
-"""Attention maps with the tokens along their edges."""
+"""Two figures that several pages share: every head as a dot over its block, an attention map with its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from sinkutils.checks import require
 from sinkutils.plots.theme import COLORS
 
 SHADES = "magma_r"  # of all maps: little is light, much is dark; even steps, so that it also reads in grey
+EPSILON = 0.3  # of the metric
+
+
+def heads_by_block(
+    heads: Any, layers: Sequence[int] | None = None, color: str = COLORS["first"], ax: Axes | None = None
+) -> Axes:
+    """Draw a dot per head at the height of its mean attention, block by block; a dashed line at the metric's epsilon.
+
+    heads: alpha_1, (layers, heads), as an array or tensor. layers: which blocks these are, from 0; None: all of them.
+    Dots of one block are spread sideways in their order.
+    """
+    alpha = np.asarray(heads, dtype=float)
+    require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
+    blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
+    across = 1 + blocks[:, None] + 0.7 * ((np.arange(alpha.shape[1]) + 0.5) / alpha.shape[1] - 0.5)
+    ax = ax or plt.gca()
+    ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=color)
+    ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
+    ax.set(xlabel="block", ylabel=r"$\alpha_1$", ylim=(-0.02, 1.02))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return ax
 
 
 def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
@@ -44,7 +67,5 @@ def token_label(token: int, tokenizer: Any = None) -> str:
         return str(token)
     text = tokenizer.decode([token], skip_special_tokens=False)
     text = text.replace("\n", "↵").replace("\t", "→")
-    text = "".join(letter for letter in text if letter.isprintable()).strip()
-    if not text:
-        return "␣"
+    text = "".join(letter for letter in text if letter.isprintable()).strip() or "␣"
     return text if len(text) <= 8 else text[:7] + "…"
