@@ -318,8 +318,8 @@ class Capture:
         require(not chosen or name in ("eager", "sdpa"), wanted)
         self._note_window(layer, mask, length)
         call = call._replace(hidden=self.hidden)
-        out = self._fused(call, layer)
-        return self._exact(call, layer) if out is None else out, None
+        found = self._fused(call, layer)
+        return self._exact(call, layer) if found is None else found, None
 
     def _look_for_later(self, weights: Tensor) -> None:
         """Raise ValueError where the weights (B, H, T, T) of a check are on later tokens."""

@@ -56,10 +56,11 @@ def load_lm(
     another device or dtype.
     """
     name, path = str(name_or_path), Path(name_or_path)
+    kind: Any = dtype
     if dtype is not None:
-        dtype = str(dtype).removeprefix("torch.")
-        choice("dtype", dtype, DTYPES)
-    kind = dtype and getattr(torch, dtype)
+        asked = str(dtype).removeprefix("torch.")
+        choice("dtype", asked, DTYPES)
+        kind = getattr(torch, asked)
     target = None if device == "auto" else find_device(device)
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()

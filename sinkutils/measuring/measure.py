@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +66,8 @@ def measure(
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    pairs = isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads)
-    require(pairs, f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
+    good = isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads)
+    require(good, f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
     model = unwrapped(model)
     check_weights(model)
@@ -75,7 +75,8 @@ def measure(
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    tally = Tally(targets, int(lengths.max()), norms, tuple(dict.fromkeys(map(tuple, heads))))
+    pairs = tuple(dict.fromkeys((layer, head) for layer, head in heads))
+    tally = Tally(targets, int(lengths.max()), norms, pairs)
     order: list[int] = []
     with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
@@ -162,7 +163,7 @@ def special_ids(model: nn.Module, name: str) -> set[int]:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None  # type: ignore[union-attr, operator]
     found = (getattr(part, name, None) for part in (config, text))
-    ids = next((ids for ids in found if ids not in (None, -1)), [])
+    ids: Any = next((ids for ids in found if ids not in (None, -1)), [])
     return {*torch.tensor(ids, device="cpu").flatten().tolist()}
 
 
