@@ -62,7 +62,7 @@ def fields(config: Any, **least: int) -> None:
 
     A type may be one with None; of tuples every element is checked.
     """
-    for name, (kind, *others) in types(type(config)).items():
+    for name, (kind, *others) in types(config.__class__).items():
         value = getattr(config, name)
         if value is None and type(None) in others:
             continue

@@ -359,7 +359,7 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
 def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
-    probe_below, valid_below = corpora._thresholds(fractions, complete=True)
+    probe_below, valid_below = corpora._thresholds(sorted(fractions), complete=True)
     probes, valid = (
         [f for f in fractions if low <= f < high] for low, high in ((0, probe_below), (probe_below, valid_below))
     )
