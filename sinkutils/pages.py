@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     on every run (warnings, progress bars, widgets); and if all do, the figures that they saved go to figures/.
     Raises ValueError, before any is run, for a parameter that one of them does not have.
     """
-    import nbformat
     import papermill
 
     paths = find_notebooks(only)
@@ -50,24 +51,38 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     (output or figures).mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"kernel_name": "python3", "cwd": NOTEBOOKS, "progress_bar": False}
     options |= {"execution_timeout": CELL_SECONDS, "coalesce_streams": True}
-    failed = []
-    for path in tqdm(paths, unit="notebook"):
-        target = output and output / path.name
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: two pages run at a time, on a core each
+
+    def execute(path: Path) -> Any:
         try:
-            done = papermill.execute_notebook(path, target, parameters, **options)
+            return papermill.execute_notebook(path, output and output / path.name, parameters, **options)
         except papermill.PapermillExecutionError as error:
-            failed.append(path.stem)
-            tqdm.write(f"{path.stem} failed in cell {error.cell_index}: {error.ename}: {error.evalue}")
-            continue
-        tqdm.write(f"{path.stem} -> {target or path}")
-        if output is None:
-            book = nbformat.read(path, as_version=4)
-            for cell, ran in zip(book.cells, done.cells, strict=True):
-                if cell.cell_type == "code":
-                    shown = [one for one in ran.outputs if one.get("name") != "stderr"]
-                    cell.outputs = [one for one in shown if WIDGET not in one.get("data", {})]
-                    cell.execution_count = ran.execution_count
-            nbformat.write(book, path)
+            return error
+
+    failed = []
+    with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
+        for path, done in zip(paths, pool.map(execute, paths), strict=True):
+            bar.update()
+            if isinstance(done, Exception):
+                failed.append(path.stem)
+                tqdm.write(f"{path.stem} failed in cell {done.cell_index}: {done.ename}: {done.evalue}")
+            elif output is None:
+                _refresh(path, done)
+            else:
+                tqdm.write(f"{path.stem} -> {output / path.name}")
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed
+
+
+def _refresh(path: Path, ran: Any) -> None:
+    """Give a notebook the outputs of its execution, without what differs on every run."""
+    import nbformat
+
+    book = nbformat.read(path, as_version=4)
+    for cell, done in zip(book.cells, ran.cells, strict=True):
+        if cell.cell_type == "code":
+            shown = [one for one in done.outputs if one.get("name") != "stderr"]
+            cell.outputs = [one for one in shown if WIDGET not in one.get("data", {})]
+            cell.execution_count = done.execution_count
+    nbformat.write(book, path)
