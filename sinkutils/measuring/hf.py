@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -93,10 +93,9 @@ def _mask(self: AttentionMaskInterface, key: str) -> Callable:
 
 @contextmanager
 def _returning_weights(model: nn.Module) -> Iterator[None]:
-    """Families outside the interface by their eager attention, without the hooks that some leave on themselves."""
+    """Families outside the interface by their eager attention."""
     configs = families.configurations(model)
     before = [config._attn_implementation for config in configs]
-    hooks = {module: set(module._forward_hooks) for module in model.modules()}
     try:
         for config in configs:
             config._attn_implementation = "eager"
@@ -104,12 +103,10 @@ def _returning_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation = value
-        for module, own in hooks.items():
-            if left := set(module._forward_hooks) - own:
-                for hook in left:
-                    del module._forward_hooks[hook]
-                for part in model.modules():
-                    part.__dict__.pop("_output_capturing_hooks_installed", None)
+
+
+def _taken(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(module.forward).parameters
 
 
 class Capture:
@@ -195,10 +192,11 @@ class Capture:
         self.finish()
 
     def _pass(self, ids: Tensor) -> None:
-        options: dict[str, Any] = {"use_cache": False}
-        if self.legacy:
+        options = {"use_cache": False}
+        # Where modules do not ask whether to return weights, they always do, and asking the model leaves hooks on it.
+        if self.legacy and all("output_attentions" in _taken(module) for module in self.layers):
             options["output_attentions"] = True
-        taken = inspect.signature(self.forward.forward).parameters
+        taken = _taken(self.forward)
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken.values()):
             options = {name: value for name, value in options.items() if name in taken}
         # A model whose embedding is offloaded (accelerate) moves the ids itself.
