@@ -132,12 +132,12 @@ def _of_report(report: Json, window: int | None) -> Numbers:
 
 
 def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int | None) -> Numbers:
-    """What training added. A target beyond the report's is the model's own key."""
+    """What training added. The last target of a model with a key of its own is that key."""
     later = alpha.mean(axis=3)[:, :, 1:].astype(float).mean(axis=2)  # (evaluations, targets)
     course = excess(later[:, 0], uniform_alpha(report["T"], 1, window))
     early = np.searchsorted(steps, 0.1, side="right") - 1
     numbers = {"highest": course.max(), "learned": course[-1] - course[0], "late": course[-1] - course[early]}
-    if alpha.shape[1] > len(report["targets"]):
+    if report.get("alpha_star"):
         star = excess(later[:, -1], uniform_alpha(report["T"], "star", window))
         numbers["learned_star"] = star[-1] - star[0]
     return numbers
