@@ -19,20 +19,18 @@ LAB = ROOT / ".venv" / "bin" / "jupyter-lab"
 SECONDS = 900  # for one notebook: 00 trains a small model, on a busy machine too
 pytestmark = [needs_chromium, pytest.mark.skipif(not LAB.exists(), reason="there is no JupyterLab in .venv: make run")]
 
-OPENED = """
-const panel = window.jupyterapp && window.jupyterapp.shell.currentWidget;
-const kernel = panel && panel.sessionContext && panel.sessionContext.session && panel.sessionContext.session.kernel;
-return Boolean(kernel && kernel.status === "idle" && panel.content.widgets.length);
-"""
 RUN_ALL = """
-const done = arguments[0], app = window.jupyterapp;
-app.commands.execute("notebook:run-all-cells").then(async () => {
-    const panel = app.shell.currentWidget;
-    while (panel.sessionContext.session.kernel.status !== "idle") await new Promise((wake) => setTimeout(wake, 200));
-    const cells = panel.content.widgets, code = cells.filter((cell) => cell.model.type === "code");
+const done = arguments[0], pause = (milliseconds) => new Promise((wake) => setTimeout(wake, milliseconds));
+const current = () => window.jupyterapp && window.jupyterapp.shell.currentWidget;
+const idle = () => current()?.sessionContext?.session?.kernel?.status === "idle" && current().content.widgets.length;
+(async () => {
+    while (!idle()) await pause(500);
+    await window.jupyterapp.commands.execute("notebook:run-all-cells");
+    while (!idle()) await pause(200);
+    const panel = current(), code = panel.content.widgets.filter((cell) => cell.model.type === "code");
     const live = code.find((cell) => JSON.stringify(cell.model.outputs.toJSON()).includes("document.currentScript"));
     if (live) await panel.content.scrollToCell(live, "start");
-    await new Promise((wake) => setTimeout(wake, 2000));
+    await pause(2000);
     const answers = !live || Boolean(live.node.querySelector("figure .controls"));
     done(code.map((cell) => ({
         answers,
@@ -40,7 +38,7 @@ app.commands.execute("notebook:run-all-cells").then(async () => {
         ran: cell.model.executionCount !== null,
         errors: cell.model.outputs.toJSON().filter((output) => output.output_type === "error"),
     })));
-}, (error) => done(String(error)));
+})().catch((error) => done(String(error)));
 """
 
 
@@ -78,11 +76,8 @@ def test_all_cells_run_in_jupyterlab(path, lab):
     before = path.read_bytes()
     with chromium(1400, 1000) as driver:
         driver.set_script_timeout(SECONDS)
+        driver.command_executor.client_config.timeout = SECONDS  # else 120: selenium gives up before the script does
         driver.get(lab.format(path.name))
-        deadline = time.monotonic() + SECONDS
-        while not driver.execute_script(OPENED):
-            assert time.monotonic() < deadline, "JupyterLab did not open the notebook with a kernel"
-            time.sleep(0.5)
         cells = driver.execute_async_script(RUN_ALL)
         SHOTS.mkdir(parents=True, exist_ok=True)
         driver.save_screenshot(str(SHOTS / f"lab_{path.stem}.png"))
