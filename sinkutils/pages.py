@@ -63,7 +63,7 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
         for path, done in zip(paths, pool.map(execute, paths), strict=True):
             bar.update()
-            if isinstance(done, Exception):
+            if isinstance(done, papermill.PapermillExecutionError):
                 failed.append(path.stem)
                 tqdm.write(f"{path.stem} failed in cell {done.cell_index}: {done.ename}: {done.evalue}")
             elif output is None:
