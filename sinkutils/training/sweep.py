@@ -74,7 +74,7 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable[...,
     """
     choice("engine", name, ENGINES)
     if name == "local":
-        return partial(ThreadPoolExecutor(jobs).submit, run_one)
+        return partial(ThreadPoolExecutor(jobs).submit, run_one)  # type: ignore[call-arg]
     if name == "slurm":
         import submitit
 
