@@ -32,4 +32,6 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     first = int(model.config.sink_token)  # x* is no token of the text
     sums = torch.stack([x.float().sum(dim=0)[first:] for x in gradients])  # (L, T - 1, d)
     norms = torch.linalg.vector_norm(sums, dim=-1)
-    return norms.tolist() if norms.isfinite().all() else []
+    if not norms.isfinite().all():
+        return []
+    return [[float(f"{x:.3e}") for x in row] for row in norms.tolist()]  # as all records have them

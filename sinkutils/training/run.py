@@ -34,7 +34,7 @@ EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alph
 SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "skipped_why", "name")  # of a report, in a record
+NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report, in a record
 
 
 class CrossEntropy(torch.autograd.Function):
