@@ -15,6 +15,7 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 # Two processes, a file each at a time: what a file's tests share is made once, a notebook's cells run in order.
 IN_PARALLEL := --numprocesses=2 --dist=loadfile
+LONGEST := tests/end_to_end/test_reliability.py notebooks/02_optimization.ipynb
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb notebooks/appendix/*.ipynb))
 
 .PHONY: run models test test-fast sweep lint book browser clean
@@ -45,10 +46,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The notebooks first: 02 trains three models and takes longest. Before them the text, whose making shows progress.
+# What takes longest first, so that both processes end together. Before all of it the text, whose making shows progress.
 test: lint
 	$(BIN)/python -c "from sinkutils.data.corpus import load_corpus; load_corpus('docstrings', 1024)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --no-loadscope-reorder --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(NOTEBOOKS) tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --no-loadscope-reorder --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(LONGEST) $(NOTEBOOKS) tests
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not slow" $(IN_PARALLEL)

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from sinkutils.commands import WRONG, parser
 
@@ -18,7 +19,8 @@ BY_NAME = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for an error in one line, 3 for a run trained elsewhere."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore  # a terminal without UTF-8 shows ? for what it cannot show
+        if isinstance(stream, TextIOWrapper):  # a terminal without UTF-8 shows ? for what it cannot show
+            stream.reconfigure(errors="replace")
     options = parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():

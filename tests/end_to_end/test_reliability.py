@@ -28,7 +28,7 @@ def unbroken(sweeps):
 def test_a_sweep_of_two_workers_killed_at_random_loses_nothing_and_ends_as_an_unbroken_one(sweeps, unbroken):
     seconds, expected = unbroken
     assert set(expected) == set(sweeps.only)
-    counts = reliability.kill_at_random(sweeps, expected, seconds, kills=3)
+    counts = reliability.kill_at_random(sweeps, expected, seconds, kills=2)
     assert sum(counts["hit"].values()) == 3
 
 

@@ -247,7 +247,7 @@ def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
 
 @pytest.mark.parametrize(
     ("preset", "asked", "message"),
-    [("gpu", None, "sees none of that kind"), ("laptop", "cuda", "sees none of that kind"),
+    [("gpu", None, "sees 0 of that kind"), ("laptop", "cuda", "sees 0 of that kind"),
      ("laptop", "abacus", "device must be")],
 )  # fmt: skip
 def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, message, tmp_path):
