@@ -86,12 +86,13 @@ def report_page(
 
     reports: of one kind of input, or several by title, the main one first. beside: reports of other models by name.
     facts: how it was measured. maps: figures of attention maps, as SVG.
-    Raises ValueError where the first token was not among the targets.
+    Raises ValueError where the first token was not among the targets, and for another model of the same name.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
     main = next(iter(reports.values()))
     require(1 in main.targets, f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}")
     name = name or main.name or "a model"
+    require(name not in (beside or {}), f"two models are called {name!r}: give one another name")
     summaries = {title: report.to_dict() for title, report in reports.items()}
     rows = {title: _row(summary) for title, summary in summaries.items()}
     own = next(iter(rows.values()))

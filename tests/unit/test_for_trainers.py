@@ -16,7 +16,7 @@ import sinkutils as su
 from sinkutils.paths import ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-MEASURING = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+README, MEASURING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measuring.md"))
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -81,7 +81,7 @@ def test_reports_that_are_not_of_the_same_texts_are_not_compared():
 
 
 @pytest.mark.slow
-def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
+def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raw = word_tokenizer(60, ("<s>", "<pad>"))
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
@@ -93,6 +93,6 @@ def test_each_answer_of_the_page_on_measuring_runs(tmp_path, monkeypatch):
             known[part].save_pretrained(f"run/checkpoint-{step}")
     smol = {"smollm2": (known["model"], tokenizer)}
     monkeypatch.setattr(su, "load_lm", lambda name, device=None: smol.get(name) or load(name, device))
-    for code in re.findall(r"```python\n(.*?)```", MEASURING, flags=re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", README + MEASURING, flags=re.DOTALL):
         exec(code, known)
     assert known["table"].index.tolist() == [500, 1000, 1500] and known["table"].later_blocks.nunique() == 1

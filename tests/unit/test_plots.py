@@ -217,6 +217,8 @@ def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     assert "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
     with pytest.raises(ValueError, match="about the first token"):
         su.report_page(measure(model, ids, targets=(2,)))
+    with pytest.raises(ValueError, match="two models are called 'ours'"):
+        su.report_page(report, "ours", beside={"ours": report})
 
 
 def test_the_excess_of_a_page_is_that_of_the_report(model, ids):
