@@ -150,7 +150,8 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"normalised, {mean.sink_1.sigmoid_normalised:.1f} %",
         f"an excess of {mean.later_blocks.weight_decay_0:.2f}",
         f"with the usual 0.1 it is {mean.later_blocks.fixed_1:.2f}",
-        f"and a higher loss, it is {mean.later_blocks['weight_decay_0.5']:.2f}. Block 1 has {mean.block_1.weight_decay_0:.2f}",
+        f"and a higher loss, it is {mean.later_blocks['weight_decay_0.5']:.2f}",
+        f"Block 1 has {mean.block_1.weight_decay_0:.2f}",
         f"which gets {statistics.mean(third['smollm2']['first']):.2f} of the attention",
         f"Gemma follows its BOS, which keeps {statistics.mean(third['gemma-3-270m']['bos']):.2f}",
         f"has a sink in {smol + 1e-6:.1f} % of its heads",  # 72.75, which half the formatters round down
