@@ -136,12 +136,14 @@ class Tally:
         self, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
     ) -> Report:
         """What a capture added, on samples of these lengths; `order` (samples,) says where each stands among those of
-        all batches. Raises NotFinite.
+        all batches. Raises NotFinite, and ValueError for layers with different numbers of heads.
         """
         alphas, stars = self.values["alpha"], self.values.get("star", {})
         for layer in alphas.keys() - stars.keys() if stars else ():  # without a sink logit, which leaves nothing to it
             stars[layer] = [torch.zeros_like(batch[:, 0]) for batch in alphas[layer]]
             self.values["renormalised"][layer] = alphas[layer]
+        heads = sorted({batches[0].shape[-1] for batches in alphas.values()})
+        require(len(heads) == 1, f"layers have different numbers of heads ({heads}), which a report cannot hold")
         fields: dict[str, Any] = {}
         for name, layers in self.values.items():
             ordered = [torch.cat(batches).cpu()[order] for _, batches in sorted(layers.items())]

@@ -14,7 +14,7 @@ from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
-from sinkutils.measuring.tally import attention_shares
+from sinkutils.measuring.tally import Tally, attention_shares
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -247,3 +247,11 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
 def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
     words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
     assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
+
+
+def test_layers_with_different_numbers_of_heads_are_refused():
+    tally = Tally((1,), 4, norms=False)
+    for layer, heads in enumerate((2, 3)):
+        tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
+    with pytest.raises(ValueError, match="different numbers of heads"):
+        tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))
