@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice, first_line, integer, require
+from sinkutils.checks import choice, first_line, integer, real, require
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
@@ -163,6 +163,7 @@ def sweep(
     Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm.auto import tqdm
 
 from sinkutils.checks import device as find_device
-from sinkutils.checks import require
+from sinkutils.checks import real, require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.model.flash import flex_serves
@@ -62,6 +62,7 @@ def train(
     compile: use torch.compile; None: as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
     store, target = Runs(runs), find_device(device)
     if corpus is None:  # a record is found without opening the text
         done = group.once(store.get, config, None, keep_weights)

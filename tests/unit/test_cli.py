@@ -52,6 +52,7 @@ REFUSED = {
     "measure x --eps 0.3 1": "eps must be in (0, 1)",
     "measure x --dtype int8": "dtype must be one of float32, bfloat16, float16, float64",
     "measure x --device banana": "device must be cpu, cuda",
+    "train base --preset smoke --checkpoint-seconds nan": "checkpoint_seconds must be a finite number of at least 0",
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
     "run --only 99": "starts with 99; there are 00_quickstart",
     "run --only 07 -p colour red": "07_after_pretraining has no parameter colour; it has preset",
