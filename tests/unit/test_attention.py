@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import draw
+from helpers import draw, refuses
 from torch import Tensor
 
 from sinkutils.model.attention import AttentionSpec, attend, divide, normalise, visible
@@ -195,8 +195,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_spec_without_a_meaning_is_refused_with_the_reason(message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        AttentionSpec(**REFUSED[message])
+    refuses(message.replace("(", r"\("), AttentionSpec, **REFUSED[message])
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():
@@ -214,5 +213,4 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         r"distance_bias must have shape .* got \(1, 2\)": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
         "mlp is the callable of kernel='mlp'": ((q, k, v), mlp, {}),
     }.items():
-        with pytest.raises(ValueError, match=message):
-            attend(*x, AttentionSpec(**fields), **given)
+        refuses(message, attend, *x, AttentionSpec(**fields), **given)

@@ -9,16 +9,12 @@ import pandas as pd
 import pytest
 
 import sinkutils
+from sinkutils import config, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
-from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import special_ids
-from sinkutils.measuring.load import load_lm
-from sinkutils.measuring.measure import measure
-from sinkutils.study.grid import config
 from sinkutils.study.store import Runs
-from sinkutils.training.trainer import train
 
 
 def said(capsys, *arguments) -> str:

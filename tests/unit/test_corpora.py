@@ -16,6 +16,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from helpers import refuses
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
@@ -99,8 +100,7 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
         ({"vocab_size": 258}, "vocab_size must be at least 259"),
         ({"max_tokens": 10}, r"no document for .* larger max_tokens"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load(f"path:{text_folder}", tmp_path, **options)
+        refuses(message, load, f"path:{text_folder}", tmp_path, **options)
 
 
 @pytest.mark.parametrize("file", ["train.bin", "tokenizer.json", "meta.json"])
@@ -160,8 +160,7 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
         "hub:owner/pictures": r"has the fields \['image', 'label'\], none of",
         **{f"path:{tmp_path}/bad{i}.jsonl": f"bad{i}{line_3}" for i in bad},
     }.items():
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            load(name, tmp_path / "cache")
+        refuses(message, load, name, tmp_path / "cache", kind=(ValueError, FileNotFoundError))
 
 
 def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp_path):
@@ -289,8 +288,7 @@ def test_another_tokenizer_brings_its_own_eos_and_a_token_for_the_fixed_position
     found = read_with(50_432, "<|endoftext|>", "<|padding|>", "<|mask|>")
     assert (found.eos_id, found.bos_id, found.fix_id, found.first_text_id) == (0, 0, 1, 3)
     assert found.vocab_size < 50_432 and sorted(all_texts(found)) == sorted(all_texts(corpus))
-    with pytest.raises(ValueError, match="vocab_size must be at least that"):
-        read_with(260, "<|endoftext|>", "<|padding|>", "<|mask|>")
+    refuses("vocab_size must be at least that", read_with, 260, "<|endoftext|>", "<|padding|>", "<|mask|>")
     with pytest.raises(ValueError, match=r"has none of <fix>, .* to serve as fix_id"):
         read_with(1000, "<|endoftext|>", "<|mask|>", "<|other|>")
 
@@ -422,6 +420,5 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
         file.write_bytes(content)
         with pytest.raises(ValueError, match="is not a complete file of pack_corpus"):
             load(f"packed:{file}", tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.tar\.xz"):
-        load("packed:nowhere.tar.xz", tmp_path / "none")
+    refuses(r"nowhere\.tar\.xz", load, "packed:nowhere.tar.xz", tmp_path / "none", kind=FileNotFoundError)
     assert list((tmp_path / "none").iterdir()) == []

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
-from helpers import alpha_by_definition
+from helpers import alpha_by_definition, refuses
 from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -78,8 +78,7 @@ def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
         torch.testing.assert_close(report.alpha, expected, **close)
         assert report.path == "registered: mine" and model.config._attn_implementation == "mine"
         assert torch.equal(model(ids, use_cache=False).logits, logits)
-    with pytest.raises(ValueError, match="surgery works on eager and sdpa only"):
-        surgery.untouched(model, ids)
+    refuses("surgery works on eager and sdpa only", surgery.untouched, model, ids)
 
 
 @pytest.mark.parametrize("returns", ["nothing", "others"])
@@ -151,8 +150,7 @@ def test_attention_that_a_flag_makes_bidirectional_is_refused_and_under_eager_wh
     torch.testing.assert_close(measure(model, ids).alpha, right, **close)  # eager
     model.set_attn_implementation("sdpa")
     for operate in (measure, surgery.untouched):
-        with pytest.raises(ValueError, match=r"sees later tokens; .*set_attn_implementation\('eager'\)"):
-            operate(model, ids)
+        refuses(r"sees later tokens; .*set_attn_implementation\('eager'\)", operate, model, ids)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])
@@ -162,16 +160,14 @@ def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_r
     model, ids = build(family, **flag), tokens()
     mask = torch.ones_like(ids)
     mask[0, 1:] = 0
-    with pytest.raises(ValueError, match="sees later tokens"):
-        measure(model, ids[order], attention_mask=mask[order])
+    refuses("sees later tokens", measure, model, ids[order], attention_mask=mask[order])
 
 
 def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
     model, ids = build("llama"), tokens()
     model.set_attn_implementation("sdpa")
     monkeypatch.setattr(sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered())
-    with pytest.raises(ValueError, match="computes something else by its attention 'sdpa'"):
-        measure(model, ids)
+    refuses("computes something else by its attention 'sdpa'", measure, model, ids)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -203,8 +199,7 @@ def test_a_hook_sees_the_check_which_can_be_turned_off():
     ],
 )
 def test_packing_is_refused_by_name(asked, message):
-    with pytest.raises(ValueError, match=message):
-        measure(build("llama"), tokens(), **asked)
+    refuses(message, measure, build("llama"), tokens(), **asked)
 
 
 def test_a_prefix_model_says_that_it_is_measured_as_a_causal_one():
@@ -289,8 +284,7 @@ def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_we
     report = measure(model, ids, TARGETS)
     maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
     torch.testing.assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
-    with pytest.raises(ValueError, match="AttentionInterface, or weights"):
-        measure(TinyLM(config, shows=False).eval(), ids)
+    refuses("AttentionInterface, or weights", measure, TinyLM(config, shows=False).eval(), ids)
 
 
 def test_what_is_no_model_of_transformers_is_told_what_is_needed():
@@ -365,15 +359,13 @@ def test_a_composite_models_parts_keep_their_attention():
 def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none(family):
     model, ids = build(family), tokens()
     for operate in (surgery.hide, lambda m, x: surgery.transplant(m, x, x[:, :4])):
-        with pytest.raises(ValueError, match="keeps something else than keys and values"):
-            operate(model, ids)
+        refuses("keeps something else than keys and values", operate, model, ids)
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
 def test_several_streams_have_no_one_h_1(family):
     model, ids = build(family), tokens(3, 4)
-    with pytest.raises(ValueError, match="several streams"):
-        surgery.set_back(model, ids, 0, (4, 9))
+    refuses("several streams", surgery.set_back, model, ids, 0, (4, 9))
 
 
 # --- several threads, several models
@@ -441,15 +433,13 @@ def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(imp
 
 
 def test_an_old_transformers_is_told_apart():
-    with pytest.raises(ImportError, match=r"needs transformers 5\.4 or later"):
-        masks.mask(cache_position=torch.arange(3))
+    refuses(r"needs transformers 5\.4 or later", masks.mask, cache_position=torch.arange(3), kind=ImportError)
 
 
 def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
     shared, replaced = build("llama"), build("llama")
     shared.model.layers[1].self_attn = shared.model.layers[0].self_attn
-    with pytest.raises(ValueError, match=r"ran more than once .* give each place a copy"):
-        measure(shared, tokens())
+    refuses(r"ran more than once .* give each place a copy", measure, shared, tokens())
     replaced.model.layers[1].self_attn.forward = lambda hidden_states, **others: (hidden_states, None)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn.* did not show their weights: was their forward rep"):
         measure(replaced, tokens())

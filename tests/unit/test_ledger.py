@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import made_up
+from helpers import made_up, refuses
 from real_models import answers
 from scipy import special, stats
 
@@ -274,8 +274,7 @@ def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
 def test_a_wrong_entry_is_named_in_one_line(entry, says, tmp_path):
     path = tmp_path / "claims.yaml"
     path.write_text(f"- {entry}\n")
-    with pytest.raises(ValueError, match=says):
-        read_claims(path)
+    refuses(says, read_claims, path)
 
 
 def test_experiments_that_coincide_at_a_preset_are_not_asked():
@@ -286,10 +285,8 @@ def test_experiments_that_coincide_at_a_preset_are_not_asked():
 
 
 def test_public_calls_say_what_is_wrong():
-    with pytest.raises(ValueError, match="no claim 'nothing'"):
-        su.verdict("nothing")
-    with pytest.raises(ValueError, match="preset must be one of"):
-        su.claims("desktop")
+    refuses("no claim 'nothing'", su.verdict, "nothing")
+    refuses("preset must be one of", su.claims, "desktop")
 
 
 @pytest.mark.slow

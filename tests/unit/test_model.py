@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, by_the_reference, own_model, tokens
+from helpers import SHAPE, DenseMaps, architectures, by_the_reference, own_model, refuses, tokens
 from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from sinkutils.measuring.measure import measure
-from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils import AttentionSpec, attend, measure
 from sinkutils.model.config import FFNS, LMConfig
 from sinkutils.model.decoder import TransformerLM, fixed_value
 from sinkutils.model.positions import absolute_embedding, alibi_slopes, relative_buckets, rotary_tables, rotate
@@ -191,8 +190,7 @@ def test_relative_buckets_grow_with_distance_as_t5s_do():
     ],
 )
 def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message):
-    with pytest.raises(ValueError, match=message):
-        own_model(**changes)
+    refuses(message, own_model, **changes)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +204,7 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason(changes, message)
     ],
 )
 def test_ids_that_do_not_fit_are_refused_with_the_allowed_values(ids, message):
-    with pytest.raises(ValueError, match=message):
-        own_model()(ids)
+    refuses(message, own_model(), ids)
 
 
 def test_v_scale_shrinks_small_values_and_changes_no_attention():

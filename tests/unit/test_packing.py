@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import refuses
 
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
 
@@ -76,7 +77,5 @@ def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     ],
 )
 def test_impossible_interventions_are_refused(corpus, data, message):
-    with pytest.raises(ValueError, match=message):
-        all_of(corpus, **data)
-    with pytest.raises(ValueError, match="split must be one of train, valid, probe"):
-        all_of(corpus, "test")
+    refuses(message, all_of, corpus, **data)
+    refuses("split must be one of train, valid, probe", all_of, corpus, "test")

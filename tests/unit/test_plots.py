@@ -12,11 +12,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from helpers import own_model, word_tokenizer
+from helpers import own_model, refuses, word_tokenizer
 
 import sinkutils as su
-from sinkutils import plots
-from sinkutils.measuring.measure import measure
+from sinkutils import measure, plots
 from sinkutils.paths import ROOT
 from sinkutils.plots import theme
 from sinkutils.plots.interactive import PALETTE
@@ -92,8 +91,7 @@ def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     for heads, layers, blocks in ((alpha, None, [1, 1, 2, 2]), (torch.tensor(alpha), (1, 3), [2, 2, 4, 4])):
         x, y = plots.heads_by_block(heads, layers, ax=plt.figure().subplots()).collections[0].get_offsets().T
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == blocks
-    with pytest.raises(ValueError, match=r"\(layers, heads\), got \(2,\)"):
-        plots.heads_by_block([0.1, 0.2])
+    refuses(r"\(layers, heads\), got \(2,\)", plots.heads_by_block, [0.1, 0.2])
 
 
 def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
@@ -104,8 +102,7 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
     assert hidden.tolist() == (~np.tri(4, dtype=bool)).tolist()
     assert ax.patches[0].get_x() == -0.5 and ax.patches[0].get_height() == 4
     assert [label.get_text() for label in ax.get_xticklabels()] == tokens
-    with pytest.raises(ValueError, match=r"\(T, T\), got \(4, 6\)"):
-        plots.attention_map(np.ones((4, 6)), tokens, ax)
+    refuses(r"\(T, T\), got \(4, 6\)", plots.attention_map, np.ones((4, 6)), tokens, ax)
 
 
 def test_tokens_are_shown_as_they_are_written():
@@ -128,8 +125,7 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["steps"] == [0, 100, 200]
     assert [run["means"] for run in data["runs"]] == [[0, 0.25, 0.5], [0, 0, 0]]
     assert np.array(data["runs"][0]["frames"]) / (len(PALETTE) - 1) == pytest.approx(courses["a"].reshape(3, 6))
-    with pytest.raises(ValueError, match="'a' was measured 3 times, not at 2 steps"):
-        su.film(courses, [0, 100])
+    refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
 
 
 def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
@@ -145,8 +141,7 @@ def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
 
 @pytest.mark.parametrize(("length", "message"), [(0, "must be at least 1, got 0"), ("a", "must be an int")])
 def test_a_length_that_is_none_is_refused_in_a_line(model, ids, length, message):
-    with pytest.raises(ValueError, match=message):
-        su.explore(model, ids, length=length)
+    refuses(message, su.explore, model, ids, length=length)
 
 
 def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(model, ids):
@@ -215,10 +210,8 @@ def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
     assert "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
-    with pytest.raises(ValueError, match="about the first token"):
-        su.report_page(measure(model, ids, targets=(2,)))
-    with pytest.raises(ValueError, match="two models are called 'ours'"):
-        su.report_page(report, "ours", beside={"ours": report})
+    refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
+    refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
 
 def test_the_excess_of_a_page_is_that_of_the_report(model, ids):

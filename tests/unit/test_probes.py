@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from helpers import word_tokenizer
+from helpers import refuses, word_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
@@ -58,8 +58,7 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
 )
 def test_bad_requests_are_clear(arguments, message):
     *rest, bos = arguments if len(arguments) == 6 else (*arguments, False)
-    with pytest.raises(ValueError, match=message):
-        probe(*rest, bos=bos, texts=TEXTS)
+    refuses(message, probe, *rest, bos=bos, texts=TEXTS)
 
 
 def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
@@ -73,8 +72,7 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     assert not torch.equal(few, probe(texts=TEXTS, tokenizer=RAW, length=8, n=5, seed=1))
     with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
-    with pytest.raises(ValueError, match="texts must be several strings"):
-        probe(texts="one text", tokenizer=RAW)
+    refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):

@@ -12,13 +12,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import DONE, END, made_up
+from helpers import DONE, END, made_up, refuses
 
 import sinkutils as su
-from sinkutils import paths
+from sinkutils import config, paths
 from sinkutils.measuring.load import ModelUnavailable, load_lm
 from sinkutils.study import record as records_module
-from sinkutils.study.grid import config
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
@@ -64,8 +63,7 @@ def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file,
     path.write_bytes(path.read_bytes()[:-3])
     if damage == "deleted":
         path.unlink()
-    with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):
-        read_record(folder)
+    refuses(f"record test/tiny/0: {file} is", read_record, folder, kind=CorruptRecord)
     with pytest.warns(UserWarning, match="counts as missing"):
         assert store(folder).get(tiny) is None
 
@@ -163,8 +161,7 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     with pytest.warns(UserWarning, match=r"record smoke/k_bias/1: metrics\.json is .*delete the folder and train"):
         entries = list(Runs(tmp_path).entries("smoke"))
     assert [entry.status for entry in entries] == ["done", "corrupt"] and "metrics.json" in entries[1].reason
-    with pytest.raises(ModelUnavailable, match="smoke/k_bias/1"):
-        load_lm(path.parent, "cpu")
+    refuses("smoke/k_bias/1", load_lm, path.parent, "cpu", kind=ModelUnavailable)
     path.write_bytes(whole)
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
 
@@ -175,8 +172,7 @@ def test_changed_weights_are_noticed_when_they_are_loaded(folder, tiny):
     record = store(folder).get(tiny)  # the numbers beside them are whole
     with pytest.raises(CorruptRecord, match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed"):
         record.load_weights()
-    with pytest.raises(ModelUnavailable, match=r"model\.safetensors is missing, truncated"):
-        load_lm(folder, "cpu")
+    refuses(r"model\.safetensors is missing, truncated", load_lm, folder, "cpu", kind=ModelUnavailable)
 
 
 def test_every_committed_record_is_whole_and_of_its_experiment():
@@ -265,5 +261,4 @@ def test_the_excess_by_block_has_the_mean_that_measuring_gave(study):
 
 def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
     assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
-    with pytest.raises(ValueError, match="preset must be one of"):
-        su.runs("laptp")
+    refuses("preset must be one of", su.runs, "laptp")

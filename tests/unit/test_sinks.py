@@ -5,19 +5,16 @@ import math
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, draw, own_model, tokens
+from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refuses, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
-from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, Report, norm_ratio, uniform_alpha
 from sinkutils.measuring.tally import Tally, attention_shares
-from sinkutils.model.attention import AttentionSpec, attend
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
 
 T, TARGETS = 20, (1, 2, 5)
 ARCHITECTURES = architectures()
@@ -92,12 +89,10 @@ def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_f
     before = [module.training for module in model.modules()]
     with pytest.raises(ValueError, match=r"\(0, 99\).*layers are \[0, 1\], with heads 0..1"):
         measure(model, tokens(), heads=((0, 99), (0, 1)))
-    with pytest.raises(ValueError, match="meta device"):
-        measure(TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
+    refuses("meta device", measure, TransformerLM(LMConfig(**SHAPE)).to("meta"), tokens())
     with torch.no_grad():
         model.blocks[1].ffn.down.weight[0, 0] = math.nan
-    with pytest.raises(NotFinite, match="nan or infinite"):
-        measure(model, tokens())
+    refuses("nan or infinite", measure, model, tokens(), kind=NotFinite)
     assert [module.training for module in model.modules()] == before
 
 
@@ -142,8 +137,7 @@ def test_questions_a_report_cannot_answer_are_clear_errors():
         (lambda: report.sink(1, 1.5), r"in \(0, 1\)"),
         (lambda: report.excess("star"), "key bias"),
     ):
-        with pytest.raises(ValueError, match=message):
-            question()
+        refuses(message, question)
 
 
 def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_uniform_share():
@@ -203,8 +197,7 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
 def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
     assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [3.0, 1.0, 9.0]
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
-    with pytest.raises(ValueError, match="at least two positions"):
-        norm_ratio([[1.0]])
+    refuses("at least two positions", norm_ratio, [[1.0]])
 
 
 def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
@@ -253,5 +246,4 @@ def test_layers_with_different_numbers_of_heads_are_refused():
     tally = Tally((1,), 4, norms=False)
     for layer, heads in enumerate((2, 3)):
         tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
-    with pytest.raises(ValueError, match="different numbers of heads"):
-        tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))
+    refuses("different numbers of heads", tally.report, None, torch.tensor([0]), torch.tensor([4]), (0.3,))

@@ -12,18 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, interrupted, own_model
+from helpers import CPU, interrupted, own_model, refuses
 
-from sinkutils.data.corpus import load_corpus
+from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
-from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
-from sinkutils.measuring.load import load_lm
-from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import NotFinite, norm_ratio
-from sinkutils.model.attention import AttentionSpec
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import partial_folder, read_record, record_folder, rounded
@@ -285,8 +280,7 @@ def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process(
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
     ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
-    with pytest.raises(ValueError, match=r"muon.*one process"):
-        make_optimizers(model, TrainConfig(optimizer="muon"), Group(size=2))
+    refuses(r"muon.*one process", make_optimizers, model, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
@@ -371,8 +365,7 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
     for file in ("config.json", "provenance.json"):
         assert str(text_folder.parent) not in (apart.folder / file).read_text()  # nothing of the machine
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
-    with pytest.raises(ValueError, match="raise vocab_size"):
-        train(small, tmp_path, corpus=corpus, progress=False)
+    refuses("raise vocab_size", train, small, tmp_path, corpus=corpus, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -389,18 +382,15 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tiny, changes, message):
-    with pytest.raises(ValueError, match=message):
-        change(tiny, **changes)
+    refuses(message, change, tiny, **changes)
 
 
 def test_configs_take_no_part_of_another_kind(tiny):
-    with pytest.raises(ValueError, match="unscored must be at least 1"):
-        DataConfig(unscored=(0,))
+    refuses("unscored must be at least 1", DataConfig, unscored=(0,))
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         from_dict(RunConfig, {**dataclasses.asdict(tiny), "colour": 1})
     for field in ("seed", "model", "data", "train"):
-        with pytest.raises(ValueError, match=field):
-            dataclasses.replace(tiny, **{field: -1})
+        refuses(field, dataclasses.replace, tiny, **{field: -1})
 
 
 def test_processes_share_batches_evenly_or_are_refused():
@@ -409,10 +399,8 @@ def test_processes_share_batches_evenly_or_are_refused():
     assert torch.equal(torch.cat(shares), batch) and {len(share) for share in shares} == {2}
     Group(size=4).check_batch(512, 16)
     Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
-    with pytest.raises(ValueError, match="3 processes cannot share batches of 512"):
-        Group(size=3).check_batch(512, 16)
-    with pytest.raises(ValueError, match="start as many as divide 32"):
-        Group(size=24).check_batch(96, 3)
+    refuses("3 processes cannot share batches of 512", Group(size=3).check_batch, 512, 16)
+    refuses("start as many as divide 32", Group(size=24).check_batch, 96, 3)
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"), joined("tp", CPU):
         pass
 
