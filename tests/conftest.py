@@ -24,10 +24,8 @@ WORDS = (
 
 # What is tested at smoke does not need the steps that a sink needs there.
 SMOKE = presets.PRESETS["smoke"]
-presets.PRESETS["smoke"] = dataclasses.replace(
-    SMOKE,
-    train=dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20),
-)
+SHORT = dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20)
+presets.PRESETS["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
 
 
 @pytest.fixture(autouse=True)

@@ -217,8 +217,6 @@ MODELS = {
     "gpt2": build("gpt2", vocab_size=30, n_positions=12),
     "llama": build("llama", vocab_size=30, max_position_embeddings=12),
 }
-
-
 SHAPES = mostly(
     st.tuples(st.integers(1, 3), st.integers(1, 12)), st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
 )

@@ -247,13 +247,6 @@ def test_models_without_a_sink_to_measure_are_refused(message):
     refuses(message, measure, NONE[message](), tokens())
 
 
-def test_attention_modules_that_do_not_report_are_an_error():
-    model = build("gpt_neo")
-    block = model.transformer.h[1].attn.attention
-    block.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    refuses("1 of 2 attention modules", measure, model, tokens())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -265,6 +258,8 @@ def test_attention_modules_that_do_not_report_are_an_error():
         ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
         ({"attention_mask": torch.zeros(3, T)}, "a row of padding"),
         ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
+        ({"attention_mask": torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)}, "packed texts.*a row of its"),
+        ({"attention_mask": torch.ones(3, 1, T, T)}, "must have the shape of ids"),
         ({"heads": (1, 0)}, "heads must be a sequence of"),
         ({"bos": "maybe"}, "bos must be True, False or None"),
     ],

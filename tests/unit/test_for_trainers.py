@@ -17,8 +17,6 @@ from sinkutils.paths import ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 README, MEASURING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measuring.md"))
-
-
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-import sinkutils
 import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.data import embedded
@@ -70,7 +69,7 @@ def test_every_room_is_packaged_and_the_version_is_one():
     rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
     tops = {"sinkutils", "sinkutils.paper_data", "sinkutils.ledger_data"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == tops | rooms
-    assert PROJECT["project"]["version"] == sinkutils.__version__
+    assert PROJECT["project"]["version"] == su.__version__
 
 
 def test_importing_the_package_loads_few_modules():
@@ -98,7 +97,7 @@ ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "plots")
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
-    package = Path(sinkutils.__file__).parent
+    package = ROOT / "sinkutils"
     paths = {
         ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
         for path in package.rglob("*.py")
@@ -128,8 +127,8 @@ def test_the_scripts_of_a_study_call_commands_that_there_are():
 
 
 def test_no_module_is_longer_than_400_lines():
-    package = Path(sinkutils.__file__).parent
-    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in package.rglob("*.py")}
+    modules = (ROOT / "sinkutils").rglob("*.py")
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in modules}
     assert len(lines) > 10
     assert {name: count for name, count in lines.items() if count > 400} == {}
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zlib
+from types import SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -106,11 +107,8 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
 
 
 def test_tokens_are_shown_as_they_are_written():
-    class Tokenizer:
-        def decode(self, ids, **options):
-            return {0: "\n\n", 1: " the", 2: " ", 3: "incredibly"}[ids[0]]
-
-    assert [plots.token_label(token, Tokenizer()) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]])
+    assert [plots.token_label(token, tokenizer) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]
     assert plots.token_label(7) == "7"
 
 
@@ -128,7 +126,7 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
 
 
-def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
+def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
     data, T = su.explore(model, ids, "a model").data, 32
     assert data["T"] == T and data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
     packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(3, 6, -1)
@@ -137,21 +135,15 @@ def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
     np.testing.assert_allclose(packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1))
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax()) and data["columns"] == 3
-
-
-@pytest.mark.parametrize(("length", "message"), [(0, "must be at least 1, got 0"), ("a", "must be an int")])
-def test_a_length_that_is_none_is_refused_in_a_line(model, ids, length, message):
-    refuses(message, su.explore, model, ids, length=length)
+    refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
+    refuses("length must be an int", su.explore, model, ids, length="a")
 
 
 def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(model, ids):
-    class Hostile:
-        def decode(self, ids, **options):
-            return "</s> <&"
-
+    hostile = SimpleNamespace(decode=lambda ids, **options: "</s> <&")
     many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
-    hostile = su.explore(su.TransformerLM(many, 0), ids, "</script> <&", Hostile())
-    for picture in (su.film({"a": np.zeros((2, 1, 1))}, [0, 1]), su.explore(model, ids), hostile):
+    explored = su.explore(model, ids), su.explore(su.TransformerLM(many, 0), ids, "</script> <&", hostile)
+    for picture in (su.film({"a": np.zeros((2, 1, 1))}, [0, 1]), *explored):
         bundle, metadata = picture._repr_mimebundle_()
         assert bundle["text/plain"] == f"[picture: {picture.figure.get_label()}]"
         assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")

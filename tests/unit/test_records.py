@@ -34,10 +34,6 @@ from sinkutils.study.store import Runs, is_of
 FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
 
 
-def store(folder):
-    return Runs(folder.parents[2])
-
-
 @pytest.fixture
 def folder(tiny, corpus, tmp_path):
     target = record_folder("test", "tiny", 0, tmp_path)
@@ -57,7 +53,7 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
-def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
+def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, tmp_path, file, damage):
     """Every flipped byte and every cut: end_to_end/test_reliability.py."""
     path = folder / file
     path.write_bytes(path.read_bytes()[:-3])
@@ -65,12 +61,7 @@ def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file,
         path.unlink()
     refuses(f"record test/tiny/0: {file} is", read_record, folder, kind=CorruptRecord)
     with pytest.warns(UserWarning, match="counts as missing"):
-        assert store(folder).get(tiny) is None
-
-
-def test_weights_may_be_deleted_to_save_space(folder, tiny):
-    (folder / "model.safetensors").unlink()
-    assert store(folder).get(tiny).weights is None
+        assert Runs(tmp_path).get(tiny) is None
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
@@ -134,8 +125,8 @@ def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes
     assert not partial_folder(target).exists()
 
 
-def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus):
-    runs, own = folder.parents[2], corpus.identity
+def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus, tmp_path):
+    runs, own = tmp_path, corpus.identity
     other, same_name = ({"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings"))
     assert Runs(runs).get(tiny) == Runs(runs).get(tiny, own) is not None
     assert Runs(runs).get(tiny, other) is None and Runs(runs).get(tiny, same_name) is None
@@ -166,13 +157,15 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
 
 
-def test_changed_weights_are_noticed_when_they_are_loaded(folder, tiny):
+def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
-    record = store(folder).get(tiny)  # the numbers beside them are whole
+    record = Runs(tmp_path).get(tiny)  # the numbers beside them are whole
     with pytest.raises(CorruptRecord, match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed"):
         record.load_weights()
     refuses(r"model\.safetensors is missing, truncated", load_lm, folder, "cpu", kind=ModelUnavailable)
+    path.unlink()
+    assert Runs(tmp_path).get(tiny).weights is None
 
 
 def test_every_committed_record_is_whole_and_of_its_experiment():
