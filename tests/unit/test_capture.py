@@ -247,22 +247,18 @@ def test_models_without_a_sink_to_measure_are_refused(message):
     refuses(message, measure, NONE[message](), tokens())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ids": tokens(length=3), "targets": (5,)}, "count from 1 to 3"),
-        ({"targets": (0,)}, "count from 1"),
-        ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
-        ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
-        ({"ids": tokens().float()}, "int64"),
-        ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
-        ({"attention_mask": torch.zeros(3, T)}, "a row of padding"),
-        ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
-        ({"attention_mask": torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)}, "packed texts.*a row of its"),
-        ({"attention_mask": torch.ones(3, 1, T, T)}, "must have the shape of ids"),
-        ({"heads": (1, 0)}, "heads must be a sequence of"),
-        ({"bos": "maybe"}, "bos must be True, False or None"),
-    ],
-)
-def test_bad_input_is_a_clear_error(arguments, message):
-    refuses(message, measure, build("llama"), **{"ids": tokens(), **arguments})
+def test_bad_input_is_a_clear_error():
+    model, ids = build("llama"), tokens()
+    refuses("count from 1 to 3", measure, model, tokens(length=3), targets=(5,))
+    refuses("count from 1", measure, model, ids, targets=(0,))
+    refuses(r"in \(0, 1\)", measure, model, ids, epsilons=(1.0,))
+    refuses("epsilons must be a sequence of numbers", measure, model, ids, epsilons=0.3)
+    refuses("int64", measure, model, tokens().float())
+    refuses(r"ids must be in 0..95, .* got 96..96", measure, model, torch.full((1, 4), VOCAB))
+    refuses("a row of padding", measure, model, ids, attention_mask=torch.zeros(3, T))
+    refuses("between the tokens", measure, model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
+    packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)
+    refuses("packed texts.*a row of its", measure, model, ids, attention_mask=packed)
+    refuses("must have the shape of ids", measure, model, ids, attention_mask=torch.ones(3, 1, T, T))
+    refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
+    refuses("bos must be True, False or None", measure, model, ids, bos="maybe")

@@ -47,7 +47,6 @@ SPECS = [
 @pytest.fixture
 def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
-
     traced = torch.compile(
         flex_attention.flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager"
     )

@@ -139,9 +139,7 @@ def test_a_submodules_config_may_be_anything(config):
 
 @pytest.mark.parametrize("texts", ["words", "one word repeated"])
 @pytest.mark.parametrize("layers", [(0, 1), (1,)])
-def test_attention_that_a_flag_makes_bidirectional_is_refused_and_under_eager_where_it_does_nothing_measured(
-    layers, texts
-):
+def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where_eager_ignores_it(layers, texts):
     model, ids = build("llama"), tokens() if texts == "words" else torch.full((3, T), 7)
     right = measure(model, ids).alpha
     for layer in layers:

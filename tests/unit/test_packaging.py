@@ -93,11 +93,8 @@ def test_what_contributing_says_to_paste_is_an_experiment():
     assert set(experiments.Experiment(name, "8", **fields).change) <= set(experiments.experiment("sigmoid").change)
 
 
-ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "plots")
-
-
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
-    package = ROOT / "sinkutils"
+    package, rooms = ROOT / "sinkutils", ("model", "data", "study", "measuring", "training", "ledger", "plots")
     paths = {
         ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
         for path in package.rglob("*.py")
@@ -109,7 +106,7 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
         sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         graph[name] = {source if source in paths else source.rpartition(".")[0] for source in sources} & set(paths)
         room = name.split(".")[1]
-        later = ROOMS[ROOMS.index(room) + 1 :] if room in ROOMS else ()
+        later = rooms[rooms.index(room) + 1 :] if room in rooms else ()
         up = [source for source in graph[name] if source.split(".")[1] in later]
         assert not up, f"{name} imports {up}"
     assert any(graph.values())
@@ -133,9 +130,6 @@ def test_no_module_is_longer_than_400_lines():
     assert {name: count for name, count in lines.items() if count > 400} == {}
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_each_number_of_ours_is_what_the_records_say():
     mean = su.runs("laptop").groupby("experiment")[["sink_1", "sink_star", "block_1", "later_blocks"]].mean()
@@ -155,7 +149,8 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"Gemma follows its BOS, which keeps {statistics.mean(third['gemma-3-270m']['bos']):.2f}",
         f"has a sink in {smol + 1e-6:.1f} % of its heads",  # 72.75, which half the formatters round down
     }
-    assert [words for words in said if words not in README] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [words for words in said if words not in readme] == []
     assert mean.sink_1["data_share_0.02"] == 0  # a fiftieth of the text
 
 

@@ -1,6 +1,7 @@
 """Probes of Section 3.3 and of one's own texts, for every kind of tokenizer; special tokens are never drawn or read."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -41,24 +42,15 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
     assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)  # tokenised again, the same
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("words", RAW), "natural, random, repeat"),
-        (("natural", None), r"a tokenizers\.Tokenizer or a transformers tokenizer, got None"),
-        (("random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, 0, True), "this one has none"),
-        (("random", RAW, 5, 1, 0, True), "length must be at least 2"),
-        (("random", RAW, 0), "n must be at least 1"),
-        (
-            ("the text that I should like to measure, " * 9, RAW),
-            r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=",
-        ),
-        (("natural", RAW, 12, 29), r"has 11 documents of at least 29 tokens \(of 30\), n=12"),
-    ],
-)
-def test_bad_requests_are_clear(arguments, message):
-    *rest, bos = arguments if len(arguments) == 6 else (*arguments, False)
-    refuses(message, probe, *rest, bos=bos, texts=TEXTS)
+def test_bad_requests_are_clear():
+    ask, a_text = partial(probe, texts=TEXTS), "the text that I should like to measure, " * 9
+    refuses("natural, random, repeat", ask, "words", RAW)
+    refuses(r"a tokenizers\.Tokenizer or a transformers tokenizer, got None", ask, "natural", None)
+    refuses("this one has none", ask, "random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True)
+    refuses("length must be at least 2", ask, "random", RAW, 5, 1, bos=True)
+    refuses("n must be at least 1", ask, "random", RAW, 0)
+    refuses(r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW)
+    refuses(r"has 11 documents of at least 29 tokens \(of 30\), n=12", ask, "natural", RAW, 12, 29)
 
 
 def test_ones_own_texts_are_cut_into_windows_one_after_the_other():

@@ -80,9 +80,7 @@ def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_
     assert "the machine went away" in ended["v_bias"].detail
 
 
-def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(
-    quick, runs, tmp_path, text_folder, monkeypatch
-):
+def test_another_text_is_found_first_and_has_records_of_its_own(quick, runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     refuses("no such folder or file", of_smoke, corpus=f"path:{tmp_path}/nowhere", kind=FileNotFoundError)
     monkeypatch.chdir(text_folder.parent)
@@ -160,9 +158,7 @@ FULL = {  # the file for which there is no room: how it is called, and the step 
 
 
 @pytest.mark.parametrize("file", FULL)
-def test_a_run_with_a_full_disk_is_named_stops_no_other_and_goes_on_when_there_is_room(
-    file, command, undisturbed, monkeypatch, capsys
-):
+def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(file, command, undisturbed, monkeypatch, capsys):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
     def write(path, data, really=records_module.write_synced):
@@ -196,9 +192,7 @@ def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(command, 
         assert f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log" in capsys.readouterr().out
 
 
-def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_says_so_and_goes_on_with_the_others(
-    command, undisturbed, capsys
-):
+def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(command, undisturbed, capsys):
     sweep, (_, expected) = command(3), undisturbed
     with interrupted(50):
         assert sweep.status() == 1
@@ -242,14 +236,11 @@ def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
     assert devices(preset, engine_name, 2, asked) == expected
 
 
-@pytest.mark.parametrize(
-    ("preset", "asked", "message"),
-    [("gpu", None, "sees 0 of that kind"), ("laptop", "cuda", "sees 0 of that kind"),
-     ("laptop", "abacus", "device must be")],
-)  # fmt: skip
-def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, message, tmp_path):
+def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     gpus(0)
-    refuses(message, sweep, preset, device=asked, runs=tmp_path, progress=False)
+    refuses("sees 0 of that kind", sweep, "gpu", runs=tmp_path, progress=False)
+    refuses("sees 0 of that kind", sweep, "laptop", device="cuda", runs=tmp_path, progress=False)
+    refuses("device must be", sweep, "laptop", device="abacus", runs=tmp_path, progress=False)
     refuses("local, slurm, ray", engine, "abacus", 1, tmp_path)
 
 
