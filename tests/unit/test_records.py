@@ -217,7 +217,7 @@ def report_of(name: str, seed: int) -> dict:
     return json.loads((paths.RUNS / "laptop" / name / str(seed) / "metrics.json").read_text())["final"]
 
 
-def test_a_row_per_run_says_what_its_record_says(study):
+def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(study):
     table = su.runs("laptop", study).set_index(["experiment", "seed"])
     assert len(table) == 2 * len(FEW) and (table.status == "done").all()
     row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
@@ -227,6 +227,9 @@ def test_a_row_per_run_says_what_its_record_says(study):
     assert row.block_1 == pytest.approx(((alpha[0] - uniform) / (1 - uniform)).mean())
     assert (row.block_1 + 3 * row.later_blocks) / 4 == pytest.approx(row.excess_1, abs=1e-4)
     assert row.element == max(block[0] for block in final["report"]["hidden_peaks"])
+    by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
+    for name in ("excess_1", "excess_star"):  # also under a window, and where there is a key of its own
+        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
 
 
 def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
@@ -242,14 +245,6 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
     assert curve.valid_loss.tolist()[-1] == final["valid_loss"]
     seen_once = su.blocks("laptop", study).query("experiment == 'window_1_64'")
     assert np.isfinite(seen_once.excess_1).all()
-
-
-def test_the_excess_by_block_has_the_mean_that_measuring_gave(study):
-    """Also under a window, and where there is a key of its own."""
-    by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
-    table = su.runs("laptop", study).set_index(["experiment", "seed"])
-    for name in ("excess_1", "excess_star"):
-        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
 
 
 def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
