@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinkutils import paths
+from sinkutils import LMConfig, paths
 from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.decoder import LMConfig
 from sinkutils.study import presets
 from sinkutils.study.config import RunConfig, TrainConfig
 
@@ -25,10 +24,8 @@ WORDS = (
 
 # What is tested at smoke does not need the steps that a sink needs there.
 SMOKE = presets.PRESETS["smoke"]
-presets.PRESETS["smoke"] = dataclasses.replace(
-    SMOKE,
-    train=dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20),
-)
+SHORT = dataclasses.replace(SMOKE.train, steps=60, batch_size=8, eval_every=20)
+presets.PRESETS["smoke"] = dataclasses.replace(SMOKE, train=SHORT)
 
 
 @pytest.fixture(autouse=True)

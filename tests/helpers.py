@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sinkutils import LMConfig, TransformerLM
 from sinkutils.model import fast, flash
 from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
 from sinkutils.study.record import Record, record_folder, write_record
@@ -233,6 +232,13 @@ def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> None:
         return out, aux._replace(lse=lse) if kernel == "flex" else lse
 
     patch.setattr(flash, name, wrong)
+
+
+def refuses(message: str, call: Callable, *given: Any, kind: Any = ValueError, **options: Any) -> None:
+    """Hold that a call with this input is refused by an error of one line, in which the pattern `message` is found."""
+    with pytest.raises(kind, match=message) as error:
+        call(*given, **options)
+    assert "\n" not in str(error.value)
 
 
 class Largest(TorchDispatchMode):

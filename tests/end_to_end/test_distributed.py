@@ -14,13 +14,12 @@ from conftest import SMOKE
 from helpers import CPU
 from safetensors.torch import load_file
 
+from sinkutils import config, train
 from sinkutils.data.cache import pack_corpus
 from sinkutils.paths import ROOT
-from sinkutils.study.grid import config
 from sinkutils.study.record import read_record, record_folder
 from sinkutils.study.store import Runs
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import train
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -7,9 +7,8 @@ import subprocess
 import nbformat
 import pytest
 
-from sinkutils import pages
+from sinkutils import experiments, pages
 from sinkutils.pages import NOTEBOOKS, find_notebooks, run_notebooks
-from sinkutils.study.experiments import experiments
 
 PATHS = find_notebooks()
 MAIN = [path for path in PATHS if path.parent == NOTEBOOKS]

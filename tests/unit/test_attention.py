@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import draw
+from helpers import draw, refuses
 from torch import Tensor
 
 from sinkutils.model.attention import AttentionSpec, attend, divide, normalise, visible
@@ -171,32 +171,25 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
     assert (weights == 0).all() and torch.autograd.grad(weights.sum(), zeros)[0].isfinite().all()
 
 
-REFUSED = {
-    "similarity must be one of exp, sigmoid, elu": {"similarity": "tanh"},
-    "bias_shared must be True or False": {"bias_shared": 1, "bias": "k"},
-    "p other than 1 needs normalizer='p_norm'": {"p": 2.0},
-    "scale must be positive and finite, got nan": {"scale": math.nan},
-    "window must be an integer, got 2.5": {"window": 2.5},
-    "window and prefix cannot be combined": {"window": 4, "prefix": 2},
-    "kernel other than 'identity' needs similarity='linear'": {"kernel": "elu"},
-    "normalizer must be 'none' or 'max_abs_sum'": {"similarity": "linear"},
-    "can be negative with this kernel": {"similarity": "linear", "kernel": "mlp", "normalizer": "p_norm"},
-    "bias='v' needs rows of weights": {"similarity": "linear", "kernel": "elu", "bias": "v"},
-    "bias_shared needs a bias": {"bias_shared": True},
-    "bias_dims needs a key bias": {"bias": "v", "bias_dims": 2},
-    "fixed_value other than 'zero' needs bias='k'": {"bias": "kv", "fixed_value": "first"},
-    "fixed_value_norm must be finite and not negative": {"bias": "k", "fixed_value_norm": -1.0},
-    "logit_bias needs similarity='sigmoid'": {"logit_bias": 1.0},
-    "bias, sink_logit and differential cannot be combined": {"sink_logit": "zero", "bias": "k"},
-    "similarity='softpick' needs normalizer='sum'": {"similarity": "softpick", "normalizer": "none"},
-    "sink_logit and differential need a softmax": {"differential": True, "similarity": "sigmoid"},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_spec_without_a_meaning_is_refused_with_the_reason(message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        AttentionSpec(**REFUSED[message])
+def test_a_spec_without_a_meaning_is_refused_with_the_reason():
+    refuses("similarity must be one of exp, sigmoid, elu", AttentionSpec, similarity="tanh")
+    refuses("bias_shared must be True or False", AttentionSpec, bias_shared=1, bias="k")
+    refuses("p other than 1 needs normalizer='p_norm'", AttentionSpec, p=2.0)
+    refuses("scale must be positive and finite, got nan", AttentionSpec, scale=math.nan)
+    refuses("window must be an integer, got 2.5", AttentionSpec, window=2.5)
+    refuses("window and prefix cannot be combined", AttentionSpec, window=4, prefix=2)
+    refuses("kernel other than 'identity' needs similarity='linear'", AttentionSpec, kernel="elu")
+    refuses("normalizer must be 'none' or 'max_abs_sum'", AttentionSpec, similarity="linear")
+    refuses("can be negative with this kernel", AttentionSpec, similarity="linear", kernel="mlp", normalizer="p_norm")
+    refuses("bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v")
+    refuses("bias_shared needs a bias", AttentionSpec, bias_shared=True)
+    refuses("bias_dims needs a key bias", AttentionSpec, bias="v", bias_dims=2)
+    refuses("fixed_value other than 'zero' needs bias='k'", AttentionSpec, bias="kv", fixed_value="first")
+    refuses("fixed_value_norm must be finite and not negative", AttentionSpec, bias="k", fixed_value_norm=-1.0)
+    refuses("logit_bias needs similarity='sigmoid'", AttentionSpec, logit_bias=1.0)
+    refuses("bias, sink_logit and differential cannot be combined", AttentionSpec, sink_logit="zero", bias="k")
+    refuses("similarity='softpick' needs normalizer='sum'", AttentionSpec, similarity="softpick", normalizer="none")
+    refuses("sink_logit and differential need a softmax", AttentionSpec, differential=True, similarity="sigmoid")
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():
@@ -214,5 +207,4 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         r"distance_bias must have shape .* got \(1, 2\)": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
         "mlp is the callable of kernel='mlp'": ((q, k, v), mlp, {}),
     }.items():
-        with pytest.raises(ValueError, match=message):
-            attend(*x, AttentionSpec(**fields), **given)
+        refuses(message, attend, *x, AttentionSpec(**fields), **given)

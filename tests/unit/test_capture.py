@@ -7,7 +7,7 @@ import families
 import pytest
 import torch
 import transformers as tf
-from helpers import Largest, spoil
+from helpers import Largest, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 
 from sinkutils.measuring import hf, masks
@@ -54,8 +54,7 @@ def test_alpha_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(f
             logits = kept.queries @ kept.keys.mT / math.sqrt(8)
             close(logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1), kept.map)
     for heads, named in ((((0, 99),), r"\(0, 99\).*heads 0..3"), (((7, 0),), r"\(7, 0\).*layers are \[0, 1\]")):
-        with pytest.raises(ValueError, match=named):
-            measure(model, ids, heads=heads)
+        refuses(named, measure, model, ids, heads=heads)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -122,8 +121,7 @@ def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(mo
     for family in ("gpt2", "opt"):
         model = build(family)
         monkeypatch.setattr(type(model.base_model), "forward", None)  # as on a GPU, where a look-up is an assert
-        with pytest.raises(ValueError, match="321 positions, and the model has learned 320"):
-            measure(model, tokens(1, 321))
+        refuses("321 positions, and the model has learned 320", measure, model, tokens(1, 321))
 
 
 def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
@@ -246,33 +244,21 @@ NONE = {
 
 @pytest.mark.parametrize("message", NONE)
 def test_models_without_a_sink_to_measure_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        measure(NONE[message](), tokens())
+    refuses(message, measure, NONE[message](), tokens())
 
 
-def test_attention_modules_that_do_not_report_are_an_error():
-    model = build("gpt_neo")
-    block = model.transformer.h[1].attn.attention
-    block.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(ValueError, match="1 of 2 attention modules"):
-        measure(model, tokens())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ids": tokens(length=3), "targets": (5,)}, "count from 1 to 3"),
-        ({"targets": (0,)}, "count from 1"),
-        ({"epsilons": (1.0,)}, r"in \(0, 1\)"),
-        ({"epsilons": 0.3}, "epsilons must be a sequence of numbers"),
-        ({"ids": tokens().float()}, "int64"),
-        ({"ids": torch.full((1, 4), VOCAB)}, r"ids must be in 0..95, .* got 96..96"),
-        ({"attention_mask": torch.zeros(3, T)}, "a row of padding"),
-        ({"attention_mask": torch.tensor([1, 0] * (T // 2)).repeat(3, 1)}, "between the tokens"),
-        ({"heads": (1, 0)}, "heads must be a sequence of"),
-        ({"bos": "maybe"}, "bos must be True, False or None"),
-    ],
-)
-def test_bad_input_is_a_clear_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        measure(build("llama"), **{"ids": tokens(), **arguments})
+def test_bad_input_is_a_clear_error():
+    model, ids = build("llama"), tokens()
+    refuses("count from 1 to 3", measure, model, tokens(length=3), targets=(5,))
+    refuses("count from 1", measure, model, ids, targets=(0,))
+    refuses(r"in \(0, 1\)", measure, model, ids, epsilons=(1.0,))
+    refuses("epsilons must be a sequence of numbers", measure, model, ids, epsilons=0.3)
+    refuses("int64", measure, model, tokens().float())
+    refuses(r"ids must be in 0..95, .* got 96..96", measure, model, torch.full((1, 4), VOCAB))
+    refuses("a row of padding", measure, model, ids, attention_mask=torch.zeros(3, T))
+    refuses("between the tokens", measure, model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
+    packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)
+    refuses("packed texts.*a row of its", measure, model, ids, attention_mask=packed)
+    refuses("must have the shape of ids", measure, model, ids, attention_mask=torch.ones(3, 1, T, T))
+    refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
+    refuses("bos must be True, False or None", measure, model, ids, bos="maybe")

@@ -8,17 +8,12 @@ import sys
 import pandas as pd
 import pytest
 
-import sinkutils
+from sinkutils import __version__, config, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
-from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import special_ids
-from sinkutils.measuring.load import load_lm
-from sinkutils.measuring.measure import measure
-from sinkutils.study.grid import config
 from sinkutils.study.store import Runs
-from sinkutils.training.trainer import train
 
 
 def said(capsys, *arguments) -> str:
@@ -168,7 +163,7 @@ def test_the_version_and_a_mistyped_command_load_no_pytorch(argument, status):
     code = "import sys; sys.modules['torch'] = None; from sinkutils.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True)
     assert done.returncode == status
-    assert (f"sinkutils {sinkutils.__version__}" if status == 0 else "'measure'") in done.stdout + done.stderr
+    assert (f"sinkutils {__version__}" if status == 0 else "'measure'") in done.stdout + done.stderr
 
 
 def ledger(preset, runs):

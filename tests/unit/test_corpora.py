@@ -16,6 +16,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from helpers import refuses
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
@@ -95,12 +96,8 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
     capped = load(f"path:{text_folder}", tmp_path, max_tokens=20_000)
     total = sum(len(capped.tokens(split)) for split in SPLITS)
     assert 19_000 < total <= 20_000 < sum(len(corpus.tokens(split)) for split in SPLITS)
-    for options, message in (
-        ({"vocab_size": 258}, "vocab_size must be at least 259"),
-        ({"max_tokens": 10}, r"no document for .* larger max_tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load(f"path:{text_folder}", tmp_path, **options)
+    refuses("vocab_size must be at least 259", load, f"path:{text_folder}", tmp_path, vocab_size=258)
+    refuses(r"no document for .* larger max_tokens", load, f"path:{text_folder}", tmp_path, max_tokens=10)
 
 
 @pytest.mark.parametrize("file", ["train.bin", "tokenizer.json", "meta.json"])
@@ -140,8 +137,8 @@ def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing_behind(text_
 
 def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, monkeypatch):
     two = '{"text": "one"}\n{"text": "two"}\n{"text": "two"}\n'
-    folder_of(tmp_path, {"empty/picture.png": b"no text", "two.jsonl": two})
-    folder_of(tmp_path, {"latin.txt": "façade".encode("latin-1")})
+    latin = "façade".encode("latin-1")
+    folder_of(tmp_path, {"empty/picture.png": b"no text", "two.jsonl": two, "latin.txt": latin})
     bad = dict(enumerate(["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]']))
     folder_of(tmp_path, {f"bad{i}.jsonl": '{"text": "fine"}\n\n' + line + "\n" for i, line in bad.items()})
     fake_hub(monkeypatch, [{"image": "x", "label": 1}])
@@ -160,8 +157,7 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
         "hub:owner/pictures": r"has the fields \['image', 'label'\], none of",
         **{f"path:{tmp_path}/bad{i}.jsonl": f"bad{i}{line_3}" for i in bad},
     }.items():
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            load(name, tmp_path / "cache")
+        refuses(message, load, name, tmp_path / "cache", kind=(ValueError, FileNotFoundError))
 
 
 def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp_path):
@@ -242,17 +238,14 @@ def test_the_pile_is_mixed_by_the_authors_weights_or_read_by_one_domain(monkeypa
     assert {text.partition("|")[0] for text in external.pile("ArXiv")} == {"ArXiv"}
 
 
-PILES = ((50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7))
-
-
-@pytest.mark.parametrize(("vocabulary", "tokenizer", "tokens"), PILES)
-def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path, vocabulary, tokenizer, tokens):
+def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path):
     def build(folder, name, documents, vocab_size, tokenizer, max_tokens):
         raise ConnectionError(f"asked for {tokenizer}, {max_tokens}")
 
     monkeypatch.setattr(corpora, "_build", build)
-    with pytest.raises(ConnectionError, match=f"asked for {tokenizer}, {tokens}$"):
-        load_corpus("pile", vocabulary, cache_dir=tmp_path)
+    for vocabulary, tokenizer, tokens in ((50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)):
+        with pytest.raises(ConnectionError, match=f"asked for {tokenizer}, {tokens}$"):
+            load_corpus("pile", vocabulary, cache_dir=tmp_path)
 
 
 def unreachable():
@@ -265,19 +258,13 @@ def lost():
 
 
 @pytest.mark.parametrize("stream", [unreachable, lost])
-def test_without_network_one_line_says_what_was_asked_and_what_to_do_and_no_cache_is_left(
-    monkeypatch, tmp_path, stream
-):
+def test_without_network_one_line_says_what_to_do_and_no_cache_is_left(monkeypatch, tmp_path, stream):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream())
-    says = r"could not be read \(.*could not.*\).* 'docstrings'"
-    with pytest.raises(ConnectionError, match=says) as error:
-        load("pile", tmp_path)
-    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+    refuses(r"could not be read \(.*could not.*\).* 'docstrings'", load, "pile", tmp_path, kind=ConnectionError)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_another_tokenizer_brings_its_own_eos_and_a_token_for_the_fixed_position(
-    text_folder, corpus, tmp_path, monkeypatch
-):
+def test_another_tokenizer_brings_its_own_eos_and_fixed_token(text_folder, corpus, tmp_path, monkeypatch):
     def read_with(vocab_size, *specials):
         """The texts by a tokenizer like GPT-NeoX's, which has these special tokens and no BOS."""
         said = corpus.tokenizer.to_str()
@@ -289,8 +276,7 @@ def test_another_tokenizer_brings_its_own_eos_and_a_token_for_the_fixed_position
     found = read_with(50_432, "<|endoftext|>", "<|padding|>", "<|mask|>")
     assert (found.eos_id, found.bos_id, found.fix_id, found.first_text_id) == (0, 0, 1, 3)
     assert found.vocab_size < 50_432 and sorted(all_texts(found)) == sorted(all_texts(corpus))
-    with pytest.raises(ValueError, match="vocab_size must be at least that"):
-        read_with(260, "<|endoftext|>", "<|padding|>", "<|mask|>")
+    refuses("vocab_size must be at least that", read_with, 260, "<|endoftext|>", "<|padding|>", "<|mask|>")
     with pytest.raises(ValueError, match=r"has none of <fix>, .* to serve as fix_id"):
         read_with(1000, "<|endoftext|>", "<|mask|>", "<|other|>")
 
@@ -396,14 +382,11 @@ class A:  # a remark
     subprocess.run([sys.executable, "-c", code], input=source, text=True, check=True, timeout=120)
 
 
-# What records say of their text. Another number here is another study.
-RECORDED = "59fb5378366255c9c4788a8479f6b51f0e5731a00128742a13b5c426ad53b361"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="the text of another Python is another one")
 def test_the_embedded_text_has_the_hash_that_records_name():
-    assert load_corpus("docstrings", 1024).fingerprint == RECORDED
+    recorded = "59fb5378366255c9c4788a8479f6b51f0e5731a00128742a13b5c426ad53b361"  # another is another study
+    assert load_corpus("docstrings", 1024).fingerprint == recorded
 
 
 def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refused(corpus, tmp_path, monkeypatch):
@@ -422,6 +405,5 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
         file.write_bytes(content)
         with pytest.raises(ValueError, match="is not a complete file of pack_corpus"):
             load(f"packed:{file}", tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.tar\.xz"):
-        load("packed:nowhere.tar.xz", tmp_path / "none")
+    refuses(r"nowhere\.tar\.xz", load, "packed:nowhere.tar.xz", tmp_path / "none", kind=FileNotFoundError)
     assert list((tmp_path / "none").iterdir()) == []

@@ -5,6 +5,7 @@ import json
 
 import pandas as pd
 import pytest
+from helpers import refuses
 
 from sinkutils.paths import PAPER
 from sinkutils.study.config import RunConfig, from_dict
@@ -125,14 +126,10 @@ def test_scaled_values_come_to_the_papers_at_the_paper_preset(path):
 
 
 def test_unknown_names_are_refused_with_what_there_is():
-    for ask, arguments, message in (
-        (experiment, ("k_biass",), r"did you mean .*k_bias.*sinkutils list"),
-        (preset, ("lap",), "smoke, minute, laptop, desk, gpu, paper"),
-        (config, ("softmax_1b", "laptop"), "belongs to preset paper-1b"),
-        (experiments, ("9",), "4, 5, 6, 7, C, D, 8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ask(*arguments)
+    refuses(r"did you mean .*k_bias.*sinkutils list", experiment, "k_biass")
+    refuses("smoke, minute, laptop, desk, gpu, paper", preset, "lap")
+    refuses("belongs to preset paper-1b", config, "softmax_1b", "laptop")
+    refuses("4, 5, 6, 7, C, D, 8", experiments, "9")
 
 
 def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, draw, name_of, spoil
+from helpers import CPU, draw, name_of, refuses, spoil
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
@@ -47,7 +47,6 @@ SPECS = [
 @pytest.fixture
 def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
-
     traced = torch.compile(
         flex_attention.flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager"
     )
@@ -190,8 +189,7 @@ def test_which_kernel_serves_where():
         assert flash.kernel_for(*asked) == expected
         assert hasattr(torch.ops.aten, expected)
     for asked in (("cuda", double, 64, False), ("mps", single, 64, False)):
-        with pytest.raises(RuntimeError, match="no fused kernel"):
-            flash.kernel_for(*asked)
+        refuses("no fused kernel", flash.kernel_for, *asked, kind=RuntimeError)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-import sinkutils
 import sinkutils as su
 from sinkutils.commands import parser
 from sinkutils.data import embedded
@@ -70,7 +69,7 @@ def test_every_room_is_packaged_and_the_version_is_one():
     rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
     tops = {"sinkutils", "sinkutils.paper_data", "sinkutils.ledger_data"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == tops | rooms
-    assert PROJECT["project"]["version"] == sinkutils.__version__
+    assert PROJECT["project"]["version"] == su.__version__
 
 
 def test_importing_the_package_loads_few_modules():
@@ -94,11 +93,8 @@ def test_what_contributing_says_to_paste_is_an_experiment():
     assert set(experiments.Experiment(name, "8", **fields).change) <= set(experiments.experiment("sigmoid").change)
 
 
-ROOMS = ("model", "data", "study", "measuring", "training", "ledger", "plots")
-
-
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
-    package = Path(sinkutils.__file__).parent
+    package, rooms = ROOT / "sinkutils", ("model", "data", "study", "measuring", "training", "ledger", "plots")
     paths = {
         ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
         for path in package.rglob("*.py")
@@ -110,7 +106,7 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
         sources = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         graph[name] = {source if source in paths else source.rpartition(".")[0] for source in sources} & set(paths)
         room = name.split(".")[1]
-        later = ROOMS[ROOMS.index(room) + 1 :] if room in ROOMS else ()
+        later = rooms[rooms.index(room) + 1 :] if room in rooms else ()
         up = [source for source in graph[name] if source.split(".")[1] in later]
         assert not up, f"{name} imports {up}"
     assert any(graph.values())
@@ -128,13 +124,10 @@ def test_the_scripts_of_a_study_call_commands_that_there_are():
 
 
 def test_no_module_is_longer_than_400_lines():
-    package = Path(sinkutils.__file__).parent
-    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in package.rglob("*.py")}
+    modules = (ROOT / "sinkutils").rglob("*.py")
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in modules}
     assert len(lines) > 10
     assert {name: count for name, count in lines.items() if count > 400} == {}
-
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -156,7 +149,8 @@ def test_each_number_of_ours_is_what_the_records_say():
         f"Gemma follows its BOS, which keeps {statistics.mean(third['gemma-3-270m']['bos']):.2f}",
         f"has a sink in {smol + 1e-6:.1f} % of its heads",  # 72.75, which half the formatters round down
     }
-    assert [words for words in said if words not in README] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [words for words in said if words not in readme] == []
     assert mean.sink_1["data_share_0.02"] == 0  # a fiftieth of the text
 
 

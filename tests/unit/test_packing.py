@@ -1,8 +1,8 @@
 """Packing: chunks are consecutive pieces of the joined documents, and each intervention changes what it says."""
 
 import numpy as np
-import pytest
 import torch
+from helpers import refuses
 
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
 
@@ -64,19 +64,11 @@ def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     assert not torch.equal(chunks.batch(0, 16, seed=0), chunks.batch(0, 16, seed=1))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"share": 0.0}, "share must be in"),
-        ({"random_positions": (0,)}, "random_positions must be at least 1"),
-        ({"random_positions": 3}, "random_positions must be of type tuple"),
-        ({"fixed_position": 0}, "fixed_position must be at least 1"),
-        ({"random_positions": (33,)}, "position 33 is beyond context_length=32"),
-        ({"share": 1e-4}, "less than one chunk"),
-    ],
-)
-def test_impossible_interventions_are_refused(corpus, data, message):
-    with pytest.raises(ValueError, match=message):
-        all_of(corpus, **data)
-    with pytest.raises(ValueError, match="split must be one of train, valid, probe"):
-        all_of(corpus, "test")
+def test_impossible_interventions_are_refused(corpus):
+    refuses("share must be in", all_of, corpus, share=0.0)
+    refuses("random_positions must be at least 1", all_of, corpus, random_positions=(0,))
+    refuses("random_positions must be of type tuple", all_of, corpus, random_positions=3)
+    refuses("fixed_position must be at least 1", all_of, corpus, fixed_position=0)
+    refuses("position 33 is beyond context_length=32", all_of, corpus, random_positions=(33,))
+    refuses("less than one chunk", all_of, corpus, share=1e-4)
+    refuses("split must be one of train, valid, probe", all_of, corpus, "test")

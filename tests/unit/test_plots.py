@@ -6,17 +6,17 @@ import re
 import subprocess
 import sys
 import zlib
+from types import SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from helpers import own_model, word_tokenizer
+from helpers import own_model, refuses, word_tokenizer
 
 import sinkutils as su
-from sinkutils import plots
-from sinkutils.measuring.measure import measure
+from sinkutils import measure, plots
 from sinkutils.paths import ROOT
 from sinkutils.plots import theme
 from sinkutils.plots.interactive import PALETTE
@@ -92,8 +92,7 @@ def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     for heads, layers, blocks in ((alpha, None, [1, 1, 2, 2]), (torch.tensor(alpha), (1, 3), [2, 2, 4, 4])):
         x, y = plots.heads_by_block(heads, layers, ax=plt.figure().subplots()).collections[0].get_offsets().T
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == blocks
-    with pytest.raises(ValueError, match=r"\(layers, heads\), got \(2,\)"):
-        plots.heads_by_block([0.1, 0.2])
+    refuses(r"\(layers, heads\), got \(2,\)", plots.heads_by_block, [0.1, 0.2])
 
 
 def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
@@ -104,16 +103,12 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
     assert hidden.tolist() == (~np.tri(4, dtype=bool)).tolist()
     assert ax.patches[0].get_x() == -0.5 and ax.patches[0].get_height() == 4
     assert [label.get_text() for label in ax.get_xticklabels()] == tokens
-    with pytest.raises(ValueError, match=r"\(T, T\), got \(4, 6\)"):
-        plots.attention_map(np.ones((4, 6)), tokens, ax)
+    refuses(r"\(T, T\), got \(4, 6\)", plots.attention_map, np.ones((4, 6)), tokens, ax)
 
 
 def test_tokens_are_shown_as_they_are_written():
-    class Tokenizer:
-        def decode(self, ids, **options):
-            return {0: "\n\n", 1: " the", 2: " ", 3: "incredibly"}[ids[0]]
-
-    assert [plots.token_label(token, Tokenizer()) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]])
+    assert [plots.token_label(token, tokenizer) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]
     assert plots.token_label(7) == "7"
 
 
@@ -121,18 +116,16 @@ def test_tokens_are_shown_as_they_are_written():
 
 
 def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
-    courses = {
-        name: np.multiply.outer(sinks, np.ones((2, 3))) for name, sinks in (("a", (0, 0.25, 0.5)), ("b", [0] * 3))
-    }
+    rising = np.multiply.outer((0, 0.25, 0.5), np.ones((2, 3)))
+    courses = {"a": rising, "b": 0 * rising}
     data = su.film(courses, [0, 100, 200]).data
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["steps"] == [0, 100, 200]
     assert [run["means"] for run in data["runs"]] == [[0, 0.25, 0.5], [0, 0, 0]]
     assert np.array(data["runs"][0]["frames"]) / (len(PALETTE) - 1) == pytest.approx(courses["a"].reshape(3, 6))
-    with pytest.raises(ValueError, match="'a' was measured 3 times, not at 2 steps"):
-        su.film(courses, [0, 100])
+    refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
 
 
-def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
+def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
     data, T = su.explore(model, ids, "a model").data, 32
     assert data["T"] == T and data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
     packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(3, 6, -1)
@@ -141,22 +134,15 @@ def test_the_explorer_carries_the_maps_that_measure_gives(model, ids):
     np.testing.assert_allclose(packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1))
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax()) and data["columns"] == 3
-
-
-@pytest.mark.parametrize(("length", "message"), [(0, "must be at least 1, got 0"), ("a", "must be an int")])
-def test_a_length_that_is_none_is_refused_in_a_line(model, ids, length, message):
-    with pytest.raises(ValueError, match=message):
-        su.explore(model, ids, length=length)
+    refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
+    refuses("length must be an int", su.explore, model, ids, length="a")
 
 
 def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(model, ids):
-    class Hostile:
-        def decode(self, ids, **options):
-            return "</s> <&"
-
+    hostile = SimpleNamespace(decode=lambda ids, **options: "</s> <&")
     many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
-    hostile = su.explore(su.TransformerLM(many, 0), ids, "</script> <&", Hostile())
-    for picture in (su.film({"a": np.zeros((2, 1, 1))}, [0, 1]), su.explore(model, ids), hostile):
+    explored = su.explore(model, ids), su.explore(su.TransformerLM(many, 0), ids, "</script> <&", hostile)
+    for picture in (su.film({"a": np.zeros((2, 1, 1))}, [0, 1]), *explored):
         bundle, metadata = picture._repr_mimebundle_()
         assert bundle["text/plain"] == f"[picture: {picture.figure.get_label()}]"
         assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
@@ -215,10 +201,8 @@ def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
     assert "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
-    with pytest.raises(ValueError, match="about the first token"):
-        su.report_page(measure(model, ids, targets=(2,)))
-    with pytest.raises(ValueError, match="two models are called 'ours'"):
-        su.report_page(report, "ours", beside={"ours": report})
+    refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
+    refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
 
 def test_the_excess_of_a_page_is_that_of_the_report(model, ids):

@@ -1,11 +1,12 @@
 """Probes of Section 3.3 and of one's own texts, for every kind of tokenizer; special tokens are never drawn or read."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 import transformers as tf
-from helpers import word_tokenizer
+from helpers import refuses, word_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
@@ -41,25 +42,15 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
     assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)  # tokenised again, the same
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("words", RAW), "natural, random, repeat"),
-        (("natural", None), r"a tokenizers\.Tokenizer or a transformers tokenizer, got None"),
-        (("random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, 0, True), "this one has none"),
-        (("random", RAW, 5, 1, 0, True), "length must be at least 2"),
-        (("random", RAW, 0), "n must be at least 1"),
-        (
-            ("the text that I should like to measure, " * 9, RAW),
-            r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=",
-        ),
-        (("natural", RAW, 12, 29), r"has 11 documents of at least 29 tokens \(of 30\), n=12"),
-    ],
-)
-def test_bad_requests_are_clear(arguments, message):
-    *rest, bos = arguments if len(arguments) == 6 else (*arguments, False)
-    with pytest.raises(ValueError, match=message):
-        probe(*rest, bos=bos, texts=TEXTS)
+def test_bad_requests_are_clear():
+    ask, a_text = partial(probe, texts=TEXTS), "the text that I should like to measure, " * 9
+    refuses("natural, random, repeat", ask, "words", RAW)
+    refuses(r"a tokenizers\.Tokenizer or a transformers tokenizer, got None", ask, "natural", None)
+    refuses("this one has none", ask, "random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True)
+    refuses("length must be at least 2", ask, "random", RAW, 5, 1, bos=True)
+    refuses("n must be at least 1", ask, "random", RAW, 0)
+    refuses(r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW)
+    refuses(r"has 11 documents of at least 29 tokens \(of 30\), n=12", ask, "natural", RAW, 12, 29)
 
 
 def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
@@ -73,8 +64,7 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     assert not torch.equal(few, probe(texts=TEXTS, tokenizer=RAW, length=8, n=5, seed=1))
     with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
-    with pytest.raises(ValueError, match="texts must be several strings"):
-        probe(texts="one text", tokenizer=RAW)
+    refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):

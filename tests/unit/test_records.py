@@ -12,13 +12,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import DONE, END, made_up
+from helpers import DONE, END, made_up, refuses
 
 import sinkutils as su
-from sinkutils import paths
+from sinkutils import config, paths
 from sinkutils.measuring.load import ModelUnavailable, load_lm
 from sinkutils.study import record as records_module
-from sinkutils.study.grid import config
 from sinkutils.study.record import (
     CorruptRecord,
     RunLocked,
@@ -33,10 +32,6 @@ from sinkutils.study.record import (
 from sinkutils.study.store import Runs, is_of
 
 FILES = ("config.json", "metrics.json", "provenance.json", "model.safetensors", "tokenizer.json", "SHA256SUMS")
-
-
-def store(folder):
-    return Runs(folder.parents[2])
 
 
 @pytest.fixture
@@ -58,21 +53,15 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
 @pytest.mark.parametrize("damage", ["truncated", "deleted"])
-def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, file, damage):
+def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, tmp_path, file, damage):
     """Every flipped byte and every cut: end_to_end/test_reliability.py."""
     path = folder / file
     path.write_bytes(path.read_bytes()[:-3])
     if damage == "deleted":
         path.unlink()
-    with pytest.raises(CorruptRecord, match=f"record test/tiny/0: {file} is"):
-        read_record(folder)
+    refuses(f"record test/tiny/0: {file} is", read_record, folder, kind=CorruptRecord)
     with pytest.warns(UserWarning, match="counts as missing"):
-        assert store(folder).get(tiny) is None
-
-
-def test_weights_may_be_deleted_to_save_space(folder, tiny):
-    (folder / "model.safetensors").unlink()
-    assert store(folder).get(tiny).weights is None
+        assert Runs(tmp_path).get(tiny) is None
 
 
 def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(folder, tiny, monkeypatch):
@@ -136,8 +125,8 @@ def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes
     assert not partial_folder(target).exists()
 
 
-def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus):
-    runs, own = folder.parents[2], corpus.identity
+def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus, tmp_path):
+    runs, own = tmp_path, corpus.identity
     other, same_name = ({"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings"))
     assert Runs(runs).get(tiny) == Runs(runs).get(tiny, own) is not None
     assert Runs(runs).get(tiny, other) is None and Runs(runs).get(tiny, same_name) is None
@@ -163,20 +152,20 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     with pytest.warns(UserWarning, match=r"record smoke/k_bias/1: metrics\.json is .*delete the folder and train"):
         entries = list(Runs(tmp_path).entries("smoke"))
     assert [entry.status for entry in entries] == ["done", "corrupt"] and "metrics.json" in entries[1].reason
-    with pytest.raises(ModelUnavailable, match="smoke/k_bias/1"):
-        load_lm(path.parent, "cpu")
+    refuses("smoke/k_bias/1", load_lm, path.parent, "cpu", kind=ModelUnavailable)
     path.write_bytes(whole)
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
 
 
-def test_changed_weights_are_noticed_when_they_are_loaded(folder, tiny):
+def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
-    record = store(folder).get(tiny)  # the numbers beside them are whole
+    record = Runs(tmp_path).get(tiny)  # the numbers beside them are whole
     with pytest.raises(CorruptRecord, match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed"):
         record.load_weights()
-    with pytest.raises(ModelUnavailable, match=r"model\.safetensors is missing, truncated"):
-        load_lm(folder, "cpu")
+    refuses(r"model\.safetensors is missing, truncated", load_lm, folder, "cpu", kind=ModelUnavailable)
+    path.unlink()
+    assert Runs(tmp_path).get(tiny).weights is None
 
 
 def test_every_committed_record_is_whole_and_of_its_experiment():
@@ -228,7 +217,7 @@ def report_of(name: str, seed: int) -> dict:
     return json.loads((paths.RUNS / "laptop" / name / str(seed) / "metrics.json").read_text())["final"]
 
 
-def test_a_row_per_run_says_what_its_record_says(study):
+def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(study):
     table = su.runs("laptop", study).set_index(["experiment", "seed"])
     assert len(table) == 2 * len(FEW) and (table.status == "done").all()
     row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
@@ -238,6 +227,9 @@ def test_a_row_per_run_says_what_its_record_says(study):
     assert row.block_1 == pytest.approx(((alpha[0] - uniform) / (1 - uniform)).mean())
     assert (row.block_1 + 3 * row.later_blocks) / 4 == pytest.approx(row.excess_1, abs=1e-4)
     assert row.element == max(block[0] for block in final["report"]["hidden_peaks"])
+    by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
+    for name in ("excess_1", "excess_star"):  # also under a window, and where there is a key of its own
+        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
 
 
 def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
@@ -255,15 +247,6 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
     assert np.isfinite(seen_once.excess_1).all()
 
 
-def test_the_excess_by_block_has_the_mean_that_measuring_gave(study):
-    """Also under a window, and where there is a key of its own."""
-    by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
-    table = su.runs("laptop", study).set_index(["experiment", "seed"])
-    for name in ("excess_1", "excess_star"):
-        assert by_block[name].mean().tolist() == pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
-
-
 def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
     assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
-    with pytest.raises(ValueError, match="preset must be one of"):
-        su.runs("laptp")
+    refuses("preset must be one of", su.runs, "laptp")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import own_model, tokens
+from helpers import own_model, refuses, tokens
 from open_lms import rounded
 from small_models import build, eager_maps
 from transformers import DynamicCache
@@ -138,12 +138,9 @@ def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
     with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
         untouched(own_model(), ids)
-    with pytest.raises(ValueError, match="BloomForCausalLM has attention outside transformers' interface"):
-        hide(build("bloom"), ids)
+    refuses("BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids)
     with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got LlamaModel"):
         untouched(build("llama").model, ids)
-    with pytest.raises(ValueError, match=r"block must be in 0\.\.1, got 3"):
-        set_back(build("llama"), ids, 3, (0,))
+    refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
-        with pytest.raises(ValueError, match=f"dimension must be in 0..31, got {dimension}"):
-            set_back(build("llama"), ids, 0, (dimension,))
+        refuses(f"dimension must be in 0..31, got {dimension}", set_back, build("llama"), ids, 0, (dimension,))

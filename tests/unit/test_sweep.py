@@ -14,19 +14,17 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import interrupted
+from helpers import interrupted, refuses
 
+from sinkutils import config, load_corpus, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
-from sinkutils.data.corpus import load_corpus
 from sinkutils.study import record as records_module
-from sinkutils.study.grid import config
 from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
 from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
 from sinkutils.training.run import Run
 from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sweep
-from sinkutils.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
@@ -82,12 +80,9 @@ def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_
     assert "the machine went away" in ended["v_bias"].detail
 
 
-def test_a_sweep_on_another_text_finds_it_first_and_counts_its_own_records(
-    quick, runs, tmp_path, text_folder, monkeypatch
-):
+def test_another_text_is_found_first_and_has_records_of_its_own(quick, runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError, match="no such folder or file"):
-        of_smoke(corpus=f"path:{tmp_path}/nowhere")
+    refuses("no such folder or file", of_smoke, corpus=f"path:{tmp_path}/nowhere", kind=FileNotFoundError)
     monkeypatch.chdir(text_folder.parent)
     (outcome,) = of_smoke("k_bias", corpus=f"path:{text_folder.name}")
     assert outcome.status == "done"
@@ -163,9 +158,7 @@ FULL = {  # the file for which there is no room: how it is called, and the step 
 
 
 @pytest.mark.parametrize("file", FULL)
-def test_a_run_with_a_full_disk_is_named_stops_no_other_and_goes_on_when_there_is_room(
-    file, command, undisturbed, monkeypatch, capsys
-):
+def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(file, command, undisturbed, monkeypatch, capsys):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
 
     def write(path, data, really=records_module.write_synced):
@@ -199,9 +192,7 @@ def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(command, 
         assert f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log" in capsys.readouterr().out
 
 
-def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_says_so_and_goes_on_with_the_others(
-    command, undisturbed, capsys
-):
+def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(command, undisturbed, capsys):
     sweep, (_, expected) = command(3), undisturbed
     with interrupted(50):
         assert sweep.status() == 1
@@ -245,17 +236,12 @@ def test_a_sweeps_devices(gpus, preset, engine_name, count, asked, expected):
     assert devices(preset, engine_name, 2, asked) == expected
 
 
-@pytest.mark.parametrize(
-    ("preset", "asked", "message"),
-    [("gpu", None, "sees 0 of that kind"), ("laptop", "cuda", "sees 0 of that kind"),
-     ("laptop", "abacus", "device must be")],
-)  # fmt: skip
-def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, preset, asked, message, tmp_path):
+def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     gpus(0)
-    with pytest.raises(ValueError, match=message):
-        sweep(preset, device=asked, runs=tmp_path, progress=False)
-    with pytest.raises(ValueError, match="local, slurm, ray"):
-        engine("abacus", 1, tmp_path)
+    refuses("sees 0 of that kind", sweep, "gpu", runs=tmp_path, progress=False)
+    refuses("sees 0 of that kind", sweep, "laptop", device="cuda", runs=tmp_path, progress=False)
+    refuses("device must be", sweep, "laptop", device="abacus", runs=tmp_path, progress=False)
+    refuses("local, slurm, ray", engine, "abacus", 1, tmp_path)
 
 
 def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
@@ -316,8 +302,7 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
     assert ray.remote.call_args.kwargs["num_gpus"] == gpu
     ray.cluster_resources.return_value = {"CPU": 2.0}
     if gpu:
-        with pytest.raises(ValueError, match="need a GPU and the Ray cluster has none"):
-            engine("ray", 1, tmp_path, gpu)
+        refuses("need a GPU and the Ray cluster has none", engine, "ray", 1, tmp_path, gpu)
 
 
 def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
@@ -341,8 +326,7 @@ def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(runs, tm
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     load_corpus(f"path:{text_folder}", 512)
     try:
-        with pytest.raises(ValueError, match="the Ray cluster has none"):
-            engine("ray", 2, tmp_path, gpu=True)
+        refuses("the Ray cluster has none", engine, "ray", 2, tmp_path, gpu=True)
         options = {"corpus": f"path:{text_folder}", "jobs": 2, "engine_name": "ray", "progress": False}
         outcomes = sweep("smoke", seeds=(0,), only=("fixed_1", "k_bias"), **options)
     finally:
