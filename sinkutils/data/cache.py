@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinkutils.checks import require
+from sinkutils.checks import first_line, require
 
 if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
@@ -92,4 +92,4 @@ def unpack(file: Path, folder: Path) -> None:
             tar.extractall(folder, filter="data")
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(f"{file} is not a complete file of pack_corpus: {error}") from error
+        raise ValueError(f"{file} is not a complete file of pack_corpus: {first_line(error)}") from error

@@ -403,7 +403,6 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
     changed[len(whole) // 2] ^= 1
     for content in (whole[: len(whole) // 2], bytes(changed), b"not xz at all"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match="is not a complete file of pack_corpus"):
-            load(f"packed:{file}", tmp_path / "none")
+        refuses("is not a complete file of pack_corpus", load, f"packed:{file}", tmp_path / "none")
     refuses(r"nowhere\.tar\.xz", load, "packed:nowhere.tar.xz", tmp_path / "none", kind=FileNotFoundError)
     assert list((tmp_path / "none").iterdir()) == []
