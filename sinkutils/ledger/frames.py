@@ -86,8 +86,11 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def excess(alpha: Any, uniform: float) -> Any:
-    """(alpha - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k."""
-    return (alpha - uniform) / (1 - uniform)
+    """(alpha - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k.
+
+    NaN where each sees one key alone.
+    """
+    return (alpha - uniform) / (1 - uniform or np.nan)
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:

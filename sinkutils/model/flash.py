@@ -186,10 +186,11 @@ def _flex_pass(
 
 @functools.cache
 def _compiled_flex(spec: AttentionSpec) -> Callable[..., Any]:
-    """Each variant has compiled code of its own: in common they would pass PyTorch's limit of recompilations."""
+    """FlexAttention compiled for one variant."""
     # One graph or an error, never a dense fallback; static, as a p that varied among calls would be a traced number.
-    limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
-    return torch.compile(flex_attention, fullgraph=True, dynamic=False, **limits)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    # All variants count as recompilations of one function, of which PyTorch allows 8.
+    return torch._dynamo.config.patch(recompile_limit=64)(compiled)
 
 
 @functools.lru_cache(maxsize=16)
