@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sinkutils import __version__
 
@@ -35,7 +35,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given(options: argparse.Namespace, *names: str) -> dict:
     """Some of the options, for a function that calls them by the same names."""
     return {name: getattr(options, name) for name in names}
 

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sinkutils.checks import require
 
@@ -50,13 +50,13 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise OSError(error.errno, f"{reason}: make room there or set SINKUTILS_CACHE") from error
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, meta: dict) -> None:
     """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
     whole = meta | {"sha256": _digest(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
-def verified(folder: Path) -> dict[str, Any]:
+def verified(folder: Path) -> dict:
     """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def verified(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _digest(folder: Path, meta: dict[str, Any]) -> str:
+def _digest(folder: Path, meta: dict) -> str:
     whole = hashlib.sha256(json.dumps(meta).encode())
     for path in sorted(folder.iterdir()):
         if path.name != "meta.json":

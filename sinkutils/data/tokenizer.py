@@ -61,7 +61,7 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
-    ids: dict[str, Any] = {}
+    ids: dict = {}
     for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
         ids[key] = _first(tokenizer, tokens)
         require(ids[key] is not None, f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")

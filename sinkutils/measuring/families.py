@@ -88,7 +88,7 @@ class Call(NamedTuple):
     k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
     v: Tensor
     mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
-    kwargs: dict[str, Any]
+    kwargs: dict
     eager: Callable[..., tuple[Tensor, Tensor]]  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 

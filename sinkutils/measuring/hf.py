@@ -172,7 +172,7 @@ class Capture:
         trusted = len({module for module, _ in self.proved} - wrong)
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
-    def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def here(self, function: Callable) -> Callable:
         """A hook that leaves the forward passes of other threads alone."""
         return lambda *args: function(*args) if _current.get() is self else None
 
@@ -382,7 +382,7 @@ class Capture:
         self.tally.add_weights(self.layers[module], [weights])
         return type(output)(None if x is weights else x for x in output)
 
-    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
 
     def _see_block(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:

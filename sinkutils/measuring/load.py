@@ -25,7 +25,7 @@ from sinkutils.paths import PAPER
 from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CorruptRecord, read_record, short_name
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NUMBER = re.compile(r"\d+\.")  # of a block, in the name of a weight
@@ -39,7 +39,7 @@ def load_lm(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    runs: Path | str | None = None,
+    runs: Folder = None,
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 

@@ -16,7 +16,7 @@ LONG = 4096  # positions from which a window's mask of T x T is not made
 class WindowMask(PositionMask):
     """What transformers asked for as the mask of a window, or of chunks that do not slide (Llama 4)."""
 
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def __init__(self, asked: dict) -> None:
         self.window: int = asked["local_size"]
         device = torch.device(asked.get("device", "cpu"))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head

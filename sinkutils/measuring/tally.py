@@ -144,7 +144,7 @@ class Tally:
             self.values["renormalised"][layer] = alphas[layer]
         heads = sorted({batches[0].shape[-1] for batches in alphas.values()})
         require(len(heads) == 1, f"layers have different numbers of heads ({heads}), which a report cannot hold")
-        fields: dict[str, Any] = {}
+        fields: dict = {}
         for name, layers in self.values.items():
             ordered = [torch.cat(batches).cpu()[order] for _, batches in sorted(layers.items())]
             fields[name] = torch.stack(ordered, dim=-2)
@@ -185,9 +185,7 @@ class OwnModel:
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
-    def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
-    ) -> None:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> None:
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]  # what x* sees of itself says nothing
@@ -202,13 +200,13 @@ class OwnModel:
             self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
 
-def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
+def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> Tensor:
     """What alpha is the mean of, (B, H, T, S), in float64: |A_ij| over its row sum, which is A_ij of a softmax.
 
     Where weights do not sum to one these are the proxy scores of Section 7.4. The arguments are those of `attend`.
     Softpick's weights, whose rows sum to less than one, are taken as they are.
     """
-    wide: dict[str, Any] = {name: x.double() for name, x in extras.items() if name != "mlp"}
+    wide: dict = {name: x.double() for name, x in extras.items() if name != "mlp"}
     if "mlp" in extras:  # a learned kernel keeps the model's precision
         wide["mlp"] = lambda x: extras["mlp"](x.to(q.dtype)).double()
     # In float64 exp of a logit does not overflow below 709.

@@ -135,10 +135,10 @@ class Attention(nn.Module):
             return self.out(out.sum(dim=1))
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
-    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
-        extras: dict[str, Any] = {}
+        extras: dict = {}
         if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
             extras["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
         if spec.bias in ("kv", "v"):

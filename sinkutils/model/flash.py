@@ -21,7 +21,7 @@ from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
-TRUST: dict[tuple[str, str, torch.device, torch.dtype, int], bool] = {}  # what `trusted` has found
+TRUST: dict[tuple, bool] = {}  # what `trusted` has found
 
 
 class PositionMask:
@@ -185,7 +185,7 @@ def _flex_pass(
 
 
 @functools.cache
-def _compiled_flex(spec: AttentionSpec) -> Callable[..., Any]:
+def _compiled_flex(spec: AttentionSpec) -> Callable:
     """FlexAttention compiled for one variant."""
     # One graph or an error, never a dense fallback; static, as a p that varied among calls would be a traced number.
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)

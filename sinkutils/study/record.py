@@ -46,6 +46,7 @@ SUMS = "SHA256SUMS"
 ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, Tensor]
+Folder = Path | str | None  # of records; None: data/runs
 ADVICE = "delete the folder and train the run again"
 
 
@@ -101,7 +102,7 @@ class Record:
         return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
 
-def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
+def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
     """Where the record of one run of the study lives."""
     return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 

@@ -15,9 +15,7 @@ from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.grid import config, plan
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Record, config_dict, read_record, record_folder
-
-Folder = Path | str | None  # of records; None: data/runs
+from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Folder, Record, config_dict, read_record, record_folder
 
 
 @dataclass(frozen=True)

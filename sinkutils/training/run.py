@@ -24,7 +24,7 @@ from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.config import Json, RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.optimizers import make_optimizers
@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
-        self.more: dict[str, Any] = {}  # that the record's provenance says
+        self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
@@ -122,9 +122,9 @@ class Run:
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
         self.seconds = 0.0
-        self.curve: list[dict[str, Any]] = []
+        self.curve: list[Json] = []
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
-        self.parts: list[dict[str, Any]] = []  # on what it was trained: more than one where it moved to another machine
+        self.parts: list[Json] = []  # on what it was trained: more than one where it moved to another machine
         self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
 
     def first_model(self) -> TransformerLM:
@@ -147,7 +147,7 @@ class Run:
         vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Json:
         """What the record says beside the text's name and hash: on what it was trained, how large the text is."""
         said = {
             **self.parts[-1],
@@ -246,9 +246,9 @@ class Run:
         return self.config.train.batch_size * self.config.model.context_length
 
 
-def sinks(report: Report) -> dict[str, Any]:
+def sinks(report: Report) -> Json:
     """What a point of the curve says of attention: Sink_k in percent, the excess, and x_1 by block (Section 3.1)."""
-    numbers: dict[str, Any] = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
+    numbers: Json = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
         numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
@@ -261,12 +261,12 @@ def sinks(report: Report) -> dict[str, Any]:
     return numbers
 
 
-def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
+def summary(run: Run, report: Report | None, reason: str | None) -> Json:
     """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
 
     report: of the last evaluation. reason: why the run failed, or None.
     """
-    final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
+    final: Json = dict(run.curve[-1]) if run.curve else {}
     if report is not None:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
@@ -277,7 +277,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, An
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
-def of_report(report: Report) -> dict[str, Any]:
+def of_report(report: Report) -> Json:
     """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
     kept = report.to_dict()
     for name in NOT_KEPT:

@@ -29,7 +29,7 @@ from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 
 POLL_SECONDS = 0.2
 ENGINES = ("local", "slurm", "ray")
@@ -65,7 +65,7 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
     return (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable[..., Any]:
+def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
     """What starts `run_one` with the arguments it is given and returns a future. gpu: each run needs one.
 
     slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the cluster that
@@ -146,7 +146,7 @@ def sweep(
     jobs: int = 1,
     seeds: tuple[int, ...] | None = None,
     only: tuple[str, ...] | None = None,
-    runs: Path | str | None = None,
+    runs: Folder = None,
     engine_name: str = "local",
     corpus: str | None = None,
     device: str | None = None,
@@ -213,7 +213,7 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
 def estimate(
     preset_name: str,
     seeds: tuple[int, ...] | None = None,
-    runs: Path | str | None = None,
+    runs: Folder = None,
     corpus: str | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[tuple[RunConfig, float]]:

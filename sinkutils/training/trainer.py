@@ -25,7 +25,7 @@ from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, short_name, write_record
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
@@ -36,7 +36,7 @@ CHECKPOINT = "checkpoint.pt"  # beside the record that the run will become
 
 def train(
     config: RunConfig,
-    runs: Path | str | None = None,
+    runs: Folder = None,
     *,
     device: str | torch.device | None = None,
     corpus: Corpus | str | None = None,
