@@ -144,6 +144,7 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.presets import PRESETS
+    from sinkutils.study.record import short_name
     from sinkutils.training.group import joined
     from sinkutils.training.trainer import train
 
@@ -154,9 +155,9 @@ def train_command(options: argparse.Namespace) -> None:
         record = train(run, device=device, keep_weights=keep, group=group, **asked)
     if not group.first:
         return
-    name = "/".join(record.folder.parts[-3:])
+    name = short_name(record.folder)
     if record.status == "failed":
-        print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
+        print(f"{name}: training failed ({record.reason}); this is recorded as the result")
         return
     final = record.metrics["final"]
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""

@@ -49,13 +49,20 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"kernel_name": "python3", "cwd": NOTEBOOKS, "progress_bar": False}
-    options |= {"execution_timeout": CELL_SECONDS, "coalesce_streams": True}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: two pages run at a time, on a core each
 
     def execute(path: Path) -> Any:
         try:
-            return papermill.execute_notebook(path, output and output / path.name, parameters, **options)
+            return papermill.execute_notebook(
+                path,
+                output and output / path.name,
+                parameters,
+                kernel_name="python3",
+                cwd=NOTEBOOKS,
+                execution_timeout=CELL_SECONDS,
+                progress_bar=False,
+                coalesce_streams=True,
+            )
         except papermill.PapermillExecutionError as error:
             return error
 

@@ -33,14 +33,14 @@ SIMILARITIES: dict[str, Map] = {
     "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
-LOGARITHMS: dict[str, Map] = {
+LOGARITHMS = {
     "exp": lambda s: s,
     "sigmoid": lambda s: -F.softplus(-s),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
 # phi of Section 7.4, on queries and keys; "mlp" is learned
-KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
-CHOICES: dict[str, tuple[str, ...]] = {
+KERNELS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
+CHOICES = {
     "similarity": tuple(SIMILARITIES),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
@@ -88,9 +88,9 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         check_fields(self, CHOICES)
         for name in ("p", "scale"):
-            real(name, getattr(self, name), "positive and finite")
-        real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
-        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
+            real(name, getattr(self, name), "positive and finite", more=True)
+        real("logit_bias", self.logit_bias, "finite", least=-torch.inf)
+        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative")
         linear, has_bias = self.similarity == "linear", self.bias != "none"
         special = (self.sink_logit != "none") + self.differential
         without_meaning = {

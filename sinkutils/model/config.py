@@ -19,7 +19,7 @@ FFNS: dict[str, Map] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
 }
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES = {
     "position": POSITIONS,
     "norm": ("pre", "post", "sandwich"),
     "ffn": tuple(FFNS),

@@ -131,7 +131,7 @@ class Job:
         except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
             return end("crashed", f"{first_line(error)}; {where}")
         if record is not None:
-            reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
+            reasons = [record.reason, *(message for message in messages if AGAIN in message)]
             return end(record.status, "; ".join(filter(None, reasons)))
         if status == LOCKED:
             return end("elsewhere", "another worker holds its lock")
@@ -163,7 +163,7 @@ def sweep(
     Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
-    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)

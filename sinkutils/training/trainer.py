@@ -62,7 +62,7 @@ def train(
     compile: use torch.compile; None: as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
-    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store, target = Runs(runs), find_device(device)
     if corpus is None:  # a record is found without opening the text
         done = group.once(store.get, config, None, keep_weights)
@@ -120,8 +120,7 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
     if start is None or (start.status == "done" and start.weights is None):
         start = train(before, store.root, keep_weights=True, group=group, **options)
     failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
-    reason = start.metrics["reason"]
-    require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
+    require(start.status == "done", f"{config.experiment} starts from {failed} ({start.reason})")
     return start
 
 
@@ -147,8 +146,8 @@ def _to_its_end(
     report = None if run.curve else run.evaluate([])
     saved, began = time.monotonic(), time.monotonic() - run.seconds
     name = f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
-    options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 2.0, "disable": not progress}
-    with tqdm(total=steps, initial=run.step, desc=name, **options) as bar:
+    bar = tqdm(total=steps, initial=run.step, desc=name, unit="step", leave=False, mininterval=2, disable=not progress)
+    with bar:
         while run.step < steps:
             run.advance(forward)
             bar.update()
