@@ -15,14 +15,10 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from sinkutils.paths import LEDGER, read_yaml
+
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
-# What constraints.txt pins exactly and what has English docstrings: nothing else in an environment changes the text.
-DISTRIBUTIONS = (
-    *("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib", "seaborn", "hypothesis", "pytest", "mypy"),
-    *("jupyterlab", "papermill", "nbval", "tokenizers", "safetensors", "tqdm", "ipywidgets"),
-    # Required by those; pinned because they are text.
-    *("sympy", "networkx", "huggingface-hub", "debugpy", "fonttools", "ipython", "mpmath", "pydantic", "tornado"),
-)
+DISTRIBUTIONS = read_yaml(LEDGER / "text_packages.yaml")
 # Of the standard library: what some distributors leave out.
 PRUNED = {"__pycache__", "test", "tests", "idle_test"}
 OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs

@@ -15,27 +15,13 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.model.flash import PositionMask
+from sinkutils.paths import LEDGER, read_yaml
 
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
 # In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 PREFIX = {"paligemma"}  # by model_type: in their own use every token of a prompt sees the whole prompt
-# Why a family cannot be measured, by its model_type.
-REFUSED = {
-    "blt": "it attends over patches of bytes and within them, in several stacks: alpha_k is of tokens",
-    "cpmant": "it puts a prompt of its own before the tokens, so that position 1 is none of them",
-    "deepseek_v4": "it attends to compressed runs of tokens beside single ones: alpha_k is of tokens",
-    "diffllama": "its weights are the difference of two softmaxes, neither positive nor of sum one",
-    "gemma4_assistant": "it drafts from the keys and values of another model and has none of its own",
-    "gemma4_unified_assistant": "it drafts from the keys and values of another model and has none of its own",
-    "hrm_text": "its layers run many times a token (H and L cycles), so that a layer has no one attention",
-    "musicgen_decoder": "it reads several codebooks of sound at a step, not one token",
-    "musicgen_melody_decoder": "it reads several codebooks of sound at a step, not one token",
-    "prophetnet": "its layers carry n-gram predictions as further positions beside the tokens",
-    "reformer": "it attends within chunks and hash buckets (local and LSH attention), without weights over all keys",
-    "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
-    "xlnet": "without a permutation mask it sees later tokens",
-}
+REFUSED = read_yaml(LEDGER / "unmeasured.yaml")  # why a family cannot be measured, by its model_type
 
 
 def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:

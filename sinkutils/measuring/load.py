@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import os
 import pickle
@@ -21,7 +20,7 @@ from sinkutils.measuring.measure import special_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.paths import PAPER
+from sinkutils.paths import PAPER, read_csv
 from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CorruptRecord, read_record, short_name
@@ -79,8 +78,7 @@ def load_lm(
         if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
             advice = "give preset/experiment/seed of one, `python -m sinkutils train` it, or give a hub id"
             raise ModelUnavailable(f"no recorded run {name!r}: {advice}")
-        with open(PAPER / "models.csv", newline="", encoding="utf-8") as file:
-            table = {row["name"].lower(): row["hub_id"] for row in csv.DictReader(file)}
+        table = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
         where = table.get(name.lower(), name)
     model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:

@@ -15,11 +15,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from sinkutils.checks import choice
 from sinkutils.data.cache import cache_root
-from sinkutils.paths import LEDGER
+from sinkutils.paths import LEDGER, read_yaml
 
 GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
 
@@ -46,8 +44,7 @@ class RealModel:
         return [pin for pin, _ in self.packages]
 
 
-_ENTRIES = yaml.safe_load((LEDGER / "packages.yaml").read_text(encoding="utf-8"))
-REAL_MODELS = {name: RealModel(**entry) for name, entry in _ENTRIES.items()}
+REAL_MODELS = {name: RealModel(**entry) for name, entry in read_yaml(LEDGER / "packages.yaml").items()}
 
 
 def folder_of(name: str) -> Path:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from sinkutils import checks
 from sinkutils.checks import choice, require
@@ -107,9 +104,3 @@ def from_dict(cls: Any, values: Json) -> Any:
             value = from_dict(kind, value)
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return cls(**arguments)
-
-
-def read_yaml(path: Path) -> Any:
-    """What a YAML file of data/ holds."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
