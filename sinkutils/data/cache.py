@@ -46,8 +46,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:  # of our own, with its reason
             raise
-        reason = f"cannot write token files below {root} ({error.strerror})"
-        raise OSError(error.errno, f"{reason}: make room there or set SINKUTILS_CACHE") from error
+        reason = f"cannot write token files below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
+        raise OSError(error.errno, reason) from error
 
 
 def write_meta(folder: Path, meta: dict) -> None:

@@ -207,8 +207,11 @@ def _build(
             written[split] += size
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
-    few = f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens"
-    require(not lacking, f"{few}: give more text, in more files or lines, or a larger max_tokens")
+    require(
+        not lacking,
+        f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens: "
+        "give more text, in more files or lines, or a larger max_tokens",
+    )
     meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
     write_meta(folder, meta | special)
 

@@ -126,9 +126,11 @@ def files_with(*suffixes: str) -> Iterator[Path]:
     packages = installed()
     missing = [name for name, version in packages.items() if version is None]
     if missing:
-        lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
-        advice = "install what constraints.txt pins (pip install -c constraints.txt '.[text]')"
-        warnings.warn(f"{lacking}: {advice}, or bring a file of pack_corpus", stacklevel=2)
+        warnings.warn(
+            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what constraints.txt "
+            "pins (pip install -c constraints.txt '.[text]'), or bring a file of pack_corpus",
+            stacklevel=2,
+        )
     files = list(_standard_library())
     for name in packages.keys() - missing:
         for file in metadata.files(name) or ():

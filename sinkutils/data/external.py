@@ -38,9 +38,10 @@ def stream(dataset: str, split: str = "train", config: str | None = None, **opti
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
-        failure = f"data set {dataset!r} could not be read ({first_line(error)})"
-        advice = "check the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
-        raise ConnectionError(f"{failure}: {advice}") from error
+        raise ConnectionError(
+            f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the network, or use a "
+            "corpus that needs none: 'docstrings' or 'path:<folder>'"
+        ) from error
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
@@ -102,8 +103,8 @@ def _texts_of(file: Path) -> Iterator[str]:
                 text = json.loads(line)["text"]
             except (ValueError, TypeError, KeyError):
                 text = None
-            good = isinstance(text, str)
-            require(good, f'{file}, line {number}: expected a JSON object with a string under "text"')
+            message = f'{file}, line {number}: expected a JSON object with a string under "text"'
+            require(isinstance(text, str), message)
             yield text
 
 

@@ -144,7 +144,9 @@ def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[
         if encoded is not None:
             rows[len(known), :, : len(encoded[0])] = encoded
             known.add(answers)
-    within = f"with different answers that begin within C = {layout.context_length} tokens"
-    few = f"instructions {name!r} have {len(known)} conversations {within}, and {len(rows)} are needed"
-    require(len(known) == len(rows), f"{few}: give more, or ask for fewer pairs")
+    require(
+        len(known) == len(rows),
+        f"instructions {name!r} have {len(known)} conversations with different answers that begin within "
+        f"C = {layout.context_length} tokens, and {len(rows)} are needed: give more, or ask for fewer pairs",
+    )
     return [Pairs(part, layout.eos_id) for part in np.split(rows, np.cumsum(counts)[:-1])]

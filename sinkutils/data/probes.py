@@ -45,8 +45,10 @@ def probe(
     text.
     """
     if kind not in KINDS and (kind is not None or texts is None):
-        advice = "to measure texts of your own say probe(texts=[..], tokenizer=..)"
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; {advice}")
+        raise ValueError(
+            f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; "
+            "to measure texts of your own say probe(texts=[..], tokenizer=..)"
+        )
     known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
     require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}")
     flag("bos", bos)
@@ -89,8 +91,11 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
         longest = max(longest, len(ids))
         windows += [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
     least = n or 1
-    few = f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed"
-    require(len(windows) >= least, f"{few}: give more text, a smaller n or a smaller length")
+    require(
+        len(windows) >= least,
+        f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed: "
+        "give more text, a smaller n or a smaller length",
+    )
     chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
     return np.array(windows)[np.sort(chosen)]
 
@@ -113,5 +118,7 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed"
-    raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
+    raise ValueError(
+        f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed: "
+        "give more text, a smaller n or a smaller length"
+    )

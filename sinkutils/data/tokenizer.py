@@ -50,9 +50,10 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
-        failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
-        advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
-        raise ConnectionError(f"{failure}: {advice}") from error
+        raise ConnectionError(
+            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)}): check the "
+            "id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
+        ) from error
     size = tokenizer.get_vocab_size()
     least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
     require(size <= vocab_size, least)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ def _prior(ours: Readings, quantity: str) -> Prior:
     return fit_prior([[*ours.values(name, quantity).values()] for name in ours.runs])
 
 
-@lru_cache(maxsize=4096)
+@cache
 def label(name: str, preset: str) -> str:
     """The name under which an experiment runs at a preset: of "base" its base, of equal runs the first; else ""."""
     try:

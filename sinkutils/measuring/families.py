@@ -149,8 +149,11 @@ def _scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> T
     logits = call.q.float() @ repeat_heads(call.k, call.q.shape[1]).float().mT * call.scale
     lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
-    require(_is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
+    require(
+        _is_product(out, scaled, call.v),
+        f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights sum to one, its output "
+        "differs",
+    )
     return scaled
 
 

@@ -56,18 +56,16 @@ def capturing(model: nn.Module, tally: Tally, exact: bool = False) -> Iterator[C
     Those of other threads, and of other models, are what they always are.
     """
     capture = Capture(model, tally, exact)
-    token = _current.set(capture)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(AttentionInterface, "get_interface", _function))
-            stack.enter_context(patch.object(AttentionMaskInterface, "__getitem__", _mask))
-            if capture.legacy:
-                stack.enter_context(_returning_weights(model))
-            for handle in capture.hook():
-                stack.enter_context(handle)
-            yield capture
-    finally:
-        _current.reset(token)
+    with ExitStack() as stack:
+        stack.callback(_current.reset, _current.set(capture))
+        stack.enter_context(patch.object(AttentionInterface, "get_interface", _function))
+        stack.enter_context(patch.object(AttentionMaskInterface, "__getitem__", _mask))
+        for config in families.configurations(model) if capture.legacy else ():
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            config._attn_implementation = "eager"
+        for handle in capture.hook():
+            stack.enter_context(handle)
+        yield capture
 
 
 def _function(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -89,20 +87,6 @@ def _mask(self: AttentionMaskInterface, key: str) -> Callable:
     # A decoder whose modules do not call themselves causal needs to be told by a mask.
     told = {"allow_is_causal_skip": False} if capture.needs_mask else {}
     return lambda **asked: masks.mask(**asked | told)
-
-
-@contextmanager
-def _returning_weights(model: nn.Module) -> Iterator[None]:
-    """Families outside the interface by their eager attention."""
-    configs = families.configurations(model)
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config._attn_implementation = value
 
 
 def _taken(module: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -135,7 +119,7 @@ class Capture:
         self.calls: Counter[nn.Module] = Counter()
         self.named: set[str] = set()  # the attention functions that the model names
         self.registered: set[str] = set()  # those of them that are none of transformers'
-        self.proved: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
+        self.proved: dict[tuple, bool] = {}  # whether the fused path proved right, by module and kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
         self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
@@ -252,11 +236,12 @@ class Capture:
             gap = (own[module] - output).float().norm(dim=-1) / output.float().norm(dim=-1).clamp(min=1e-30)
             usual = gap.flatten().sort().values[gap.numel() // 2]  # half precision sends some tokens to other experts
             if usual > (1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2):
-                names = " and ".join(sorted(map(repr, self.named)))
-                why = f"computes something else by its attention {names} than by the family's eager one, which is read"
-                if self.needs_mask:
-                    why += ": with is_causal off it sees later tokens"
-                raise ValueError(f"{self.kind} {why}; measure it after model.set_attn_implementation('eager')")
+                named = " and ".join(sorted(map(repr, self.named)))
+                why = ": with is_causal off it sees later tokens" if self.needs_mask else ""
+                raise ValueError(
+                    f"{self.kind} computes something else by its attention {named} than by the family's eager one, "
+                    f"which is read{why}; measure it after model.set_attn_implementation('eager')"
+                )
 
     def _outputs(self, text: Tensor) -> dict[nn.Module, Tensor]:
         """What the attention modules return for one text (T,)."""
@@ -294,9 +279,11 @@ class Capture:
         length = query.shape[2]
         if module not in self.modules:  # of another model, whose mask was made for ours
             return families.chunk(call, torch.arange(length, device=query.device))[0], None
-        what = f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens"
-        own = module in self.layers and key.shape[2] == length + self.front
-        require(own, f"{what}: alpha_k is of tokens, in layers that stand in one list of blocks")
+        require(
+            module in self.layers and key.shape[2] == length + self.front,
+            f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: alpha_k is of tokens, in "
+            "layers that stand in one list of blocks",
+        )
         self.calls[module] += 1
         self.named.add(name)
         layer = self.layers[module]

@@ -76,8 +76,10 @@ def load_lm(
         if not name or name.startswith((".", "/", "~")):
             raise ModelUnavailable(f"there is no folder {name!r}")
         if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
-            advice = "give preset/experiment/seed of one, `python -m sinkutils train` it, or give a hub id"
-            raise ModelUnavailable(f"no recorded run {name!r}: {advice}")
+            raise ModelUnavailable(
+                f"no recorded run {name!r}: give preset/experiment/seed of one, `python -m sinkutils train` it, or "
+                "give a hub id"
+            )
         table = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
         where = table.get(name.lower(), name)
     model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
@@ -95,8 +97,10 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
         raise ModelUnavailable(str(error)) from error
     if weights is None:
         preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
-        command = f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
-        raise ModelUnavailable(f"{which} was written without weights: {command}")
+        raise ModelUnavailable(
+            f"{which} was written without weights: "
+            f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
+        )
     try:
         model = TransformerLM(from_dict(LMConfig, record.config["model"]))
         model.load_state_dict(weights)
@@ -115,12 +119,15 @@ def _load_transformers(
 
     local = Path(name).is_dir()
     offline = not local and not hub_reachable()
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
-    if revision is not None:
-        common["revision"] = revision
-    options = {"dtype": dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")}
-    if target is None:
-        options["device_map"] = "auto"
+    common: dict = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": offline,
+        "revision": revision or "main",
+    }
+    options = {
+        "dtype": dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
+        "device_map": "auto" if target is None else None,
+    }
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options, **common)
         model, found = loaded
@@ -130,8 +137,10 @@ def _load_transformers(
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
     missing, unused = (sorted(found[which]) for which in ("missing_keys", "unexpected_keys"))
-    of = f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
-    says = f"the weights of {name!r} are not those of its config.json: {of}"
+    says = (
+        f"the weights of {name!r} are not those of its config.json: "
+        f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    )
     lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, such as "model.layers."
     if missing or any(NUMBER.split(key)[0] in lists for key in unused):  # they would be random, or left out
         raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
@@ -162,14 +171,14 @@ class WithoutTokenizer:
         return " ".join(f"<{int(i)}>" for i in ids)
 
 
-def hub_reachable(seconds: float = 5.0) -> bool:
+def hub_reachable() -> bool:
     """Whether the hub answers; asked once, because its library would retry for half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=seconds)
+        get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of httpx or requests, whichever the library uses
         return False
     return True

@@ -105,18 +105,23 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     instance("ids", ids, Tensor)
     good = ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32)
-    wanted = "ids must be int64 or int32 of the shape (samples, T), with at least one of each"
-    require(good, f"{wanted}; got {ids.dtype} of the shape {tuple(ids.shape)}")
+    require(
+        good,
+        "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
+        f"got {ids.dtype} of the shape {tuple(ids.shape)}",
+    )
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
     instance("attention_mask", mask, Tensor)
-    shape = tuple(ids.shape)
-    require(mask.shape == ids.shape, f"attention_mask must have the shape of ids, {shape}; got {tuple(mask.shape)}")
+    shapes = f"{tuple(ids.shape)}; got {tuple(mask.shape)}"
+    require(mask.shape == ids.shape, f"attention_mask must have the shape of ids, {shapes}")
     real = mask.bool().to(ids.device)
-    packed = "packed texts, marked 1, 2, .., are not supported: give each text a row of its own"
-    binary = bool((mask.to(ids.device) == real).all())
-    require(binary, f"attention_mask must be 1 at tokens and 0 at padding, and holds something else ({packed})")
+    require(
+        bool((mask.to(ids.device) == real).all()),
+        "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed texts, marked 1, 2, .., "
+        "are not supported: give each text a row of its own)",
+    )
     starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)
     whole = bool((starts == 1).all())
     require(whole, "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end")
@@ -142,8 +147,10 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
         if token in used:
             same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
         if same.any():
-            hint = "which is measured as text: give attention_mask"
-            warnings.warn(f"ids hold the model's padding token ({token}), {hint}", stacklevel=4)
+            warnings.warn(
+                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
+                stacklevel=4,
+            )
 
 
 def check_weights(model: nn.Module) -> None:
@@ -154,8 +161,9 @@ def check_weights(model: nn.Module) -> None:
                 raise ValueError(f"model has weights on the meta device ({name}), without numbers: load it first")
             coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
             if coarse and not getattr(model, "is_quantized", False):
-                what = f"{weight.dtype} weights ({name})"
-                raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
+                raise ValueError(
+                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: model.to(torch.bfloat16)"
+                )
 
 
 def special_ids(model: nn.Module, name: str) -> set[int]:

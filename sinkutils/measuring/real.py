@@ -96,8 +96,7 @@ def _download(name: str, wheels: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[:300]
-        advice = "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
-        raise ModelUnavailable(f"{name} could not be fetched: {said}; {advice}")
+        raise ModelUnavailable(f"{name} could not be fetched: {said}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:

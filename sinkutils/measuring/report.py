@@ -205,8 +205,11 @@ class Report:
     def of(self, k: int | str) -> Tensor:
         """alpha_k, or alpha_* where k is "star": (samples, layers, heads). Raises ValueError if it was not measured."""
         shares = self._shares
-        why = "measure(targets=..), and star only of a key bias k*, a sink token x* or a learned sink logit"
-        require(k in shares, f"alpha_{k} was not measured, only {[*shares]}: {why}")
+        require(
+            k in shares,
+            f"alpha_{k} was not measured, only {[*shares]}: measure(targets=..), and star only of a key bias k*, "
+            "a sink token x* or a learned sink logit",
+        )
         return shares[k]
 
     def _active(self, k: int | str, eps: float) -> Tensor:

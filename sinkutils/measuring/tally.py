@@ -129,8 +129,11 @@ class Tally:
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.kept]
         count = next(iter(alphas.values()))[0].shape[-1]
-        has = f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}"
-        require(not missing, f"heads names (layer, head) pairs that the model does not have: {missing}; {has}")
+        require(
+            not missing,
+            f"heads names (layer, head) pairs that the model does not have: {missing}; "
+            f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}",
+        )
 
     def report(
         self, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]

@@ -110,8 +110,11 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
     TRUST[key] = torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
     if not TRUST[key]:
-        what = f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense"
-        warnings.warn(f"{what} form, and is not used", stacklevel=3)
+        warnings.warn(
+            f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense "
+            "form, and is not used",
+            stacklevel=3,
+        )
     return TRUST[key]
 
 

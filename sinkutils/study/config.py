@@ -79,9 +79,11 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        model = f"a model with a fixed token at position {self.data.fixed_position}"
-        advice = "it would overwrite a token of each question; start from one with position 1 or without"
-        require(self.data.fixed_position in (None, 1), f"{model} cannot be fine-tuned: {advice}")
+        require(
+            self.data.fixed_position in (None, 1),
+            f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
+            "overwrite a token of each question; start from one with position 1 or without",
+        )
         size = self.train.batch_size
         require(self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}")
 

@@ -261,5 +261,8 @@ def sync_folder(path: Path) -> None:
 
 
 def not_saved(what: str, error: OSError) -> OSError:
-    advice = "free some space and run the same command again; what was saved before is intact"
-    return OSError(error.errno, f"could not save {what} ({error.strerror}): {advice}")
+    return OSError(
+        error.errno,
+        f"could not save {what} ({error.strerror}): free some space and run the same command again; what was saved "
+        "before is intact",
+    )

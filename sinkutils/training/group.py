@@ -75,8 +75,11 @@ class Group:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
         even = batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0
-        parts = f"batches of {batch_size} sequences: start as many as divide {batch_size // (micro_batch or 1)}"
-        require(even, f"{self.size} processes cannot share {parts}")
+        require(
+            even,
+            f"{self.size} processes cannot share batches of {batch_size} sequences: "
+            f"start as many as divide {batch_size // (micro_batch or 1)}",
+        )
 
     def share(self, batch: Tensor) -> Tensor:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""

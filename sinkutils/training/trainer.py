@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ def train(
     progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        load = partial(load_corpus, text or config.data.corpus, config.model.vocab_size)
-        text = group.in_turn(load)
+        name = text or config.data.corpus
+        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
     same = group.once(getattr, text, "fingerprint") == text.fingerprint
     require(same, f"the processes do not agree on the corpus {text.name!r}")
     folder = group.once(store.place, config, text.identity)
@@ -96,8 +96,8 @@ def train(
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-        parts = (summary(run, report, reason), run.provenance(), weights, tokenizer, text.identity, arrays)
-        return group.once(write_record, folder, config, *parts)
+        metrics, provenance = summary(run, report, reason), run.provenance()
+        return group.once(write_record, folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays)
 
 
 def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
@@ -109,8 +109,11 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(size <= most, f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer")
     if folder != usual or size != most:
-        own = f"{public_name(config.data.corpus)!r} with {most}, its own text"
-        warnings.warn(f"training on {what} in place of {own}: the record is {short_name(folder)}", stacklevel=3)
+        warnings.warn(
+            f"training on {what} in place of {public_name(config.data.corpus)!r} with {most}, its own text: "
+            f"the record is {short_name(folder)}",
+            stacklevel=3,
+        )
 
 
 def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
@@ -119,8 +122,11 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
     start = group.once(lambda: store.get(before, text.identity) or store.get(before))
     if start is None or (start.status == "done" and start.weights is None):
         start = train(before, store.root, keep_weights=True, group=group, **options)
-    failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
-    require(start.status == "done", f"{config.experiment} starts from {failed} ({start.reason})")
+    require(
+        start.status == "done",
+        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, and that run failed to train "
+        f"({start.reason})",
+    )
     return start
 
 
@@ -183,8 +189,11 @@ def compiles() -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     except Exception as error:  # whatever a missing or broken compiler raises
-        lack = f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower"
-        warnings.warn(f"{lack}, with other last digits; a C++ compiler mends that", stacklevel=2)
+        warnings.warn(
+            f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, with other "
+            "last digits; a C++ compiler mends that",
+            stacklevel=2,
+        )
         return False
     return True
 
