@@ -193,8 +193,7 @@ def report_command(options: argparse.Namespace) -> None:
     if options.beside:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, probe("natural", its_tokenizer, texts=texts))}
-    written = report_model(model, tokenizer, options.model, texts, beside=beside)
-    options.output.write_text(written, encoding="utf-8")
+    options.output.write_text(report_model(model, tokenizer, options.model, texts, beside=beside), encoding="utf-8")
     print(f"written: {options.output}")
 
 
@@ -205,9 +204,8 @@ def models_command(options: argparse.Namespace) -> None:
     for name in options.install:
         install(name)
     for name, model in REAL_MODELS.items():
-        here = folder_of(name).exists()
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
-        print("  installed" if here else f"  not installed, {model.megabytes} MB to download")
+        print("  installed" if folder_of(name).exists() else f"  not installed, {model.megabytes} MB to download")
         print(f"  package         {model.pins[0]}\n  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
 

@@ -51,7 +51,7 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     (output or figures).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: two pages run at a time, on a core each
 
-    def execute(path: Path) -> Any:
+    def execute(path):
         try:
             return papermill.execute_notebook(
                 path,

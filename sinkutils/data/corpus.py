@@ -183,7 +183,7 @@ def _build(
         characters += len(text)
     thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
 
-    def split_of(text: str) -> str:
+    def split_of(text):
         return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
     tokenizer = given or train_tokenizer((text for text in sample if split_of(text) == "train"), vocab_size)

@@ -49,8 +49,10 @@ def probe(
             f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; "
             "to measure texts of your own say probe(texts=[..], tokenizer=..)"
         )
-    known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
-    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}")
+    require(
+        hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
+        f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}",
+    )
     flag("bos", bos)
     if n is not None:
         integer("n", n, least=1)
@@ -78,8 +80,10 @@ def _short(value: Any) -> str:
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
     found: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
-    good = all(isinstance(text, str) for text in found)
-    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
+    require(
+        all(isinstance(text, str) for text in found),
+        f"texts must be several strings, a document each; got {type(texts).__name__}",
+    )
     return found
 
 
@@ -96,8 +100,7 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
         f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed: "
         "give more text, a smaller n or a smaller length",
     )
-    chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
-    return np.array(windows)[np.sort(chosen)]
+    return np.array(windows)[np.sort(np.random.default_rng(seed).permutation(len(windows))[:n])]
 
 
 def _natural(

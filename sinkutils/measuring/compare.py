@@ -24,8 +24,10 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     require(first.samples > 1, "an interval needs at least two samples")
     if by != "head":
         alphas = [alpha.mean(axis=2 if by == "block" else (1, 2), keepdims=True) for alpha in alphas]
-    alike = alphas[0].shape == alphas[1].shape
-    require(alike, f"the models have different numbers of blocks or heads: they cannot be compared by {by}")
+    require(
+        alphas[0].shape == alphas[1].shape,
+        f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
+    )
     differences = alphas[1] - alphas[0]
     low, high = stats.ttest_1samp(differences, 0).confidence_interval()
     columns = {"mean": differences.mean(axis=0), "low": low, "high": high}

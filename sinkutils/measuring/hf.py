@@ -247,7 +247,7 @@ class Capture:
         """What the attention modules return for one text (T,)."""
         outputs: dict[nn.Module, Tensor] = {}
 
-        def see(module: nn.Module, _: Any, output: Any) -> None:
+        def see(module, _, output):
             outputs[module] = output if isinstance(output, Tensor) else output[0]
 
         with ExitStack() as stack:
@@ -346,7 +346,7 @@ class Capture:
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
         outs = []
 
-        def weights() -> Iterator[Tensor]:
+        def weights():
             for rows in torch.arange(length, device=call.q.device).split(step):
                 out, part = families.chunk(call, rows)
                 outs.append(out)

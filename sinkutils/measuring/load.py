@@ -107,8 +107,7 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     except (TypeError, ValueError, RuntimeError) as error:
         why = f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
         raise ModelUnavailable(why) from error
-    tokenizer = open_tokenizer(folder / "tokenizer.json")
-    return model.to(device, dtype or torch.float32).eval(), tokenizer
+    return model.to(device, dtype or torch.float32).eval(), open_tokenizer(folder / "tokenizer.json")
 
 
 def _load_transformers(

@@ -21,7 +21,7 @@ class WindowMask(PositionMask):
         device = torch.device(asked.get("device", "cpu"))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
 
-        def seen(rows: Tensor, columns: Tensor) -> Tensor:
+        def seen(rows, columns):
             mask = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
             return mask.expand(1, 1, len(rows), len(columns))[0, 0]
 

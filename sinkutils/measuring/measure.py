@@ -60,14 +60,18 @@ def measure(
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
     """
-    kind = type(model).__name__
-    require(isinstance(model, nn.Module), f"model must be a TransformerLM or a transformers model, got {kind}")
+    require(
+        isinstance(model, nn.Module),
+        f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
+    )
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    good = isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads)
-    require(good, f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
+    require(
+        isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads),
+        f"heads must be a sequence of (layer, head) pairs, got {heads!r}",
+    )
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
     model = unwrapped(model)
     check_weights(model)
@@ -75,8 +79,7 @@ def measure(
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    pairs = tuple(dict.fromkeys((layer, head) for layer, head in heads))
-    tally = Tally(targets, int(lengths.max()), norms, pairs)
+    tally = Tally(targets, int(lengths.max()), norms, tuple(dict.fromkeys((layer, head) for layer, head in heads)))
     order: list[int] = []
     with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
@@ -104,9 +107,8 @@ def measure(
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     instance("ids", ids, Tensor)
-    good = ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32)
     require(
-        good,
+        ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
         "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
         f"got {ids.dtype} of the shape {tuple(ids.shape)}",
     )
@@ -123,8 +125,10 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
         "are not supported: give each text a row of its own)",
     )
     starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)
-    whole = bool((starts == 1).all())
-    require(whole, "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end")
+    require(
+        bool((starts == 1).all()),
+        "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end",
+    )
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
     long = [row for row in rows if len(row) >= longest]
     require(len(long) > 0, f"no row of ids has the {longest} tokens that target {longest} needs, without its padding")

@@ -111,7 +111,7 @@ def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int
     dimensions above 1,000 times the median.
     """
 
-    def edit(_: nn.Module, __: Any, output: Any) -> Any:
+    def edit(_, __, output):
         hidden = output if isinstance(output, Tensor) else output[0]
         require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1")
         changed = hidden.clone()

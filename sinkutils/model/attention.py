@@ -132,10 +132,6 @@ class AttentionSpec:
         """The similarity of logits, with its logit bias."""
         return SIMILARITIES[self.similarity](logits + self.logit_bias)
 
-    def log_f(self, logits: Tensor) -> Tensor:
-        """log f of logits; KeyError where f can be zero (`LOGARITHMS`)."""
-        return LOGARITHMS[self.similarity](logits + self.logit_bias)
-
     @property
     def hidden_is_zero(self) -> bool:
         """Whether a hidden key gets the logit 0, where f is 0, in place of -inf."""
@@ -322,5 +318,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
         require(found == size, f"the operation takes {name} of shape {size} (None: leave it out), got {found}")
     if given.distance_bias is not None:
         found = tuple(given.distance_bias.shape)
-        fits = len(found) == 2 and found[0] in (1, heads) and found[1] >= length
-        require(fits, f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}")
+        require(
+            len(found) == 2 and found[0] in (1, heads) and found[1] >= length,
+            f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}",
+        )

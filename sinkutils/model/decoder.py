@@ -241,8 +241,7 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                starts = {"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}
-                parameter.fill_(starts.get(kind, 1.0))
+                parameter.fill_({"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
             std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
@@ -312,11 +311,15 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
     if torch.compiler.is_compiling():
         return
     shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
-    whole = len(shape) == 2 and dtype in (torch.int64, torch.int32)
-    require(whole, f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}")
+    require(
+        len(shape) == 2 and dtype in (torch.int64, torch.int32),
+        f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}",
+    )
     longest, last = config.context_length, config.vocab_size - 1
-    fits = shape[0] > 0 and 1 <= shape[1] <= longest
-    require(fits, f"ids must have a row and 1 to {longest} positions (context_length), got {shape}")
+    require(
+        shape[0] > 0 and 1 <= shape[1] <= longest,
+        f"ids must have a row and 1 to {longest} positions (context_length), got {shape}",
+    )
     if not ids.is_cuda:  # where a range check would wait for the device; the embedding itself refuses bad ids
         low, high = ids.aminmax()
         require(bool(0 <= low and high <= last), f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

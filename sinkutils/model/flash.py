@@ -168,12 +168,12 @@ def _flex_pass(
     """Output (B, H, T, D) and log-sum-exp (B, H, T) of the softmax over power times log f(s)."""
     length, star = q.shape[2], k.shape[2] - q.shape[2]
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(s, b, h, i, j):
         if distance_bias is not None:
             head = h if len(distance_bias) > 1 else torch.zeros_like(h)
             g = distance_bias[head, (i - j + star).clamp(0, length - 1)]  # hidden keys are read as well
             s = s + torch.where(j >= star, g, 0)  # k* has no position
-        return power * spec.log_f(s)
+        return power * LOGARITHMS[spec.similarity](s + spec.logit_bias)
 
     # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn of that) and
     # compiles the kernel with the rest; on a CPU the kernel is dense.

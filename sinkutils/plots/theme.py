@@ -79,8 +79,7 @@ def png(figure: Figure) -> bytes:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    few.save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
 

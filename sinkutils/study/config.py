@@ -14,7 +14,6 @@ from sinkutils.model.config import LMConfig
 
 Json = dict[str, Any]  # a config, a record's metrics, a report
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "sgd", "muon")
 LARGEST_SEED = 2**63 - 1  # what every generator takes
 
 
@@ -43,11 +42,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
-        choice("optimizer", self.optimizer, OPTIMIZERS)
+        choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
         for name in ("lr_floor", "beta1", "beta2"):
             require(getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}")
-        divides = self.batch_size % (self.micro_batch or self.batch_size) == 0
-        require(divides, f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
+        require(
+            self.batch_size % (self.micro_batch or self.batch_size) == 0,
+            f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
+        )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
 
-    def turn(run: RunConfig) -> tuple[bool, ...]:
+    def turn(run):
         row = experiment(run.experiment)
         return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
 

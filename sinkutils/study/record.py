@@ -161,8 +161,7 @@ def write_record(
     parts = {"config": values, "metrics": rounded(metrics), "provenance": provenance | versions()}
     files = {}
     for name, part in parts.items():
-        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        files[f"{name}.json"] = text.encode()
+        files[f"{name}.json"] = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
     for name, tensors in {ALPHA: arrays, WEIGHTS: weights}.items():
         if tensors:
             files[name] = dump_tensors(tensors)

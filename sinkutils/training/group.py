@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from sinkutils.checks import choice, require
 
 T = TypeVar("T")
-PARALLEL = ("ddp", "fsdp")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
 
 
@@ -74,9 +73,8 @@ class Group:
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
-        even = batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0
         require(
-            even,
+            batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0,
             f"{self.size} processes cannot share batches of {batch_size} sequences: "
             f"start as many as divide {batch_size // (micro_batch or 1)}",
         )
@@ -124,7 +122,7 @@ def joined(parallel: str, device: torch.device) -> Iterator[Group]:
 
     Raises ValueError for a `parallel` that is not ddp or fsdp, or for more processes on a machine than it has GPUs.
     """
-    choice("parallel", parallel, PARALLEL)
+    choice("parallel", parallel, ("ddp", "fsdp"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE

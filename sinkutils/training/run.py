@@ -214,8 +214,8 @@ class Run:
         if losses:
             point["train_loss"] = sum(losses) / len(losses)
         if self.each_step:  # Figure 30
-            norms = [float(self.group.whole(norm)) for _, norm in self.passed]
-            point |= {"losses": losses, "gradient_norms": norms}
+            point["losses"] = losses
+            point["gradient_norms"] = [float(self.group.whole(norm)) for _, norm in self.passed]
         self.curve.append(point)
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
@@ -255,9 +255,8 @@ def sinks(report: Report) -> Json:
     if report.length > 1:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
-        ratios = report.value_norms[:, 0] / others
         numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits(ratios.tolist())
+        numbers["value_ratio_1"] = three_digits((report.value_norms[:, 0] / others).tolist())
     return numbers
 
 
@@ -272,8 +271,7 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
-                gradients = gradient_norms(run.model, run.probe)
-            final["gradients"] = {"input": three_digits(gradients)}
+                final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
@@ -282,9 +280,8 @@ def of_report(report: Report) -> Json:
     kept = report.to_dict()
     for name in NOT_KEPT:
         kept.pop(name, None)
-    shown = {str(eps) for eps in EPSILONS}
     for by_eps in (*kept["sink"].values(), kept.get("sink_star", {})):
-        for eps in by_eps.keys() - shown:
+        for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
     for name in kept.keys() & set(BY_POSITION):
         kept[name] = three_digits(kept[name])

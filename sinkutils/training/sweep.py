@@ -32,7 +32,6 @@ from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, Runs
 
 POLL_SECONDS = 0.2
-ENGINES = ("local", "slurm", "ray")
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
@@ -72,7 +71,7 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
     RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a missing package, and ValueError where
     the runs need a GPU and Ray's cluster has none: such a task would wait for ever.
     """
-    choice("engine", name, ENGINES)
+    choice("engine", name, ("local", "slurm", "ray"))
     if name == "local":
         return partial(ThreadPoolExecutor(jobs).submit, run_one)  # type: ignore[call-arg]
     if name == "slurm":
