@@ -28,17 +28,17 @@ def cache_root() -> Path:
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
     """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
 
-    Processes that build the same corpus at the same time do so in a folder each; the first to finish wins. Raises
+    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. Raises
     OSError, with what to do about it, where there is no room or no permission.
     """
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True) as scratch:
-            new = Path(scratch, "corpus")
+            new = Path(scratch, "whole")
             new.mkdir()
             yield new
             if not folder.exists():
@@ -46,7 +46,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:  # of our own, with its reason
             raise
-        reason = f"cannot write token files below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
+        reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
         raise OSError(error.errno, reason) from error
 
 

@@ -71,7 +71,7 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     for entry in paths.read_yaml(path):
         try:
             checks = {field: tuple(_checks(entry.get(field, []))) for field in ("checks", "given")}
-            claims.append(Claim(**{**entry, **checks}))
+            claims.append(Claim(**entry | checks))
         except (TypeError, ValueError) as error:
             raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
     return tuple(claims)

@@ -175,8 +175,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **ext
     Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    out, weights = operate(_dense, q, k, v, spec, Extras(**extras))
-    return out, weights
+    return operate(_dense, q, k, v, spec, Extras(**extras))  # type: ignore[return-value]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from sinkutils.paths import RENDERED
+from sinkutils.paths import RENDERED, read_yaml
 
 # Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by their lightness.
 COLORS = {
@@ -25,21 +25,7 @@ COLORS = {
     "paper": "#555555",  # what the paper prints
 }
 
-STYLE: dict[Any, Any] = {
-    "figure.figsize": (7.0, 3.6),  # inches
-    "figure.dpi": 90,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 144,
-    "savefig.bbox": "tight",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that a figure is the same on every machine
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": "medium",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
+STYLE = read_yaml(Path(__file__).with_name("style.yaml"))
 
 
 def theme() -> dict[str, str]:
@@ -58,7 +44,9 @@ def theme() -> dict[str, str]:
         plt.switch_backend(mpl.get_backend())  # loads the inline backend, which sets its own formatters when it loads
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
-        formatters["text/plain"].for_type(Figure, _as_text)
+        formatters["text/plain"].for_type(
+            Figure, lambda figure, printer, cycle: printer.text(f"[figure: {alt_text(figure)}]")
+        )
     return dict(COLORS)
 
 
@@ -98,8 +86,3 @@ def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
     drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
     return base64.b64encode(picture).decode(), {"alt": alt_text(figure), "width": width}
-
-
-def _as_text(figure: Figure, printer: Any, cycle: bool) -> None:
-    """A figure where there are no pictures."""
-    printer.text(f"[figure: {alt_text(figure)}]")

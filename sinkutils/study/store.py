@@ -42,8 +42,7 @@ class Runs:
             if record is None or record.config["corpus"] == corpus:
                 return study
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
-        apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
-        return record_folder(apart, run.experiment, run.seed, self.folder)
+        return record_folder(f"{run.preset}@{slug}-{corpus['sha256'][:8]}", run.experiment, run.seed, self.folder)
 
     def get(self, run: RunConfig, corpus: Identity | None = None, weights: bool = False) -> Record | None:
         """The record of this very config and corpus (None: on any text of the config's name); None where it is
