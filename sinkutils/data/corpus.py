@@ -176,7 +176,7 @@ def _build(
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
     texts = _unique(documents)
-    sample: list[str] = []
+    sample = []
     characters = 0
     while characters < SAMPLE_CHARACTERS and (text := next(texts, "")):
         sample.append(text)

@@ -36,7 +36,7 @@ COMMENT_OR_STRING = re.compile(
 
 def installed() -> dict[str, str | None]:
     """The versions of the distributions whose text is used, by name; None for those that are not installed."""
-    versions: dict[str, str | None] = dict.fromkeys(DISTRIBUTIONS)
+    versions = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -63,7 +63,7 @@ def docstrings() -> Iterator[str]:
     for path in files_with(".py"):
         parts = docstrings_of(text_of(path))
         documents[text_digest("\0".join(parts))] = parts
-    seen: set[str] = set()
+    seen = set()
     for _, parts in sorted(documents.items()):
         new = [part for part in dict.fromkeys(parts) if part not in seen]
         seen.update(new)

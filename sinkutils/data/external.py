@@ -29,7 +29,7 @@ PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 
-def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict]:
     """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
     import datasets
 

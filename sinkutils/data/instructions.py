@@ -81,8 +81,11 @@ def conversations(name: str) -> Iterator[Conversation]:
             good = all(one["role"] in TEMPLATES and isinstance(one["content"], str) for one in said)
         except (KeyError, TypeError):
             good = False
-        shape = f'"messages", a list of {{"role": one of {", ".join(TEMPLATES)}, "content": text}}'
-        require(good, f"instructions {name!r}: expected {shape}, got {row!r:.100}")
+        require(
+            good,
+            f'instructions {name!r}: expected "messages", a list of {{"role": one of {", ".join(TEMPLATES)}, '
+            f'"content": text}}, got {row!r:.100}',
+        )
         yield said
 
 
@@ -135,7 +138,7 @@ def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[
     """
     rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
-    known: set[str] = set()  # an answer for each row that is filled
+    known: set = set()  # an answer for each row that is filled
     for messages in tqdm(source, desc=f"instructions from {name}", unit="conversation", leave=False):
         if len(known) == len(rows):
             break

@@ -79,7 +79,7 @@ def _short(value: Any) -> str:
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    found: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    found: list = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
     require(
         all(isinstance(text, str) for text in found),
         f"texts must be several strings, a document each; got {type(texts).__name__}",

@@ -56,8 +56,10 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
             "id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
         ) from error
     size = tokenizer.get_vocab_size()
-    least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
-    require(size <= vocab_size, least)
+    require(
+        size <= vocab_size,
+        f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}",
+    )
     return tokenizer
 
 

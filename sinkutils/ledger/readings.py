@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -102,8 +101,8 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
 
 
 @lru_cache(maxsize=4)
-def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
-    runs: dict[str, Seeds] = {}
+def _readings(preset: str, store: Runs, state: tuple) -> Readings:
+    runs: dict = {}
     for record in store.entries(preset):
         if record.status not in ("done", "failed"):
             continue

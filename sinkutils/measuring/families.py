@@ -33,8 +33,10 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
     kind = type(base).__name__
     require(len(leaves) > 0, f"{kind} has no softmax attention layers, so it has no attention sink")
     lists = {place[1] if place else "" for place in places}
-    inside = len(lists) == 1 and all(places)
-    require(inside, f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder")
+    require(
+        len(lists) == 1 and all(places),
+        f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder",
+    )
     indices = [int(place[2]) for place in places if place]
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
         indices = list(range(len(indices)))

@@ -200,8 +200,11 @@ class Capture:
         calls = {name: self.calls[module] for name, module in self.base.named_modules() if module in self.layers}
         for count, why in ((0, SILENT), (2, TWICE)):
             wrong = [name for name, seen in calls.items() if min(seen, 2) == count]
-            which = f"{len(wrong)} of {len(calls)} attention modules ({', '.join(wrong[:1])}, ..)"
-            require(not wrong, f"{self.kind} cannot be measured: {which} {why}")
+            require(
+                not wrong,
+                f"{self.kind} cannot be measured: {len(wrong)} of {len(calls)} attention modules "
+                f"({', '.join(wrong[:1])}, ..) {why}",
+            )
 
     def check_positions(self, length: int) -> None:
         """Raise ValueError for more positions than are learned: a look-up beyond them would end a GPU's use."""
@@ -245,7 +248,7 @@ class Capture:
 
     def _outputs(self, text: Tensor) -> dict[nn.Module, Tensor]:
         """What the attention modules return for one text (T,)."""
-        outputs: dict[nn.Module, Tensor] = {}
+        outputs = {}
 
         def see(module, _, output):
             outputs[module] = output if isinstance(output, Tensor) else output[0]
@@ -299,8 +302,10 @@ class Capture:
             raise ValueError(f"{type(module).__name__} {LATER}")
         # Sparse attention writes its choice into the masks of these two; another function's kernel is told of it.
         chosen = any(kwargs.get(told) is not None for told in ("indices", "block_indices"))
-        wanted = f"{self.kind} chooses keys: measure it after model.set_attn_implementation('eager')"
-        require(not chosen or name in ("eager", "sdpa"), wanted)
+        require(
+            not chosen or name in ("eager", "sdpa"),
+            f"{self.kind} chooses keys: measure it after model.set_attn_implementation('eager')",
+        )
         self._note_window(layer, mask, length)
         call = call._replace(hidden=self.hidden)
         found = self._fused(call, layer)

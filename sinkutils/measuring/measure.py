@@ -80,7 +80,7 @@ def measure(
         warn_of_padding(ids, model, firsts)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     tally = Tally(targets, int(lengths.max()), norms, tuple(dict.fromkeys((layer, head) for layer, head in heads)))
-    order: list[int] = []
+    order = []
     with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
             capture: OwnModel | Capture = OwnModel(model, tally)

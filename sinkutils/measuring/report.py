@@ -177,9 +177,10 @@ class Report:
 
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         length = "..".join(map(str, sorted({int(self.lengths.min()), self.length})))
-        heads = f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads"
-        about = f"T = {length}, n = {self.samples}, BOS first: {bos}, {heads}"
-        lines = [f"{self.name or 'model'}: {about}, uniform attention: alpha_1 = {self.floor:.3f}"]
+        lines = [
+            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, {len(self.layers)} attention "
+            f"layers x {self.alpha.shape[-1]} heads, uniform attention: alpha_1 = {self.floor:.3f}"
+        ]
         if self.skipped:
             lines.append(f"skipped {self.skipped} sequences: shorter than the largest target, {max(self.targets)}")
         rows = {}
@@ -199,7 +200,7 @@ class Report:
     @property
     def _shares(self) -> dict[int | str, Tensor]:
         """alpha_k by target, and alpha_*, (samples, layers, heads) each."""
-        shares: dict[int | str, Tensor] = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
+        shares: dict = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
         return shares if self.star is None else shares | {"star": self.star}
 
     def of(self, k: int | str) -> Tensor:
@@ -263,14 +264,18 @@ def norm_ratio(norms: Any) -> list[float]:
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     """Raise ValueError unless every eps lies strictly between 0 and 1."""
     values = numbers("epsilons", epsilons)
-    good = len(values) > 0 and all(0 < eps < 1 for eps in values)
-    require(good, f"eps must be in (0, 1), at least one; got {values}")
+    require(
+        len(values) > 0 and all(0 < eps < 1 for eps in values),
+        f"eps must be in (0, 1), at least one; got {values}",
+    )
     return values
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
     values = numbers("targets", targets)
-    good = len(values) > 0 and all(k in range(1, length + 1) for k in values)
-    require(good, f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}")
+    require(
+        len(values) > 0 and all(k in range(1, length + 1) for k in values),
+        f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}",
+    )
     return tuple(int(k) for k in values)

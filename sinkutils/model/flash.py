@@ -178,7 +178,7 @@ def _flex_pass(
     # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn of that) and
     # compiles the kernel with the rest; on a CPU the kernel is dense.
     inside = torch.compiler.is_compiling()
-    make_mask: Callable[..., BlockMask] = _block_mask.__wrapped__ if inside else _block_mask
+    make_mask: Callable = _block_mask.__wrapped__ if inside else _block_mask
     mask = make_mask(length, star, spec, q.device)
     function: Any = flex_attention
     if not inside and q.device.type != "cpu":

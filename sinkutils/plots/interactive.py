@@ -50,7 +50,7 @@ class Interactive:
     figure: Figure
     caption: str
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         image, alt = base64.b64encode(png(self.figure)).decode(), alt_text(self.figure)
         data = json.dumps({**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":"))
         page = PAGE.substitute(

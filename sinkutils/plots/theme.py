@@ -7,7 +7,6 @@ import io
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -80,7 +79,7 @@ def alt_text(figure: Figure) -> str:
     return str(figure.get_label()) or written or "a figure"
 
 
-def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
+def _shown(figure: Figure) -> tuple[str, dict]:
     """A figure as a notebook keeps it: PNG in base64, and its metadata (alt text, width on the page in pixels)."""
     picture = png(figure)
     drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG

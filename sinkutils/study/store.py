@@ -83,7 +83,7 @@ class Runs:
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _judged(folder: Path, state: frozenset[tuple[str, int, int]]) -> Record:
+def _judged(folder: Path, state: frozenset) -> Record:
     """A record with its status of `Runs.entries`. state: what changes when a file of it does."""
     base, apart, _ = folder.parts[-3].partition("@")
     try:

@@ -125,7 +125,7 @@ class Run:
         self.curve: list[Json] = []
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
         self.parts: list[Json] = []  # on what it was trained: more than one where it moved to another machine
-        self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
+        self.passed: list[tuple] = []  # loss, and gradient norm before clipping, of each step since
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""

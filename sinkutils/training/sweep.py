@@ -173,8 +173,8 @@ def sweep(
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:
         logs.mkdir(parents=True, exist_ok=True)
-    if queue and progress:
-        print(f"logs of the runs: {logs}", file=sys.stderr)
+        if progress:
+            print(f"logs of the runs: {logs}", file=sys.stderr)
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
     options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
     running, outcomes, ended = list[Job](), list[Outcome](), 0

@@ -74,8 +74,10 @@ def train(
     if not isinstance(text, Corpus):
         name = text or config.data.corpus
         text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
-    same = group.once(getattr, text, "fingerprint") == text.fingerprint
-    require(same, f"the processes do not agree on the corpus {text.name!r}")
+    require(
+        group.once(getattr, text, "fingerprint") == text.fingerprint,
+        f"the processes do not agree on the corpus {text.name!r}",
+    )
     folder = group.once(store.place, config, text.identity)
     _check_text(text, config, folder, store.place(config))
     if compile is None:
