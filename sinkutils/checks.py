@@ -19,8 +19,10 @@ def require(condition: bool, message: str) -> None:
 
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole, f"{name} must be an integer, got {value!r}")
+    require(
+        isinstance(value, int) and not isinstance(value, bool),
+        f"{name} must be an integer, got {value!r}",
+    )
     wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
     require(least <= value <= most, f"{name} must be {wanted}, got {value}")
 
@@ -28,8 +30,10 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
     """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    enough = number and (value > least if more else value >= least)
-    require(enough, f"{name} must be {wanted}, got {value!r}")
+    require(
+        number and (value > least if more else value >= least),
+        f"{name} must be {wanted}, got {value!r}",
+    )
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -48,7 +52,7 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 
 @lru_cache
-def types(cls: Any) -> dict[str, tuple[Any, ...]]:
+def types(cls: Any) -> dict[str, tuple]:
     """The type of each field of a dataclass, with what else it takes; annotations are strings here."""
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 

@@ -126,7 +126,7 @@ def load_corpus(
     # What the token files depend on gives their folder its name.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    root = Path(cache_dir) if cache_dir else cache_root()
+    root = Path(cache_dir or cache_root())
     folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if folder.exists():
         try:

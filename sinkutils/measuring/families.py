@@ -77,7 +77,7 @@ class Call(NamedTuple):
     v: Tensor
     mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
     kwargs: dict
-    eager: Callable[..., tuple[Tensor, Tensor]]  # the family's reference attention, of the module's own file
+    eager: Callable  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 
     @property

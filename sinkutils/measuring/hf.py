@@ -89,7 +89,7 @@ def _mask(self: AttentionMaskInterface, key: str) -> Callable:
     return lambda **asked: masks.mask(**asked | told)
 
 
-def _taken(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def _taken(module: nn.Module) -> Mapping:
     return inspect.signature(module.forward).parameters
 
 

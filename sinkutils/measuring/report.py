@@ -118,7 +118,7 @@ class Report:
         """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
         return self._by_layer(seeing, k).mean(dim=0).tolist()
 
-    def _by_layer(self, of: Callable[..., float], k: int | str) -> Tensor:
+    def _by_layer(self, of: Callable, k: int | str) -> Tensor:
         """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
         values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
@@ -134,7 +134,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         levels = sorted({*self.epsilons, *CURVE_EPSILONS})
-        result: dict[str, Any] = {name: getattr(self, name) for name in ("name", "path", "bos", "samples", "skipped")}
+        result: dict = {name: getattr(self, name) for name in ("name", "path", "bos", "samples", "skipped")}
         result |= {"T": self.length, "floor": self.floor, "targets": self.targets, "epsilons": self.epsilons}
         result["layers"] = self.layers
         if int(self.lengths.min()) < self.length:

@@ -50,7 +50,7 @@ CHOICES = {
 }
 
 
-def check_fields(config: Any, choices: dict[str, tuple[str, ...]]) -> None:
+def check_fields(config: Any, choices: dict[str, tuple]) -> None:
     """Raise ValueError, naming the field, unless each has one of its choices, or is a bool or a count of at least 1."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -299,8 +299,10 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    fit = shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1
-    require(fit, f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}")
+    require(
+        shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1,
+        f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
+    )
     _, heads, length, head_dim = shapes[0]
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension (D of q)")
     require((spec.kernel == "mlp") == (given.mlp is not None), "mlp is the callable of kernel='mlp', and of no other")

@@ -163,7 +163,7 @@ def _maps(model: nn.Module, tokenizer: Any, text: str, bos: bool, report: Report
     return drawn
 
 
-def _row(summary: Mapping[str, Any]) -> dict[str, str]:
+def _row(summary: Mapping) -> dict[str, str]:
     """The numbers of one model, from `Report.to_dict` or a part of it."""
     alpha, uniform = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)]), summary["floor"]
     excess = ((alpha - uniform) / (1 - uniform)).mean(axis=1)
@@ -183,7 +183,7 @@ def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     return row
 
 
-def _references() -> dict[str, dict[str, str]]:
+def _references() -> dict[str, dict]:
     """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout."""
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
@@ -193,7 +193,7 @@ def _references() -> dict[str, dict[str, str]]:
     return rows
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(rows: Mapping[str, Mapping]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
     frame = pd.DataFrame([{"": title} | dict(row) for title, row in rows.items()]).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):

@@ -236,10 +236,9 @@ class Run:
         """The positions whose prediction carries no loss: inside a prefix (Section 6), before a fixed token (Section
         5), and those that the config names.
         """
-        data = self.config.data
-        inside_prefix = set(range(1, self.config.model.attention.prefix))
-        before_fixed = {(data.fixed_position or 1) - 1} - {0}
-        return tuple(sorted(inside_prefix | before_fixed | set(data.unscored)))
+        data, prefix = self.config.data, self.config.model.attention.prefix
+        before_fixed = (data.fixed_position or 1) - 1
+        return tuple(sorted({*range(1, prefix), before_fixed, *data.unscored} - {0}))
 
     @property
     def tokens_per_step(self) -> int:
