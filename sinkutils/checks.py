@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 
@@ -36,7 +36,7 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
     )
 
 
-def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def choice(name: str, value: Any, allowed: Collection[str]) -> None:
     """One of the names allowed."""
     require(isinstance(value, str) and value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 

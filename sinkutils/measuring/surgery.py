@@ -175,5 +175,4 @@ def run(capture: Capture, ids: Tensor, cache: Callable[[int], DynamicCache] | No
         capture.finish()
         losses.append(F.cross_entropy(out.logits[:, :-1].float().mT, batch[:, 1:], reduction="none").cpu())
     samples = torch.arange(len(ids))
-    lengths = torch.full_like(samples, ids.shape[1])
-    return Outcome(torch.cat(losses), tally.report(capture, samples, lengths, (0.3,)))
+    return Outcome(torch.cat(losses), tally.report(capture, samples, torch.full_like(samples, ids.shape[1]), (0.3,)))

@@ -44,7 +44,7 @@ class Tally:
     targets: tuple[int, ...]
     length: int  # positions of the longest sequence
     norms: bool = True
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs of which maps, queries and keys are kept
+    heads: tuple = ()  # (layer, head) pairs of which maps, queries and keys are kept
 
     def __post_init__(self) -> None:
         self.values: Any = defaultdict(lambda: defaultdict(list))  # name -> layer -> a (B, ..) for each batch

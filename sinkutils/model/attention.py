@@ -50,7 +50,7 @@ CHOICES = {
 }
 
 
-def check_fields(config: Any, choices: dict[str, tuple]) -> None:
+def check_fields(config: Any, choices: dict) -> None:
     """Raise ValueError, naming the field, unless each has one of its choices, or is a bool or a count of at least 1."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -306,10 +306,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
     _, heads, length, head_dim = shapes[0]
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension (D of q)")
     require((spec.kernel == "mlp") == (given.mlp is not None), "mlp is the callable of kernel='mlp', and of no other")
-    has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     wanted = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
-        "value_bias": (heads, head_dim) if has_value else None,
+        "value_bias": (heads, head_dim) if spec.bias in ("kv", "v") or spec.fixed_value != "zero" else None,
         "sink_logit": (heads,) if spec.sink_logit == "learned" else None,
         "mix": () if spec.differential else None,
     }

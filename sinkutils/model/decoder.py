@@ -27,7 +27,7 @@ from sinkutils.model.config import FFNS, LMConfig
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
 # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
-INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
+INIT_STD = {"sink": 0.02, "key_bias": 0.02, "value_bias": 0.02, "bucket_bias": 0.02, "sink_logit": 0.02, "mix": 0.1}
 
 
 class RMSNorm(nn.RMSNorm):

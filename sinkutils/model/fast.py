@@ -29,8 +29,7 @@ def choose_form(
 ) -> str:
     """Which form serves an operation."""
     short = length <= DENSE_LENGTH.get(device.type, 0)
-    whole = spec.window is None or spec.window >= length
-    if spec.is_softmax and whole and not position_term:
+    if spec.is_softmax and (spec.window is None or spec.window >= length) and not position_term:
         return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
     if not short and flash.flex_serves(spec, device, dtype, head_dim):
         return "flex"

@@ -27,7 +27,7 @@ TRUST: dict[tuple, bool] = {}  # what `trusted` has found
 class PositionMask:
     """A mask that is a function of positions, of which a block of queries is made at a time: no T x T."""
 
-    def __init__(self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> None:
+    def __init__(self, seen: Callable, length: int, device: torch.device) -> None:
         self.seen = seen  # 0-based positions (R,) and (S,) -> booleans (R, S)
         self.positions = torch.arange(length, device=device)
 

@@ -97,15 +97,16 @@ def report_page(
     rows = {title: _row(summary) for title, summary in summaries.items()}
     own = next(iter(rows.values()))
     others = {other: _row(report.to_dict()) for other, report in (beside or {}).items()}
-    alpha = main.of(1).mean(dim=0)
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
-        heads = _svg(heads_by_block(alpha, main.layers, ax=_axes(5.6)), "Every head's attention to the first token")
         page = {
             "name": html.escape(name),
             "uniform": f"{main.floor:.3f}",
             "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
             "inputs": _table(rows),
-            "heads": heads,
+            "heads": _svg(
+                heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6)),
+                "Every head's attention to the first token",
+            ),
             "maps": maps or ABSENT,
             "norms": _norms(main) or ABSENT,
             "models": _table({name: own} | others | _references()),

@@ -34,5 +34,5 @@ PRESETS = {name: from_dict(Preset, {"name": name, **said}) for name, said in rea
 
 def preset(name: str) -> Preset:
     """The preset of that name. Raises ValueError that lists them."""
-    choice("preset", name, list(PRESETS))
+    choice("preset", name, PRESETS)
     return PRESETS[name]

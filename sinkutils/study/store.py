@@ -92,8 +92,7 @@ def _judged(folder: Path, state: frozenset) -> Record:
         return Record(folder, {}, {"status": "corrupt", "reason": str(error)}, {}, {})
     reason = "the experiment or the recipe has changed since: train it again"
     try:
-        run = config(record.experiment, base, record.seed)
-        if is_of(record, run, record.config["corpus"] if apart else None):
+        if is_of(record, config(record.experiment, base, record.seed), record.config["corpus"] if apart else None):
             return record
     except ValueError as error:  # no such experiment at this preset
         reason = str(error)

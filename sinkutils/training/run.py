@@ -31,7 +31,7 @@ from sinkutils.training.optimizers import make_optimizers
 
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
-SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
+SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
 NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report, in a record
@@ -206,7 +206,7 @@ class Run:
         if not math.isfinite(valid_loss):
             return None
         try:
-            targets = [k for k in SINK_TARGETS if k <= self.config.train.eval_length]
+            targets = range(1, 1 + min(SINK_TARGETS, self.config.train.eval_length))
             report = measure(self.model, self.probe, targets=targets, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return None

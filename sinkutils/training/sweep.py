@@ -85,8 +85,10 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS")
         ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
-    lacks = gpu and ray.cluster_resources().get("GPU", 0) < 1
-    require(not lacks, "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu")
+    require(
+        not gpu or ray.cluster_resources().get("GPU", 0) >= 1,
+        "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu",
+    )
     task = ray.remote(num_cpus=1, num_gpus=int(gpu))(run_one)
     return lambda *arguments: task.remote(*arguments).future()
 

@@ -31,8 +31,6 @@ from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
-CHECKPOINT = "checkpoint.pt"  # beside the record that the run will become
-
 
 def train(
     config: RunConfig,
@@ -93,7 +91,7 @@ def train(
         if done is not None:
             return done
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
-        checkpoint = partial_folder(folder) / CHECKPOINT
+        checkpoint = partial_folder(folder) / "checkpoint.pt"
         reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile)
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
