@@ -75,7 +75,8 @@ def list_command(options: argparse.Namespace) -> None:
     folder = Runs(options.runs).folder
     if not folder.is_dir():
         print(f"sinkutils: there are no records in {folder}: give --runs, or train some", file=sys.stderr)
-    table, refused = runs(options.preset, options.runs), unavailable(options.preset)
+    table = runs(options.preset, options.runs)
+    refused = unavailable(options.preset)
     counts = table[table.status.isin(["done", "failed"])].experiment.value_counts()
     width = shutil.get_terminal_size().columns
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
@@ -94,7 +95,8 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.training.group import joined
     from sinkutils.training.trainer import train
 
-    run, device = config(options.experiment, options.preset, options.seed), find_device(options.device)
+    run = config(options.experiment, options.preset, options.seed)
+    device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     asked = given(options, "runs", "corpus", "checkpoint_seconds")
     with joined(PRESETS[options.preset].parallel, device) as group:
@@ -167,7 +169,8 @@ def measure_command(options: argparse.Namespace) -> None:
         first = BOS if options.bos else measured.firsts[0]
         for kind in options.probe if texts is None else (None,):
             ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
-            what, report = kind or options.text.name, measured.measure(ids, **asked)
+            what = kind or options.text.name
+            report = measured.measure(ids, **asked)
             report.name = f"{name}, {what}, {first} first"
             results[f"{name} {what}" if len(options.model) > 1 else what] = report
     if options.json:

@@ -25,8 +25,10 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     paths = [*sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
-        there = ", ".join(path.stem for path in paths) or "none: they are in a checkout of the repository"
-        raise ValueError(f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are {there}")
+        raise ValueError(
+            f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are "
+            f"{', '.join(path.stem for path in paths) or 'none: they are in a checkout of the repository'}"
+        )
     return chosen
 
 

@@ -126,8 +126,7 @@ def load_corpus(
     # What the token files depend on gives their folder its name.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    root = Path(cache_dir or cache_root())
-    folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if folder.exists():
         try:
             return Corpus(folder)
@@ -198,7 +197,8 @@ def _build(
     written = dict.fromkeys(SPLITS, 0)
     with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
-            split, size = split_of(text), len(ids) + 1
+            split = split_of(text)
+            size = len(ids) + 1
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             with (folder / f"{split}.bin").open("ab") as file:

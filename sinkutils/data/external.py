@@ -103,8 +103,10 @@ def _texts_of(file: Path) -> Iterator[str]:
                 text = json.loads(line)["text"]
             except (ValueError, TypeError, KeyError):
                 text = None
-            message = f'{file}, line {number}: expected a JSON object with a string under "text"'
-            require(isinstance(text, str), message)
+            require(
+                isinstance(text, str),
+                f'{file}, line {number}: expected a JSON object with a string under "text"',
+            )
             yield text
 
 

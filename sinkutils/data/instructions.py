@@ -124,7 +124,8 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     ids, targets = [*layout.first], [IGNORED] * len(layout.first)
     for message in messages:
         content = message["content"].strip()
-        prompt, answer = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content)), []
+        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))
+        answer = []
         if message["role"] == "assistant":
             answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id]
         ids += prompt + answer

@@ -110,8 +110,10 @@ def _natural(
     where = "texts"
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where, texts = f"corpus {source.name!r}", map(source.decode, source.documents("probe"))
-    documents, chosen = _several(texts), []
+        where = f"corpus {source.name!r}"
+        texts = map(source.decode, source.documents("probe"))
+    documents = _several(texts)
+    chosen = []
     for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
         # Of a long text a part will do; the last token of a cut text may not be a token of the whole one.
         ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])

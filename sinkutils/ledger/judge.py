@@ -139,7 +139,8 @@ def judge(check: Check, ours: Readings) -> Outcome:
         low, high = real_models()[check.runs[0], quantity]
         words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         return Outcome(check, _state(kind, low > check.bar, high <= check.bar), bar=check.bar, words=words)
-    base, asked = label("base", ours.preset), check.runs
+    base = label("base", ours.preset)
+    asked = check.runs
     check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
     if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
         lost = [run is None for run in ours.seeds(check.runs[0]).values()]

@@ -139,7 +139,7 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
 def _is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
     expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
-    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
     return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
 

@@ -79,7 +79,8 @@ def _function(self: AttentionInterface, attn_implementation: str, default: Calla
 
 def _mask(self: AttentionMaskInterface, key: str) -> Callable:
     """In place of `AttentionMaskInterface[..]`: the masks that go with an attention function of transformers."""
-    capture, function = _current.get(), _get_mask(self, key)
+    capture = _current.get()
+    function = _get_mask(self, key)
     attention = AttentionInterface._global_mapping.get(key)
     registered = attention is not None and not families.is_of_transformers(attention)
     if capture is None or capture.as_named or capture.legacy or registered:
@@ -238,7 +239,7 @@ class Capture:
         for module, output in read.items():
             gap = (own[module] - output).float().norm(dim=-1) / output.float().norm(dim=-1).clamp(min=1e-30)
             usual = gap.flatten().sort().values[gap.numel() // 2]  # half precision sends some tokens to other experts
-            if usual > (1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2):
+            if usual > (1e-3 if output.dtype.itemsize >= 4 else 5e-2):
                 named = " and ".join(sorted(map(repr, self.named)))
                 why = ": with is_causal off it sees later tokens" if self.needs_mask else ""
                 raise ValueError(

@@ -116,8 +116,10 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     if mask is None:
         return list(ids), 0
     instance("attention_mask", mask, Tensor)
-    shapes = f"{tuple(ids.shape)}; got {tuple(mask.shape)}"
-    require(mask.shape == ids.shape, f"attention_mask must have the shape of ids, {shapes}")
+    require(
+        mask.shape == ids.shape,
+        f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
+    )
     real = mask.bool().to(ids.device)
     require(
         bool((mask.to(ids.device) == real).all()),
@@ -138,8 +140,10 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
     """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that."""
     low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
-    known = 0 <= low <= high < vocabulary
-    require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
+    require(
+        bool(0 <= low <= high < vocabulary),
+        f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}",
+    )
 
 
 def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:

@@ -134,9 +134,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         levels = sorted({*self.epsilons, *CURVE_EPSILONS})
-        result: dict = {name: getattr(self, name) for name in ("name", "path", "bos", "samples", "skipped")}
-        result |= {"T": self.length, "floor": self.floor, "targets": self.targets, "epsilons": self.epsilons}
-        result["layers"] = self.layers
+        plain = ("name", "path", "bos", "samples", "skipped", "floor", "targets", "epsilons", "layers")
+        result: dict = {"T": self.length} | {name: getattr(self, name) for name in plain}
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
         result["excess"] = {k: self.excess(k) for k in self._shares}

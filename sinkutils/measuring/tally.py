@@ -62,8 +62,7 @@ class Tally:
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of x (B, H, T, D), mean over heads."""
         if self.norms:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1)
+            norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).mean(dim=1)
             self._sum(f"{name}_norms", layer, self._padded(norms))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:

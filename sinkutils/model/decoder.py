@@ -137,7 +137,8 @@ class Attention(nn.Module):
 
     def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict:
         """The keyword arguments of `attend` that this layer's parameters supply."""
-        spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
+        spec = self.config.attention
+        shape = (self.config.num_heads, self.config.head_dim)
         extras: dict = {}
         if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
             extras["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)

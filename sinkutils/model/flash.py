@@ -107,7 +107,7 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
         TRUST[key] = False
         return False
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = 1e-3 if dtype.itemsize >= 4 else 3e-2
     TRUST[key] = torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
     if not TRUST[key]:
         warnings.warn(

@@ -156,9 +156,8 @@ def _maps(model: nn.Module, tokenizer: Any, text: str, bos: bool, report: Report
     drawn = ""
     for layer, head in heads:
         title = f"block {layer + 1}, head {head + 1}"
-        ax = attention_map(
-            np.asarray(kept[layer, head].map)[0], [token_label(token, tokenizer) for token in ids], _axes(4.2, 4.2)
-        )
+        tokens = [token_label(token, tokenizer) for token in ids]
+        ax = attention_map(kept[layer, head].map[0], tokens, _axes(4.2, 4.2))
         ax.set_title(title)
         drawn += _svg(ax, f"Attention map, {title}")
     return drawn
@@ -166,7 +165,8 @@ def _maps(model: nn.Module, tokenizer: Any, text: str, bos: bool, report: Report
 
 def _row(summary: Mapping) -> dict[str, str]:
     """The numbers of one model, from `Report.to_dict` or a part of it."""
-    alpha, uniform = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)]), summary["floor"]
+    alpha = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)])
+    uniform = summary["floor"]
     excess = ((alpha - uniform) / (1 - uniform)).mean(axis=1)
     low, high = summary["interval"]["1"]["0.3"]
     row = {"Sink<sub>1</sub>": f"{summary['sink']['1']['0.3']:.1f} %", "95 % interval": f"{low:.1f} to {high:.1f}"}

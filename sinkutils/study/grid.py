@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -47,7 +48,7 @@ def keeps_weights(run: RunConfig) -> bool:
     return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset).values()}
 
 
-def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
+def plan(preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -59,9 +59,9 @@ class Runs:
     def missing(
         self,
         preset: str,
-        seeds: tuple[int, ...] | None = None,
+        seeds: Sequence[int] | None = None,
         corpus: Identity | None = None,
-        only: tuple[str, ...] | None = None,
+        only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
         return [run for run in plan(preset, seeds, only) if self.get(run, corpus) is None]

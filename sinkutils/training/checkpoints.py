@@ -34,7 +34,8 @@ def save_checkpoint(run: Run, path: Path) -> None:
 def _write(path: Path, state: Json) -> None:
     file = io.BytesIO()
     torch.save(state, file)
-    data, temporary = file.getvalue(), path.with_name(path.name + ".tmp")
+    data = file.getvalue()
+    temporary = path.with_name(path.name + ".tmp")
     try:
         write_synced(temporary, hashlib.sha256(data).digest() + data)
         os.replace(temporary, path)

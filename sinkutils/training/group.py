@@ -89,14 +89,14 @@ class Group:
         DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size` parts, block by
         block; with precision bf16 the weights are gathered and used in bf16, gradients are added up in fp32.
         """
+        device = next(model.parameters()).device
         if self.parallel == "ddp":
-            device = next(model.parameters()).device
             indices = [device.index] if device.type == "cuda" else None
             return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
         if self.parallel == "fsdp":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-            mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+            mesh = init_device_mesh(device.type, (self.size,))
             half = torch.bfloat16 if precision == "bf16" else None
             # Inputs are not cast: the position tables among them need their precision.
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)

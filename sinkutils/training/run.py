@@ -95,7 +95,7 @@ class Run:
     """
 
     loss = staticmethod(next_token_loss)
-    weight: Callable[[Tensor], int] = staticmethod(len)  # of a part of the validation text: its chunks
+    weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
     each_step = False  # whether the curve has the loss and gradient norm of every step
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
 
@@ -144,7 +144,8 @@ class Run:
         data = self.config.data
         if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
-        vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
+        vocab_size = self.config.model.vocab_size
+        tokenizer = str(self.corpus.folder / "tokenizer.json")
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
     def provenance(self) -> Json:

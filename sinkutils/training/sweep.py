@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -145,8 +145,8 @@ def sweep(
     preset_name: str,
     *,
     jobs: int = 1,
-    seeds: tuple[int, ...] | None = None,
-    only: tuple[str, ...] | None = None,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] | None = None,
     runs: Folder = None,
     engine_name: str = "local",
     corpus: str | None = None,
@@ -184,7 +184,8 @@ def sweep(
         while queue or running:
             while free and (run := _next(queue, [job.run for job in running])):
                 queue.remove(run)
-                log, where = logs / f"{run.experiment}-{run.seed}.log", free.popleft()
+                log = logs / f"{run.experiment}-{run.seed}.log"
+                where = free.popleft()
                 future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
                 running.append(Job(run, where, store.place(run, text), log, future))
                 if engine_name == "slurm":
@@ -213,10 +214,10 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
 
 def estimate(
     preset_name: str,
-    seeds: tuple[int, ...] | None = None,
+    seeds: Sequence[int] | None = None,
     runs: Folder = None,
     corpus: str | None = None,
-    only: tuple[str, ...] | None = None,
+    only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
     base = preset(preset_name)

@@ -61,7 +61,8 @@ def train(
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
-    store, target = Runs(runs), find_device(device)
+    store = Runs(runs)
+    target = find_device(device)
     if corpus is None:  # a record is found without opening the text
         done = group.once(store.get, config, None, keep_weights)
         if done is not None:
