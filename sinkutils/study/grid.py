@@ -101,8 +101,8 @@ def _build(name: str, preset_name: str) -> RunConfig:
         if row.start is not None:
             known = scale.base if row.start == "base" else row.start
             start = _build(known if preset_name in experiment(known).presets else f"{known}_1b", preset_name)
-            parts = (start.model, start.data, start.train, start.experiment)
-            run = _override(FinetuneConfig(row.name, preset_name, 0, *parts), scale.tuning | TUNING, scale)
+            run = FinetuneConfig(row.name, preset_name, 0, start.model, start.data, start.train, start.experiment)
+            run = _override(run, scale.tuning | TUNING, scale)
             steps = run.pairs // run.train.batch_size
             run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
         elif row.base:
