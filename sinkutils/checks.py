@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 
@@ -17,26 +17,26 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def is_count(value: Any, least: float = 1) -> bool:
-    """Whether this is an integer of at least so much; True is not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
+    require(
+        isinstance(value, int) and not isinstance(value, bool),
+        f"{name} must be an integer, got {value!r}",
+    )
     wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-    require(is_count(value, -math.inf), f"{name} must be an integer, got {value!r}")
     require(least <= value <= most, f"{name} must be {wanted}, got {value}")
 
 
-def real(name: str, value: Any, wanted: str, low: float = 0.0, high: float = math.inf, ends: str = "") -> None:
-    """A finite number between low and high, `ends` ("low", "high", "both") included; `wanted` says it in words."""
+def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
+    """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    included = [end for end, word in ((low, "low"), (high, "high")) if ends in (word, "both")]
-    require(number and (low < value < high or value in included), f"{name} must be {wanted}, got {value!r}")
+    require(
+        number and (value > least if more else value >= least),
+        f"{name} must be {wanted}, got {value!r}",
+    )
 
 
-def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def choice(name: str, value: Any, allowed: Collection[str]) -> None:
     """One of the names allowed."""
     require(isinstance(value, str) and value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
@@ -52,7 +52,7 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 
 @lru_cache
-def types(cls: Any) -> dict[str, tuple[Any, ...]]:
+def types(cls: Any) -> dict[str, tuple]:
     """The type of each field of a dataclass, with what else it takes; annotations are strings here."""
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
@@ -72,7 +72,7 @@ def fields(config: Any, **least: int) -> None:
             if kind is int:
                 integer(name, one, least.get(name, 1))
             elif kind is float:
-                real(name, one, "finite and not negative", ends="low")
+                real(name, one, "finite and not negative")
             else:
                 instance(name, one, kind)
 

@@ -10,13 +10,13 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sinkutils import __version__
+from sinkutils.paths import LEDGER, read_yaml
 
 WRONG = 2  # the exit status of a mistake
 
@@ -35,83 +35,29 @@ def count(text: str) -> int:
     return int(text)
 
 
-def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+def given(options: argparse.Namespace, *names: str) -> dict:
     """Some of the options, for a function that calls them by the same names."""
     return {name: getattr(options, name) for name in names}
 
 
+TYPES = {"int": int, "float": float, "path": Path, "count": count}
+
+
 def parser() -> argparse.ArgumentParser:
-    """All commands with their help."""
+    """All commands with their help; data/commands.yaml has their options."""
     top = Parser(prog="python -m sinkutils", description="See, measure and re-train attention sinks.")
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
-    records, study, training, model, loading, text = (Parser(add_help=False) for _ in range(6))
-
-    def add(function: Callable[..., int | None], *parents: Parser) -> Callable[..., argparse.Action]:
-        """A command, named and described by its function; what comes back takes its own arguments."""
+    table = read_yaml(LEDGER / "commands.yaml")
+    for function in COMMANDS:
         name, about = function.__name__.removesuffix("_command"), function.__doc__
-        command = commands.add_parser(name, help=about, description=about, parents=parents)
+        command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(function=function)
-        return command.add_argument
-
-    records.add_argument("--runs", type=Path, help="folder of the records (default: data/runs)")
-    study.add_argument("--preset", default="laptop", help="scale of the study (default: laptop)")
-    option = training.add_argument
-    option("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
-    option("--device", help="cpu, cuda, mps (default: cuda if there is one; of a sweep: what the preset is for)")
-    option("--checkpoint-seconds", type=float, default=20.0, help="how often a run is saved (default: 20)")
-    model.add_argument("model", help="smollm2, gemma-3-270m, a hub id, a local folder, or a record: laptop/base/0")
-    option = loading.add_argument
-    option("--device", help="cpu, cuda, mps, or auto: over several (default: cuda where there is one)")
-    option("--dtype", help="float32, bfloat16, float16 or float64 (default: float32 on a CPU, else the model's)")
-    text.add_argument("--text", type=Path, metavar="FILE", help="your own text (txt, md, jsonl), cut into windows")
-
-    option = add(list_command, study, records)
-    option("--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers")
-
-    option = add(train_command, study, records, training)
-    option("experiment", help="a name that `list` shows, or base")
-    option("--seed", type=int, default=0, help="(default: 0)")
-    option("--keep-weights", action="store_true", help="keep the trained weights in the record")
-
-    option = add(sweep_command, study, records, training)
-    option("--jobs", type=count, default=1, help="workers, one thread each (default: 1)")
-    option("--seeds", type=int, nargs="+", help="only these seeds (default: those of the study's plan)")
-    option("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    engines = ["local", "slurm", "ray"]
-    option("--engine", dest="engine_name", default="local", choices=engines, help="where runs go (default: local)")
-    option("--dry-run", action="store_true", help="print what would run, and about how long it takes")
-
-    option = add(measure_command, records, loading, text)
-    option("model", nargs="+", help="as of `report`; several end with a table")
-    kinds = ["natural", "random", "repeat"]
-    option("--probe", nargs="+", default=kinds[:1], choices=kinds, help="kinds of input (default: natural)")
-    option("--corpus", default="docstrings", help="where natural text comes from (default: docstrings)")
-    option("-n", type=count, help="sequences (default: 100; of --text all)")
-    option("-T", "--length", type=count, default=64, help="tokens per sequence (default: 64)")
-    option("--targets", type=int, nargs="+", default=[1], help="positions, counted from 1 (default: 1)")
-    option("--eps", dest="epsilons", type=float, nargs="+", default=[0.3], help="thresholds (default: 0.3)")
-    option("--bos", action="store_true", help="put a BOS first (the paper does not)")
-    option("--seed", type=int, default=0, help="(default: 0)")
-    option("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
-    option("--revision", help="of a hub id, such as step1000 of Pythia")
-    option("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    option("--json", action="store_true", help="print JSON instead of a table")
-
-    option = add(report_command, model, loading, text)
-    option("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
-    option("--beside", metavar="MODEL", help="a second model to compare with")
-
-    option = add(models_command)
-    option("--install", nargs="+", default=[], metavar="NAME", help="fetch these with pip, checked by their hashes")
-
-    option = add(claims_command, study, records)
-    option("--long", action="store_true", help="also the paper's and our numbers, and remarks")
-
-    option = add(run_command)
-    option("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="set a parameter")
-    option("--only", nargs="+", default=[""], metavar="NOTEBOOK", help="names or numbers, such as 02")
-    option("--in-place", action="store_true", help="rewrite the committed outputs and figures/, not rendered/")
+        for names, said in table[name].items():
+            settings: dict = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
+            if "type" in said:
+                settings["type"] = TYPES[said["type"]]
+            command.add_argument(*names.split(", "), **settings)
     return top
 
 
@@ -129,7 +75,8 @@ def list_command(options: argparse.Namespace) -> None:
     folder = Runs(options.runs).folder
     if not folder.is_dir():
         print(f"sinkutils: there are no records in {folder}: give --runs, or train some", file=sys.stderr)
-    table, refused = runs(options.preset, options.runs), unavailable(options.preset)
+    table = runs(options.preset, options.runs)
+    refused = unavailable(options.preset)
     counts = table[table.status.isin(["done", "failed"])].experiment.value_counts()
     width = shutil.get_terminal_size().columns
     print(f"{'experiment':<26}{'item':<17}{'paper Sink_1':>12}  {'seeds':>5}  title")
@@ -144,19 +91,21 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.presets import PRESETS
+    from sinkutils.study.record import short_name
     from sinkutils.training.group import joined
     from sinkutils.training.trainer import train
 
-    run, device = config(options.experiment, options.preset, options.seed), find_device(options.device)
+    run = config(options.experiment, options.preset, options.seed)
+    device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     asked = given(options, "runs", "corpus", "checkpoint_seconds")
     with joined(PRESETS[options.preset].parallel, device) as group:
         record = train(run, device=device, keep_weights=keep, group=group, **asked)
     if not group.first:
         return
-    name = "/".join(record.folder.parts[-3:])
+    name = short_name(record.folder)
     if record.status == "failed":
-        print(f"{name}: training failed ({record.metrics['reason']}); this is recorded as the result")
+        print(f"{name}: training failed ({record.reason}); this is recorded as the result")
         return
     final = record.metrics["final"]
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
@@ -220,7 +169,8 @@ def measure_command(options: argparse.Namespace) -> None:
         first = BOS if options.bos else measured.firsts[0]
         for kind in options.probe if texts is None else (None,):
             ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
-            what, report = kind or options.text.name, measured.measure(ids, **asked)
+            what = kind or options.text.name
+            report = measured.measure(ids, **asked)
             report.name = f"{name}, {what}, {first} first"
             results[f"{name} {what}" if len(options.model) > 1 else what] = report
     if options.json:
@@ -246,8 +196,7 @@ def report_command(options: argparse.Namespace) -> None:
     if options.beside:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, probe("natural", its_tokenizer, texts=texts))}
-    written = report_model(model, tokenizer, options.model, texts, beside=beside)
-    options.output.write_text(written, encoding="utf-8")
+    options.output.write_text(report_model(model, tokenizer, options.model, texts, beside=beside), encoding="utf-8")
     print(f"written: {options.output}")
 
 
@@ -258,9 +207,8 @@ def models_command(options: argparse.Namespace) -> None:
     for name in options.install:
         install(name)
     for name, model in REAL_MODELS.items():
-        here = folder_of(name).exists()
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
-        print("  installed" if here else f"  not installed, {model.megabytes} MB to download")
+        print("  installed" if folder_of(name).exists() else f"  not installed, {model.megabytes} MB to download")
         print(f"  package         {model.pins[0]}\n  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
 
@@ -277,5 +225,17 @@ def run_command(options: argparse.Namespace) -> int:
 
     if options.in_place and options.parameter:
         raise ValueError("--in-place runs notebooks with what stands in them: leave out -p, or --in-place")
-    parameters = {name: yaml.safe_load(text) for name, text in options.parameter}
+    parameters = {name: yaml.safe_load(text) for name, text in options.parameter or ()}
     return int(bool(run_notebooks(parameters, None if options.in_place else RENDERED, options.only)))
+
+
+COMMANDS = (
+    list_command,
+    train_command,
+    sweep_command,
+    measure_command,
+    report_command,
+    models_command,
+    claims_command,
+    run_command,
+)

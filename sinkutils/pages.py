@@ -25,8 +25,10 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     paths = [*sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
-        there = ", ".join(path.stem for path in paths) or "none: they are in a checkout of the repository"
-        raise ValueError(f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are {there}")
+        raise ValueError(
+            f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are "
+            f"{', '.join(path.stem for path in paths) or 'none: they are in a checkout of the repository'}"
+        )
     return chosen
 
 
@@ -49,13 +51,20 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"kernel_name": "python3", "cwd": NOTEBOOKS, "progress_bar": False}
-    options |= {"execution_timeout": CELL_SECONDS, "coalesce_streams": True}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: two pages run at a time, on a core each
 
-    def execute(path: Path) -> Any:
+    def execute(path):
         try:
-            return papermill.execute_notebook(path, output and output / path.name, parameters, **options)
+            return papermill.execute_notebook(
+                path,
+                output and output / path.name,
+                parameters,
+                kernel_name="python3",
+                cwd=NOTEBOOKS,
+                execution_timeout=CELL_SECONDS,
+                progress_bar=False,
+                coalesce_streams=True,
+            )
         except papermill.PapermillExecutionError as error:
             return error
 
@@ -65,7 +74,7 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
             bar.update()
             if isinstance(done, papermill.PapermillExecutionError):
                 failed.append(path.stem)
-                tqdm.write(f"{path.stem} failed in cell {done.cell_index}: {done.ename}: {done.evalue}")
+                tqdm.write(f"{path.stem} failed: {done}")  # with the line
             elif output is None:
                 _refresh(path, done)
             else:

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sinkutils.checks import first_line, require
 
@@ -28,17 +28,17 @@ def cache_root() -> Path:
 
 
 @contextlib.contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
     """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
 
-    Processes that build the same corpus at the same time do so in a folder each; the first to finish wins. Raises
+    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. Raises
     OSError, with what to do about it, where there is no room or no permission.
     """
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True) as scratch:
-            new = Path(scratch, "corpus")
+            new = Path(scratch, "whole")
             new.mkdir()
             yield new
             if not folder.exists():
@@ -46,17 +46,17 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:  # of our own, with its reason
             raise
-        reason = f"cannot write token files below {root} ({error.strerror})"
-        raise OSError(error.errno, f"{reason}: make room there or set SINKUTILS_CACHE") from error
+        reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
+        raise OSError(error.errno, reason) from error
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, meta: dict) -> None:
     """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
     whole = meta | {"sha256": _digest(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
-def verified(folder: Path) -> dict[str, Any]:
+def verified(folder: Path) -> dict:
     """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def verified(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _digest(folder: Path, meta: dict[str, Any]) -> str:
+def _digest(folder: Path, meta: dict) -> str:
     whole = hashlib.sha256(json.dumps(meta).encode())
     for path in sorted(folder.iterdir()):
         if path.name != "meta.json":

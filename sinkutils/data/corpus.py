@@ -126,8 +126,7 @@ def load_corpus(
     # What the token files depend on gives their folder its name.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    root = Path(cache_dir) if cache_dir else cache_root()
-    folder = root / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if folder.exists():
         try:
             return Corpus(folder)
@@ -176,14 +175,14 @@ def _build(
     """
     given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
     texts = _unique(documents)
-    sample: list[str] = []
+    sample = []
     characters = 0
     while characters < SAMPLE_CHARACTERS and (text := next(texts, "")):
         sample.append(text)
         characters += len(text)
     thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
 
-    def split_of(text: str) -> str:
+    def split_of(text):
         return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
     tokenizer = given or train_tokenizer((text for text in sample if split_of(text) == "train"), vocab_size)
@@ -198,7 +197,8 @@ def _build(
     written = dict.fromkeys(SPLITS, 0)
     with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
-            split, size = split_of(text), len(ids) + 1
+            split = split_of(text)
+            size = len(ids) + 1
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             with (folder / f"{split}.bin").open("ab") as file:
@@ -207,8 +207,11 @@ def _build(
             written[split] += size
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
-    few = f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens"
-    require(not lacking, f"{few}: give more text, in more files or lines, or a larger max_tokens")
+    require(
+        not lacking,
+        f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens: "
+        "give more text, in more files or lines, or a larger max_tokens",
+    )
     meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
     write_meta(folder, meta | special)
 

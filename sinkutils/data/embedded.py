@@ -15,14 +15,10 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from sinkutils.paths import LEDGER, read_yaml
+
 MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
-# What constraints.txt pins exactly and what has English docstrings: nothing else in an environment changes the text.
-DISTRIBUTIONS = (
-    *("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib", "seaborn", "hypothesis", "pytest", "mypy"),
-    *("jupyterlab", "papermill", "nbval", "tokenizers", "safetensors", "tqdm", "ipywidgets"),
-    # Required by those; pinned because they are text.
-    *("sympy", "networkx", "huggingface-hub", "debugpy", "fonttools", "ipython", "mpmath", "pydantic", "tornado"),
-)
+DISTRIBUTIONS = read_yaml(LEDGER / "text_packages.yaml")
 # Of the standard library: what some distributors leave out.
 PRUNED = {"__pycache__", "test", "tests", "idle_test"}
 OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
@@ -40,7 +36,7 @@ COMMENT_OR_STRING = re.compile(
 
 def installed() -> dict[str, str | None]:
     """The versions of the distributions whose text is used, by name; None for those that are not installed."""
-    versions: dict[str, str | None] = dict.fromkeys(DISTRIBUTIONS)
+    versions = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -67,7 +63,7 @@ def docstrings() -> Iterator[str]:
     for path in files_with(".py"):
         parts = docstrings_of(text_of(path))
         documents[text_digest("\0".join(parts))] = parts
-    seen: set[str] = set()
+    seen = set()
     for _, parts in sorted(documents.items()):
         new = [part for part in dict.fromkeys(parts) if part not in seen]
         seen.update(new)
@@ -130,9 +126,11 @@ def files_with(*suffixes: str) -> Iterator[Path]:
     packages = installed()
     missing = [name for name, version in packages.items() if version is None]
     if missing:
-        lacking = f"the embedded text lacks {', '.join(missing)}, so its hash is another one"
-        advice = "install what constraints.txt pins (pip install -c constraints.txt '.[text]')"
-        warnings.warn(f"{lacking}: {advice}, or bring a file of pack_corpus", stacklevel=2)
+        warnings.warn(
+            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what constraints.txt "
+            "pins (pip install -c constraints.txt '.[text]'), or bring a file of pack_corpus",
+            stacklevel=2,
+        )
     files = list(_standard_library())
     for name in packages.keys() - missing:
         for file in metadata.files(name) or ():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkutils.checks import first_line, require
+from sinkutils.paths import LEDGER, read_yaml
 
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -20,26 +21,7 @@ PIECE = re.compile(r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,
 # The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
 # copyrighted sets, which leaves the 17 that the paper names.
 PILE = "monology/pile-uncopyrighted"
-# The authors' sampling weights (they sum to 0.79; what counts is their ratio).
-PILE_WEIGHTS = {
-    "Pile-CC": 0.1121,
-    "PubMed Central": 0.1071,
-    "ArXiv": 0.1052,
-    "StackExchange": 0.0929,
-    "Wikipedia (en)": 0.0919,
-    "PubMed Abstracts": 0.0845,
-    "Github": 0.0427,
-    "USPTO Backgrounds": 0.0420,
-    "FreeLaw": 0.0386,
-    "Gutenberg (PG-19)": 0.0199,
-    "DM Mathematics": 0.0198,
-    "HackerNews": 0.0075,
-    "Ubuntu IRC": 0.0074,
-    "NIH ExPorter": 0.0052,
-    "EuroParl": 0.0043,
-    "Enron Emails": 0.0030,
-    "PhilPapers": 0.0027,
-}
+PILE_WEIGHTS = read_yaml(LEDGER / "pile.yaml")
 # The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text (Section 5: 5B tokens).
 NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
 NEOX_PADDED = 50_432
@@ -47,7 +29,7 @@ PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 
-def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict]:
     """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
     import datasets
 
@@ -56,9 +38,10 @@ def stream(dataset: str, split: str = "train", config: str | None = None, **opti
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
-        failure = f"data set {dataset!r} could not be read ({first_line(error)})"
-        advice = "check the id and the network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
-        raise ConnectionError(f"{failure}: {advice}") from error
+        raise ConnectionError(
+            f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the network, or use a "
+            "corpus that needs none: 'docstrings' or 'path:<folder>'"
+        ) from error
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
@@ -120,8 +103,10 @@ def _texts_of(file: Path) -> Iterator[str]:
                 text = json.loads(line)["text"]
             except (ValueError, TypeError, KeyError):
                 text = None
-            good = isinstance(text, str)
-            require(good, f'{file}, line {number}: expected a JSON object with a string under "text"')
+            require(
+                isinstance(text, str),
+                f'{file}, line {number}: expected a JSON object with a string under "text"',
+            )
             yield text
 
 

@@ -72,8 +72,10 @@ def conversations(name: str) -> Iterator[Conversation]:
         for source in embedded.sources():
             yield from conversations_of(source)
         return
-    known = name == "ultrachat" or (kind == "path" and file)
-    require(bool(known), f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>")
+    require(
+        name == "ultrachat" or (kind == "path" and file != ""),
+        f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>",
+    )
     local = {"data_files": str(Path(file).expanduser())}
     for row in external.stream("json", **local) if file else external.stream(*ULTRACHAT):
         said = row.get("messages") or [None]
@@ -81,8 +83,11 @@ def conversations(name: str) -> Iterator[Conversation]:
             good = all(one["role"] in TEMPLATES and isinstance(one["content"], str) for one in said)
         except (KeyError, TypeError):
             good = False
-        shape = f'"messages", a list of {{"role": one of {", ".join(TEMPLATES)}, "content": text}}'
-        require(good, f"instructions {name!r}: expected {shape}, got {row!r:.100}")
+        require(
+            good,
+            f'instructions {name!r}: expected "messages", a list of {{"role": one of {", ".join(TEMPLATES)}, '
+            f'"content": text}}, got {row!r:.100}',
+        )
         yield said
 
 
@@ -119,7 +124,8 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     ids, targets = [*layout.first], [IGNORED] * len(layout.first)
     for message in messages:
         content = message["content"].strip()
-        prompt, answer = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content)), []
+        prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))
+        answer = []
         if message["role"] == "assistant":
             answer = [*encode(layout.tokenizer, f" {content}"), layout.eos_id]
         ids += prompt + answer
@@ -135,7 +141,7 @@ def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[
     """
     rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
-    known: set[str] = set()  # an answer for each row that is filled
+    known: set = set()  # an answer for each row that is filled
     for messages in tqdm(source, desc=f"instructions from {name}", unit="conversation", leave=False):
         if len(known) == len(rows):
             break
@@ -144,7 +150,9 @@ def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[
         if encoded is not None:
             rows[len(known), :, : len(encoded[0])] = encoded
             known.add(answers)
-    within = f"with different answers that begin within C = {layout.context_length} tokens"
-    few = f"instructions {name!r} have {len(known)} conversations {within}, and {len(rows)} are needed"
-    require(len(known) == len(rows), f"{few}: give more, or ask for fewer pairs")
+    require(
+        len(known) == len(rows),
+        f"instructions {name!r} have {len(known)} conversations with different answers that begin within "
+        f"C = {layout.context_length} tokens, and {len(rows)} are needed: give more, or ask for fewer pairs",
+    )
     return [Pairs(part, layout.eos_id) for part in np.split(rows, np.cumsum(counts)[:-1])]

@@ -70,10 +70,11 @@ class Chunks(Batches):
         self.data = data
         self.fix_id = corpus.fix_id
         self.length = (len(self.tokens) - 1) // context_length
-        if self.length < 1:
-            few = f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share})"
-            least = f"less than one chunk of context_length + 1 = {context_length + 1}"
-            raise ValueError(f"{few}, {least}: give more text or a smaller context_length")
+        require(
+            self.length > 0,
+            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one chunk "
+            f"of context_length + 1 = {context_length + 1}: give more text or a smaller context_length",
+        )
         last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(last <= context_length, f"position {last} is beyond context_length={context_length}")
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.

@@ -45,10 +45,14 @@ def probe(
     text.
     """
     if kind not in KINDS and (kind is not None or texts is None):
-        advice = "to measure texts of your own say probe(texts=[..], tokenizer=..)"
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; {advice}")
-    known = hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab")
-    require(known, f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}")
+        raise ValueError(
+            f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; "
+            "to measure texts of your own say probe(texts=[..], tokenizer=..)"
+        )
+    require(
+        hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
+        f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}",
+    )
     flag("bos", bos)
     if n is not None:
         integer("n", n, least=1)
@@ -75,9 +79,11 @@ def _short(value: Any) -> str:
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    found: list[Any] = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
-    good = all(isinstance(text, str) for text in found)
-    require(good, f"texts must be several strings, a document each; got {type(texts).__name__}")
+    found: list = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    require(
+        all(isinstance(text, str) for text in found),
+        f"texts must be several strings, a document each; got {type(texts).__name__}",
+    )
     return found
 
 
@@ -89,10 +95,12 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
         longest = max(longest, len(ids))
         windows += [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
     least = n or 1
-    few = f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed"
-    require(len(windows) >= least, f"{few}: give more text, a smaller n or a smaller length")
-    chosen = np.random.default_rng(seed).permutation(len(windows))[:n]
-    return np.array(windows)[np.sort(chosen)]
+    require(
+        len(windows) >= least,
+        f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed: "
+        "give more text, a smaller n or a smaller length",
+    )
+    return np.array(windows)[np.sort(np.random.default_rng(seed).permutation(len(windows))[:n])]
 
 
 def _natural(
@@ -102,8 +110,10 @@ def _natural(
     where = "texts"
     if texts is None:
         source = load_corpus(corpus) if isinstance(corpus, str) else corpus
-        where, texts = f"corpus {source.name!r}", map(source.decode, source.documents("probe"))
-    documents, chosen = _several(texts), []
+        where = f"corpus {source.name!r}"
+        texts = map(source.decode, source.documents("probe"))
+    documents = _several(texts)
+    chosen = []
     for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
         # Of a long text a part will do; the last token of a cut text may not be a token of the whole one.
         ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])
@@ -113,5 +123,7 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    few = f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed"
-    raise ValueError(f"{few}: give more text, a smaller n or a smaller length")
+    raise ValueError(
+        f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed: "
+        "give more text, a smaller n or a smaller length"
+    )

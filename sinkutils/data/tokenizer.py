@@ -15,12 +15,13 @@ from sinkutils.checks import first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-EOS_NAMES = ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>")
-# GPT-NeoX and GPT-2 have one token for both ends.
-BOS_NAMES = ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>")
+NAMES = {  # GPT-NeoX and GPT-2 have one token for both ends
+    "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
+    "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
+    "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
+}
 UNKNOWN = "\U00012219"  # a cuneiform sign, in no vocabulary
 _LOCK = threading.Lock()  # of `_text_ids`, which sets a tokenizer and sets it back
-FIX_NAMES = ("<fix>", "<|padding|>", "<pad>", "<unk>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -50,19 +51,22 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the Rust client raises plain Exception
-        failure = f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)})"
-        advice = "check the id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
-        raise ConnectionError(f"{failure}: {advice}") from error
+        raise ConnectionError(
+            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)}): check the "
+            "id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
+        ) from error
     size = tokenizer.get_vocab_size()
-    least = f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}"
-    require(size <= vocab_size, least)
+    require(
+        size <= vocab_size,
+        f"tokenizer {name!r} has {size} tokens: vocab_size must be at least that, got {vocab_size}",
+    )
     return tokenizer
 
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
-    ids: dict[str, Any] = {}
-    for key, tokens in {"eos_id": EOS_NAMES, "bos_id": BOS_NAMES, "fix_id": FIX_NAMES}.items():
+    ids: dict = {}
+    for key, tokens in NAMES.items():
         ids[key] = _first(tokenizer, tokens)
         require(ids[key] is not None, f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
     special = marked_special(tokenizer) | {*ids.values()}
@@ -124,7 +128,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 def bos_id(tokenizer: Any) -> int:
     """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
-    token = _first(tokenizer, BOS_NAMES) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
+    token = _first(tokenizer, NAMES["bos_id"]) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
     if token is None:
         raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
     return int(token)

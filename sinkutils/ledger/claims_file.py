@@ -25,7 +25,7 @@ from sinkutils import paths
 from sinkutils.checks import require
 from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import real_models
-from sinkutils.study.config import Json, read_yaml
+from sinkutils.study.config import Json
 
 KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
 KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
@@ -68,10 +68,10 @@ class Claim:
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
     """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
     claims = []
-    for entry in read_yaml(path):
+    for entry in paths.read_yaml(path):
         try:
             checks = {field: tuple(_checks(entry.get(field, []))) for field in ("checks", "given")}
-            claims.append(Claim(**{**entry, **checks}))
+            claims.append(Claim(**entry | checks))
         except (TypeError, ValueError) as error:
             raise ValueError(f"claim {entry.get('id', 'without id')}: {error}") from error
     return tuple(claims)

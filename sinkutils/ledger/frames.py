@@ -30,8 +30,7 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     rows = []
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        known = BY_NAME.get(record.experiment)
-        row |= {name: getattr(known, name, None) for name in ("title", "section", "item")}
+        row |= {name: getattr(BY_NAME.get(record.experiment), name, None) for name in ("title", "section", "item")}
         if record.config:
             row |= _of_run(record)
         rows.append(row)

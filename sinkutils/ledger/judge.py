@@ -7,6 +7,7 @@ Sink_1 between two rows is about the ratio of their mean excess. So a bar is mos
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,15 +67,14 @@ class Judged:
 
 def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
     """Every claim; directional checks after Holm over their part of the ledger."""
-    alone: dict[str, list[Outcome]] = {}  # of each claim, before Holm
+    alone = defaultdict(list)  # of each claim, before Holm
     for claim in claims:
         seen = ours.fresh() if claim.fresh else ours
-        alone[claim.id] = []
         for check in claim.checks:
             # A preset may lack an experiment, or have it under another name: such a check is not asked.
             if check.kind in REAL or all(name in ("base", label(name, ours.preset)) for name in check.runs):
                 alone[claim.id].append(judge(check, seen))
-    corrected: dict[str, dict[Check, float]] = {}
+    corrected = {}
     for part in PARTS:
         outcomes = [outcome for claim in claims if claim.part == part for outcome in alone[claim.id]]
         corrected[part] = holm({one.check: one.p for one in outcomes if not math.isnan(one.p)})
@@ -139,7 +139,8 @@ def judge(check: Check, ours: Readings) -> Outcome:
         low, high = real_models()[check.runs[0], quantity]
         words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         return Outcome(check, _state(kind, low > check.bar, high <= check.bar), bar=check.bar, words=words)
-    base, asked = label("base", ours.preset), check.runs
+    base = label("base", ours.preset)
+    asked = check.runs
     check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
     if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
         lost = [run is None for run in ours.seeds(check.runs[0]).values()]

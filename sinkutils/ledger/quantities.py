@@ -62,8 +62,17 @@ COMPARED = (
 )
 # Averaged and compared by their logarithms.
 RATIOS = (
-    *("hidden", "element", "element_1", "before_norm", "star_hidden", "key", "value"),  # of states
-    *("gathered", "end", "gradient", "spike"),
+    "hidden",
+    "element",
+    "element_1",
+    "before_norm",
+    "star_hidden",
+    "key",
+    "value",
+    "gathered",
+    "end",
+    "gradient",
+    "spike",
 )
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
@@ -80,8 +89,8 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
         return None
     curve = metrics["curve"] or [final]
     steps = np.array([point["step"] for point in curve]) / max(1, curve[-1]["step"])  # as shares
-    losses = [point["valid_loss"] for point in curve]
-    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"], "turn": steps[np.argmin(losses)]}
+    numbers = {"valid_loss": final["valid_loss"], "sink_1": final["sink_1"]}
+    numbers["turn"] = steps[np.argmin([point["valid_loss"] for point in curve])]
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]
     onset = 1 + max((i for i, point in enumerate(curve) if point["sink_1"] < ONSET), default=-1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cache, lru_cache
 
 import numpy as np
 import pandas as pd
@@ -85,7 +84,7 @@ def _prior(ours: Readings, quantity: str) -> Prior:
     return fit_prior([[*ours.values(name, quantity).values()] for name in ours.runs])
 
 
-@lru_cache(maxsize=4096)
+@cache
 def label(name: str, preset: str) -> str:
     """The name under which an experiment runs at a preset: of "base" its base, of equal runs the first; else ""."""
     try:
@@ -102,8 +101,8 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
 
 
 @lru_cache(maxsize=4)
-def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
-    runs: dict[str, Seeds] = {}
+def _readings(preset: str, store: Runs, state: tuple) -> Readings:
+    runs: dict = {}
     for record in store.entries(preset):
         if record.status not in ("done", "failed"):
             continue

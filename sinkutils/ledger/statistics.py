@@ -60,8 +60,7 @@ def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     """The moderated variance of at least two values, and its degrees of freedom."""
     own = len(values) - 1
     d0, s0_squared, most = prior
-    variance = (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own)
-    return variance, max(own, min(d0 + own, most))
+    return (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own), max(own, min(d0 + own, most))
 
 
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:

@@ -33,7 +33,7 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     ours = readings(preset, folder)
     rows = []
     for one in _judged(ours):
-        read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
+        read: dict[str, dict] = {}  # the runs that the checks read, by quantity
         levels, intervals = [], []
         for outcome in one.outcomes:
             check = outcome.check

@@ -45,7 +45,7 @@ class SinkCallback(TrainerCallback):
         control.should_log = due  # logging switches it off, and the loss may be due at this step
 
 
-def trainer_log() -> Callable[[dict[str, float]], None]:
+def trainer_log() -> Callable:
     """`log` of the trainer that is calling. Callbacks are not told who calls, and only this reaches every reporter."""
     for caller in inspect.stack(context=0):
         trainer = caller.frame.f_locals.get("self")

@@ -19,14 +19,17 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     """
     choice("by", by, ("model", "block", "head"))
     alphas = [report.of(k).double().numpy() for report in (first, second)]  # (samples, layers, heads)
-    sizes = [f"{report.samples} samples of {report.length} tokens" for report in (first, second)]
-    require(sizes[0] == sizes[1], f"the reports are of {sizes[0]} and {sizes[1]}")
+    one, other = (f"{report.samples} samples of {report.length} tokens" for report in (first, second))
+    require(one == other, f"the reports are of {one} and {other}")
     require(first.samples > 1, "an interval needs at least two samples")
     if by != "head":
         alphas = [alpha.mean(axis=2 if by == "block" else (1, 2), keepdims=True) for alpha in alphas]
-    alike = alphas[0].shape == alphas[1].shape
-    require(alike, f"the models have different numbers of blocks or heads: they cannot be compared by {by}")
-    differences = alphas[1] - alphas[0]
+    before, after = alphas
+    require(
+        before.shape == after.shape,
+        f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
+    )
+    differences = after - before
     low, high = stats.ttest_1samp(differences, 0).confidence_interval()
     columns = {"mean": differences.mean(axis=0), "low": low, "high": high}
     table = pd.DataFrame({name: values.ravel() for name, values in columns.items()}).assign(n=len(differences))

@@ -19,7 +19,7 @@ def line_breaks(tokenizer: Tokenizer) -> Tensor:
     return torch.tensor([i for i, text in enumerate(texts) if "\n" in text and not text.strip()], dtype=torch.int64)
 
 
-def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list[list[float]]]:
+def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list]:
     """The share of attention by kind of key, as (L, H) lists: means over texts and queries 3..T of `ids` (n, T).
 
     The kinds, each key counting for the first that fits: star (k* or x*; without them what rows lack of one), first

@@ -15,27 +15,13 @@ from torch import Tensor, nn
 
 from sinkutils.checks import require
 from sinkutils.model.flash import PositionMask
+from sinkutils.paths import LEDGER, read_yaml
 
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
 # In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
 PREFIX = {"paligemma"}  # by model_type: in their own use every token of a prompt sees the whole prompt
-# Why a family cannot be measured, by its model_type.
-REFUSED = {
-    "blt": "it attends over patches of bytes and within them, in several stacks: alpha_k is of tokens",
-    "cpmant": "it puts a prompt of its own before the tokens, so that position 1 is none of them",
-    "deepseek_v4": "it attends to compressed runs of tokens beside single ones: alpha_k is of tokens",
-    "diffllama": "its weights are the difference of two softmaxes, neither positive nor of sum one",
-    "gemma4_assistant": "it drafts from the keys and values of another model and has none of its own",
-    "gemma4_unified_assistant": "it drafts from the keys and values of another model and has none of its own",
-    "hrm_text": "its layers run many times a token (H and L cycles), so that a layer has no one attention",
-    "musicgen_decoder": "it reads several codebooks of sound at a step, not one token",
-    "musicgen_melody_decoder": "it reads several codebooks of sound at a step, not one token",
-    "prophetnet": "its layers carry n-gram predictions as further positions beside the tokens",
-    "reformer": "it attends within chunks and hash buckets (local and LSH attention), without weights over all keys",
-    "xlm": "its attention modules stand in a list of their own, not in blocks, and see later tokens by default",
-    "xlnet": "without a permutation mask it sees later tokens",
-}
+REFUSED = read_yaml(LEDGER / "unmeasured.yaml")  # why a family cannot be measured, by its model_type
 
 
 def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
@@ -47,8 +33,10 @@ def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, in
     kind = type(base).__name__
     require(len(leaves) > 0, f"{kind} has no softmax attention layers, so it has no attention sink")
     lists = {place[1] if place else "" for place in places}
-    inside = len(lists) == 1 and all(places)
-    require(inside, f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder")
+    require(
+        len(lists) == 1 and all(places),
+        f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder",
+    )
     indices = [int(place[2]) for place in places if place]
     if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
         indices = list(range(len(indices)))
@@ -88,8 +76,8 @@ class Call(NamedTuple):
     k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
     v: Tensor
     mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
-    kwargs: dict[str, Any]
-    eager: Callable[..., tuple[Tensor, Tensor]]  # the family's reference attention, of the module's own file
+    kwargs: dict
+    eager: Callable  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 
     @property
@@ -151,7 +139,7 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
 def _is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
     expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
-    tolerance = 1e-4 if out.dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
     return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
 
 
@@ -163,8 +151,11 @@ def _scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> T
     logits = call.q.float() @ repeat_heads(call.k, call.q.shape[1]).float().mT * call.scale
     lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
     scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    why = "a learned sink whose share is unknown: its weights sum to one, its output differs"
-    require(_is_product(out, scaled, call.v), f"{type(call.module).__name__} has {why}")
+    require(
+        _is_product(out, scaled, call.v),
+        f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights sum to one, its output "
+        "differs",
+    )
     return scaled
 
 

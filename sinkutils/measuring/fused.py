@@ -63,9 +63,8 @@ def proves_right(call: Call, found: Fused, columns: Tensor) -> bool:
     after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)  # a window hides the keys from most others
     all_over = torch.linspace(0, last, CHECK_ROWS, device=device).long()
     rows = torch.cat([after.flatten(), all_over]).clamp(max=last).unique()
-    first = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
-    expected, weights = families.chunk(first, rows)
-    tolerance = 2e-5 if found.out.dtype in (torch.float32, torch.float64) else 3e-2
+    expected, weights = families.chunk(call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1]), rows)
+    tolerance = 2e-5 if found.out.dtype.itemsize >= 4 else 3e-2
     gap = (found.shares[:1, :, rows] - weights[..., columns]).abs().max()
     gap_of_out = (found.out[:1, rows] - expected).abs().max() / max(1.0, float(call.v.abs().max()))
     return bool(gap <= tolerance) and bool(gap_of_out <= tolerance)

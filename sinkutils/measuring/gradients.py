@@ -26,8 +26,7 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         for layer in model.modules():
             if isinstance(layer, Attention):
                 hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
-        logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
     sums = torch.stack([x.float().sum(dim=0)[first:] for x in gradients])  # (L, T - 1, d)

@@ -56,18 +56,16 @@ def capturing(model: nn.Module, tally: Tally, exact: bool = False) -> Iterator[C
     Those of other threads, and of other models, are what they always are.
     """
     capture = Capture(model, tally, exact)
-    token = _current.set(capture)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(AttentionInterface, "get_interface", _function))
-            stack.enter_context(patch.object(AttentionMaskInterface, "__getitem__", _mask))
-            if capture.legacy:
-                stack.enter_context(_returning_weights(model))
-            for handle in capture.hook():
-                stack.enter_context(handle)
-            yield capture
-    finally:
-        _current.reset(token)
+    with ExitStack() as stack:
+        stack.callback(_current.reset, _current.set(capture))
+        stack.enter_context(patch.object(AttentionInterface, "get_interface", _function))
+        stack.enter_context(patch.object(AttentionMaskInterface, "__getitem__", _mask))
+        for config in families.configurations(model) if capture.legacy else ():
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            config._attn_implementation = "eager"
+        for handle in capture.hook():
+            stack.enter_context(handle)
+        yield capture
 
 
 def _function(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -81,7 +79,8 @@ def _function(self: AttentionInterface, attn_implementation: str, default: Calla
 
 def _mask(self: AttentionMaskInterface, key: str) -> Callable:
     """In place of `AttentionMaskInterface[..]`: the masks that go with an attention function of transformers."""
-    capture, function = _current.get(), _get_mask(self, key)
+    capture = _current.get()
+    function = _get_mask(self, key)
     attention = AttentionInterface._global_mapping.get(key)
     registered = attention is not None and not families.is_of_transformers(attention)
     if capture is None or capture.as_named or capture.legacy or registered:
@@ -91,21 +90,7 @@ def _mask(self: AttentionMaskInterface, key: str) -> Callable:
     return lambda **asked: masks.mask(**asked | told)
 
 
-@contextmanager
-def _returning_weights(model: nn.Module) -> Iterator[None]:
-    """Families outside the interface by their eager attention."""
-    configs = families.configurations(model)
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config._attn_implementation = value
-
-
-def _taken(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def _taken(module: nn.Module) -> Mapping:
     return inspect.signature(module.forward).parameters
 
 
@@ -135,7 +120,7 @@ class Capture:
         self.calls: Counter[nn.Module] = Counter()
         self.named: set[str] = set()  # the attention functions that the model names
         self.registered: set[str] = set()  # those of them that are none of transformers'
-        self.proved: dict[tuple[nn.Module, str], bool] = {}  # whether the fused path proved right, by kind of mask
+        self.proved: dict[tuple, bool] = {}  # whether the fused path proved right, by module and kind of mask
         self.windows: dict[int, int] = {}  # by layer, where one was shorter than the sequence
         self.chunked = False  # windows do not slide
         self.shape: tuple[int, ...] = ()  # of the ids in the forward pass that runs
@@ -172,7 +157,7 @@ class Capture:
         trusted = len({module for module, _ in self.proved} - wrong)
         return {0: "exact", len(self.layers): "fused"}.get(trusted, f"fused in {trusted} of {len(self.layers)} layers")
 
-    def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def here(self, function: Callable) -> Callable:
         """A hook that leaves the forward passes of other threads alone."""
         return lambda *args: function(*args) if _current.get() is self else None
 
@@ -216,8 +201,11 @@ class Capture:
         calls = {name: self.calls[module] for name, module in self.base.named_modules() if module in self.layers}
         for count, why in ((0, SILENT), (2, TWICE)):
             wrong = [name for name, seen in calls.items() if min(seen, 2) == count]
-            which = f"{len(wrong)} of {len(calls)} attention modules ({', '.join(wrong[:1])}, ..)"
-            require(not wrong, f"{self.kind} cannot be measured: {which} {why}")
+            require(
+                not wrong,
+                f"{self.kind} cannot be measured: {len(wrong)} of {len(calls)} attention modules "
+                f"({', '.join(wrong[:1])}, ..) {why}",
+            )
 
     def check_positions(self, length: int) -> None:
         """Raise ValueError for more positions than are learned: a look-up beyond them would end a GPU's use."""
@@ -251,18 +239,19 @@ class Capture:
         for module, output in read.items():
             gap = (own[module] - output).float().norm(dim=-1) / output.float().norm(dim=-1).clamp(min=1e-30)
             usual = gap.flatten().sort().values[gap.numel() // 2]  # half precision sends some tokens to other experts
-            if usual > (1e-3 if output.dtype in (torch.float32, torch.float64) else 5e-2):
-                names = " and ".join(sorted(map(repr, self.named)))
-                why = f"computes something else by its attention {names} than by the family's eager one, which is read"
-                if self.needs_mask:
-                    why += ": with is_causal off it sees later tokens"
-                raise ValueError(f"{self.kind} {why}; measure it after model.set_attn_implementation('eager')")
+            if usual > (1e-3 if output.dtype.itemsize >= 4 else 5e-2):
+                named = " and ".join(sorted(map(repr, self.named)))
+                why = ": with is_causal off it sees later tokens" if self.needs_mask else ""
+                raise ValueError(
+                    f"{self.kind} computes something else by its attention {named} than by the family's eager one, "
+                    f"which is read{why}; measure it after model.set_attn_implementation('eager')"
+                )
 
     def _outputs(self, text: Tensor) -> dict[nn.Module, Tensor]:
         """What the attention modules return for one text (T,)."""
-        outputs: dict[nn.Module, Tensor] = {}
+        outputs = {}
 
-        def see(module: nn.Module, _: Any, output: Any) -> None:
+        def see(module, _, output):
             outputs[module] = output if isinstance(output, Tensor) else output[0]
 
         with ExitStack() as stack:
@@ -294,9 +283,11 @@ class Capture:
         length = query.shape[2]
         if module not in self.modules:  # of another model, whose mask was made for ours
             return families.chunk(call, torch.arange(length, device=query.device))[0], None
-        what = f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens"
-        own = module in self.layers and key.shape[2] == length + self.front
-        require(own, f"{what}: alpha_k is of tokens, in layers that stand in one list of blocks")
+        require(
+            module in self.layers and key.shape[2] == length + self.front,
+            f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: alpha_k is of tokens, in "
+            "layers that stand in one list of blocks",
+        )
         self.calls[module] += 1
         self.named.add(name)
         layer = self.layers[module]
@@ -312,8 +303,10 @@ class Capture:
             raise ValueError(f"{type(module).__name__} {LATER}")
         # Sparse attention writes its choice into the masks of these two; another function's kernel is told of it.
         chosen = any(kwargs.get(told) is not None for told in ("indices", "block_indices"))
-        wanted = f"{self.kind} chooses keys: measure it after model.set_attn_implementation('eager')"
-        require(not chosen or name in ("eager", "sdpa"), wanted)
+        require(
+            not chosen or name in ("eager", "sdpa"),
+            f"{self.kind} chooses keys: measure it after model.set_attn_implementation('eager')",
+        )
         self._note_window(layer, mask, length)
         call = call._replace(hidden=self.hidden)
         found = self._fused(call, layer)
@@ -359,7 +352,7 @@ class Capture:
             step = length  # an argument by position (a bias of T x T) that only the family knows how to cut
         outs = []
 
-        def weights() -> Iterator[Tensor]:
+        def weights():
             for rows in torch.arange(length, device=call.q.device).split(step):
                 out, part = families.chunk(call, rows)
                 outs.append(out)
@@ -382,7 +375,7 @@ class Capture:
         self.tally.add_weights(self.layers[module], [weights])
         return type(output)(None if x is weights else x for x in output)
 
-    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         self.tally.add_norms("embedding", 0, self._streams(args[0] if args else kwargs["hidden_states"]))
 
     def _see_block(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import os
 import pickle
@@ -21,11 +20,11 @@ from sinkutils.measuring.measure import special_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.paths import PAPER
+from sinkutils.paths import PAPER, read_csv
 from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CorruptRecord, read_record, short_name
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NUMBER = re.compile(r"\d+\.")  # of a block, in the name of a weight
@@ -39,7 +38,7 @@ def load_lm(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    runs: Path | str | None = None,
+    runs: Folder = None,
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
@@ -77,10 +76,11 @@ def load_lm(
         if not name or name.startswith((".", "/", "~")):
             raise ModelUnavailable(f"there is no folder {name!r}")
         if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
-            advice = "give preset/experiment/seed of one, `python -m sinkutils train` it, or give a hub id"
-            raise ModelUnavailable(f"no recorded run {name!r}: {advice}")
-        with open(PAPER / "models.csv", newline="", encoding="utf-8") as file:
-            table = {row["name"].lower(): row["hub_id"] for row in csv.DictReader(file)}
+            raise ModelUnavailable(
+                f"no recorded run {name!r}: give preset/experiment/seed of one, `python -m sinkutils train` it, or "
+                "give a hub id"
+            )
+        table = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
         where = table.get(name.lower(), name)
     model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:
@@ -97,16 +97,17 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
         raise ModelUnavailable(str(error)) from error
     if weights is None:
         preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
-        command = f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
-        raise ModelUnavailable(f"{which} was written without weights: {command}")
+        raise ModelUnavailable(
+            f"{which} was written without weights: "
+            f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
+        )
     try:
         model = TransformerLM(from_dict(LMConfig, record.config["model"]))
         model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:
         why = f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
         raise ModelUnavailable(why) from error
-    tokenizer = open_tokenizer(folder / "tokenizer.json")
-    return model.to(device, dtype or torch.float32).eval(), tokenizer
+    return model.to(device, dtype or torch.float32).eval(), open_tokenizer(folder / "tokenizer.json")
 
 
 def _load_transformers(
@@ -117,14 +118,19 @@ def _load_transformers(
 
     local = Path(name).is_dir()
     offline = not local and not hub_reachable()
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline}
-    if revision is not None:
-        common["revision"] = revision
-    options = {"dtype": dtype or (torch.float32 if find_device(target).type == "cpu" else "auto")}
-    if target is None:
-        options["device_map"] = "auto"
+    common: dict = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": offline,
+        "revision": revision or "main",
+    }
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options, **common)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            output_loading_info=True,
+            dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
+            device_map="auto" if target is None else None,
+            **common,
+        )
         model, found = loaded
         tokenizer: Any = WithoutTokenizer(model)
         if not local or any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
@@ -132,8 +138,10 @@ def _load_transformers(
     except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
     missing, unused = (sorted(found[which]) for which in ("missing_keys", "unexpected_keys"))
-    of = f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
-    says = f"the weights of {name!r} are not those of its config.json: {of}"
+    says = (
+        f"the weights of {name!r} are not those of its config.json: "
+        f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    )
     lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, such as "model.layers."
     if missing or any(NUMBER.split(key)[0] in lists for key in unused):  # they would be random, or left out
         raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
@@ -164,14 +172,14 @@ class WithoutTokenizer:
         return " ".join(f"<{int(i)}>" for i in ids)
 
 
-def hub_reachable(seconds: float = 5.0) -> bool:
+def hub_reachable() -> bool:
     """Whether the hub answers; asked once, because its library would retry for half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=seconds)
+        get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # of httpx or requests, whichever the library uses
         return False
     return True

@@ -16,12 +16,12 @@ LONG = 4096  # positions from which a window's mask of T x T is not made
 class WindowMask(PositionMask):
     """What transformers asked for as the mask of a window, or of chunks that do not slide (Llama 4)."""
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self.window: int = asked["local_size"]
+    def __init__(self, asked: dict) -> None:
+        self.window = asked["local_size"]
         device = torch.device(asked.get("device", "cpu"))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # of whichever sequence and head
 
-        def seen(rows: Tensor, columns: Tensor) -> Tensor:
+        def seen(rows, columns):
             mask = asked["mask_function"](zero, zero, rows[None, None, :, None], columns[None, None, None])
             return mask.expand(1, 1, len(rows), len(columns))[0, 0]
 
@@ -58,7 +58,7 @@ def mask(**asked: Any) -> Tensor | None:
 
 def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
     """A mask as what it was made from, if that is a window. Raises ValueError for one of nan that a model has cut."""
-    window: PositionMask | None = getattr(mask, "by_position", None)
+    window = getattr(mask, "by_position", None)
     if window is None and mask is not None and mask.shape[-1] >= LONG and bool(mask[..., -1, -1].isnan().any()):
         raise ValueError(f"{name} changes the masks of its windows, which are made for at most {LONG - 1} positions")
     return mask if window is None else window

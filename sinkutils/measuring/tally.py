@@ -44,7 +44,7 @@ class Tally:
     targets: tuple[int, ...]
     length: int  # positions of the longest sequence
     norms: bool = True
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, head) pairs of which maps, queries and keys are kept
+    heads: tuple = ()  # (layer, head) pairs of which maps, queries and keys are kept
 
     def __post_init__(self) -> None:
         self.values: Any = defaultdict(lambda: defaultdict(list))  # name -> layer -> a (B, ..) for each batch
@@ -62,8 +62,7 @@ class Tally:
     def add_norms(self, name: str, layer: int, x: Tensor) -> None:
         """Add the l2-norms of x (B, H, T, D), mean over heads."""
         if self.norms:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(x, dim=-1, dtype=wide).mean(dim=1)
+            norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).mean(dim=1)
             self._sum(f"{name}_norms", layer, self._padded(norms))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
@@ -129,8 +128,11 @@ class Tally:
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.kept]
         count = next(iter(alphas.values()))[0].shape[-1]
-        has = f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}"
-        require(not missing, f"heads names (layer, head) pairs that the model does not have: {missing}; {has}")
+        require(
+            not missing,
+            f"heads names (layer, head) pairs that the model does not have: {missing}; "
+            f"its attention layers are {sorted(alphas)}, with heads 0..{count - 1}",
+        )
 
     def report(
         self, capture: OwnModel | Capture, order: Tensor, lengths: Tensor, epsilons: tuple[float, ...]
@@ -144,7 +146,7 @@ class Tally:
             self.values["renormalised"][layer] = alphas[layer]
         heads = sorted({batches[0].shape[-1] for batches in alphas.values()})
         require(len(heads) == 1, f"layers have different numbers of heads ({heads}), which a report cannot hold")
-        fields: dict[str, Any] = {}
+        fields: dict = {}
         for name, layers in self.values.items():
             ordered = [torch.cat(batches).cpu()[order] for _, batches in sorted(layers.items())]
             fields[name] = torch.stack(ordered, dim=-2)
@@ -185,9 +187,7 @@ class OwnModel:
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
-    def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]
-    ) -> None:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> None:
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]  # what x* sees of itself says nothing
@@ -202,13 +202,13 @@ class OwnModel:
             self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
 
-def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict[str, Any]) -> Tensor:
+def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> Tensor:
     """What alpha is the mean of, (B, H, T, S), in float64: |A_ij| over its row sum, which is A_ij of a softmax.
 
     Where weights do not sum to one these are the proxy scores of Section 7.4. The arguments are those of `attend`.
     Softpick's weights, whose rows sum to less than one, are taken as they are.
     """
-    wide: dict[str, Any] = {name: x.double() for name, x in extras.items() if name != "mlp"}
+    wide: dict = {name: x.double() for name, x in extras.items() if name != "mlp"}
     if "mlp" in extras:  # a learned kernel keeps the model's precision
         wide["mlp"] = lambda x: extras["mlp"](x.to(q.dtype)).double()
     # In float64 exp of a logit does not overflow below 709.

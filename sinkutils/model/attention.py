@@ -33,14 +33,14 @@ SIMILARITIES: dict[str, Map] = {
     "softpick": lambda s: torch.expm1(s).relu(),
 }
 # log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
-LOGARITHMS: dict[str, Map] = {
+LOGARITHMS = {
     "exp": lambda s: s,
     "sigmoid": lambda s: -F.softplus(-s),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
 # phi of Section 7.4, on queries and keys; "mlp" is learned
-KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
-CHOICES: dict[str, tuple[str, ...]] = {
+KERNELS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
+CHOICES = {
     "similarity": tuple(SIMILARITIES),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
@@ -50,7 +50,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_fields(config: Any, choices: dict[str, tuple[str, ...]]) -> None:
+def check_fields(config: Any, choices: dict) -> None:
     """Raise ValueError, naming the field, unless each has one of its choices, or is a bool or a count of at least 1."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -88,9 +88,9 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         check_fields(self, CHOICES)
         for name in ("p", "scale"):
-            real(name, getattr(self, name), "positive and finite")
-        real("logit_bias", self.logit_bias, "finite", low=-torch.inf)
-        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative", ends="low")
+            real(name, getattr(self, name), "positive and finite", more=True)
+        real("logit_bias", self.logit_bias, "finite", least=-torch.inf)
+        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative")
         linear, has_bias = self.similarity == "linear", self.bias != "none"
         special = (self.sink_logit != "none") + self.differential
         without_meaning = {
@@ -131,10 +131,6 @@ class AttentionSpec:
     def f(self, logits: Tensor) -> Tensor:
         """The similarity of logits, with its logit bias."""
         return SIMILARITIES[self.similarity](logits + self.logit_bias)
-
-    def log_f(self, logits: Tensor) -> Tensor:
-        """log f of logits; KeyError where f can be zero (`LOGARITHMS`)."""
-        return LOGARITHMS[self.similarity](logits + self.logit_bias)
 
     @property
     def hidden_is_zero(self) -> bool:
@@ -179,8 +175,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **ext
     Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
     A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
     """
-    out, weights = operate(_dense, q, k, v, spec, Extras(**extras))
-    return out, weights
+    return operate(_dense, q, k, v, spec, Extras(**extras))  # type: ignore[return-value]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -212,7 +207,7 @@ def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, giv
 def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys after the kernel phi, as the authors do after rotary, with k* and v* in front: S = 1 + T keys.
 
-    A sink logit is a k* in one more dimension, in which queries are 1 and the sequence's own keys and values are 0.
+    A v* that is not given is zero. A sink logit is a k* in one more dimension, in which queries are 1 and the sequence's own keys and values are 0.
     """
     star, value = given.key_bias, given.value_bias
     if spec.sink_logit != "none":
@@ -304,15 +299,16 @@ def divide(sim: Tensor, total: Tensor | None) -> Tensor:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
     """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
-    fit = shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1
-    require(fit, f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}")
+    require(
+        shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1,
+        f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
+    )
     _, heads, length, head_dim = shapes[0]
     require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension (D of q)")
     require((spec.kernel == "mlp") == (given.mlp is not None), "mlp is the callable of kernel='mlp', and of no other")
-    has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     wanted = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
-        "value_bias": (heads, head_dim) if has_value else None,
+        "value_bias": (heads, head_dim) if spec.bias in ("kv", "v") or spec.fixed_value != "zero" else None,
         "sink_logit": (heads,) if spec.sink_logit == "learned" else None,
         "mix": () if spec.differential else None,
     }
@@ -322,5 +318,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Ex
         require(found == size, f"the operation takes {name} of shape {size} (None: leave it out), got {found}")
     if given.distance_bias is not None:
         found = tuple(given.distance_bias.shape)
-        fits = len(found) == 2 and found[0] in (1, heads) and found[1] >= length
-        require(fits, f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}")
+        require(
+            len(found) == 2 and found[0] in (1, heads) and found[1] >= length,
+            f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}",
+        )

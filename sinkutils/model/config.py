@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 
 from sinkutils.checks import instance, require
-from sinkutils.model.attention import AttentionSpec, Map, check_fields
+from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map, check_fields
 from sinkutils.model.positions import ADDED_TO_LOGITS, POSITIONS
 
 # Table 11: name -> activation; those that end in "glu" are gated. The others keep the width, so have fewer parameters.
@@ -19,7 +19,7 @@ FFNS: dict[str, Map] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
 }
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES = {
     "position": POSITIONS,
     "norm": ("pre", "post", "sandwich"),
     "ffn": tuple(FFNS),
@@ -44,7 +44,7 @@ class LMConfig:
     ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
     head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
     sink_token: bool = False  # a learnable x* before every sequence (Table 4)
-    attention: AttentionSpec = field(default_factory=AttentionSpec)
+    attention: AttentionSpec = SOFTMAX
     # After the paper (data/paper/after_paper.csv)
     gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation

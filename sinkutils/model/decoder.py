@@ -27,7 +27,7 @@ from sinkutils.model.config import FFNS, LMConfig
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
 # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
-INIT_STD = {**dict.fromkeys(("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"), 0.02), "mix": 0.1}
+INIT_STD = {"sink": 0.02, "key_bias": 0.02, "value_bias": 0.02, "bucket_bias": 0.02, "sink_logit": 0.02, "mix": 0.1}
 
 
 class RMSNorm(nn.RMSNorm):
@@ -135,10 +135,11 @@ class Attention(nn.Module):
             return self.out(out.sum(dim=1))
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
-    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict:
         """The keyword arguments of `attend` that this layer's parameters supply."""
-        spec, shape = self.config.attention, (self.config.num_heads, self.config.head_dim)
-        extras: dict[str, Any] = {}
+        spec = self.config.attention
+        shape = (self.config.num_heads, self.config.head_dim)
+        extras: dict = {}
         if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
             extras["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
         if spec.bias in ("kv", "v"):
@@ -241,8 +242,7 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                starts = {"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}
-                parameter.fill_(starts.get(kind, 1.0))
+                parameter.fill_({"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}.get(kind, 1.0))
                 continue
             fan_in = parameter.shape[-1]
             std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
@@ -312,11 +312,15 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
     if torch.compiler.is_compiling():
         return
     shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
-    whole = len(shape) == 2 and dtype in (torch.int64, torch.int32)
-    require(whole, f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}")
+    require(
+        len(shape) == 2 and dtype in (torch.int64, torch.int32),
+        f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}",
+    )
     longest, last = config.context_length, config.vocab_size - 1
-    fits = shape[0] > 0 and 1 <= shape[1] <= longest
-    require(fits, f"ids must have a row and 1 to {longest} positions (context_length), got {shape}")
+    require(
+        shape[0] > 0 and 1 <= shape[1] <= longest,
+        f"ids must have a row and 1 to {longest} positions (context_length), got {shape}",
+    )
     if not ids.is_cuda:  # where a range check would wait for the device; the embedding itself refuses bad ids
         low, high = ids.aminmax()
         require(bool(0 <= low and high <= last), f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

@@ -29,8 +29,7 @@ def choose_form(
 ) -> str:
     """Which form serves an operation."""
     short = length <= DENSE_LENGTH.get(device.type, 0)
-    whole = spec.window is None or spec.window >= length
-    if spec.is_softmax and whole and not position_term:
+    if spec.is_softmax and (spec.window is None or spec.window >= length) and not position_term:
         return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
     if not short and flash.flex_serves(spec, device, dtype, head_dim):
         return "flex"
@@ -45,7 +44,8 @@ def slow_kernel(device: str, dtype: torch.dtype) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
-    Differentiable in every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
+    The decoder calls this one; measuring needs the weights and calls the other. Differentiable in every tensor and in
+    what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
     return operate(_fast, q, k, v, spec, Extras(**extras))[0]
 

@@ -21,13 +21,13 @@ from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
-TRUST: dict[tuple[str, str, torch.device, torch.dtype, int], bool] = {}  # what `trusted` has found
+TRUST: dict[tuple, bool] = {}  # what `trusted` has found
 
 
 class PositionMask:
     """A mask that is a function of positions, of which a block of queries is made at a time: no T x T."""
 
-    def __init__(self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> None:
+    def __init__(self, seen: Callable, length: int, device: torch.device) -> None:
         self.seen = seen  # 0-based positions (R,) and (S,) -> booleans (R, S)
         self.positions = torch.arange(length, device=device)
 
@@ -107,11 +107,14 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
         TRUST[key] = False
         return False
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = 1e-3 if dtype.itemsize >= 4 else 3e-2
     TRUST[key] = torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
     if not TRUST[key]:
-        what = f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense"
-        warnings.warn(f"{what} form, and is not used", stacklevel=3)
+        warnings.warn(
+            f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense "
+            "form, and is not used",
+            stacklevel=3,
+        )
     return TRUST[key]
 
 
@@ -165,17 +168,17 @@ def _flex_pass(
     """Output (B, H, T, D) and log-sum-exp (B, H, T) of the softmax over power times log f(s)."""
     length, star = q.shape[2], k.shape[2] - q.shape[2]
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score(s, b, h, i, j):
         if distance_bias is not None:
             head = h if len(distance_bias) > 1 else torch.zeros_like(h)
             g = distance_bias[head, (i - j + star).clamp(0, length - 1)]  # hidden keys are read as well
             s = s + torch.where(j >= star, g, 0)  # k* has no position
-        return power * spec.log_f(s)
+        return power * LOGARITHMS[spec.similarity](s + spec.logit_bias)
 
     # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn of that) and
     # compiles the kernel with the rest; on a CPU the kernel is dense.
     inside = torch.compiler.is_compiling()
-    make_mask: Callable[..., BlockMask] = _block_mask.__wrapped__ if inside else _block_mask
+    make_mask: Callable = _block_mask.__wrapped__ if inside else _block_mask
     mask = make_mask(length, star, spec, q.device)
     function: Any = flex_attention
     if not inside and q.device.type != "cpu":
@@ -185,7 +188,7 @@ def _flex_pass(
 
 
 @functools.cache
-def _compiled_flex(spec: AttentionSpec) -> Callable[..., Any]:
+def _compiled_flex(spec: AttentionSpec) -> Callable:
     """FlexAttention compiled for one variant."""
     # One graph or an error, never a dense fallback; static, as a p that varied among calls would be a traced number.
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)

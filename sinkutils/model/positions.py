@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-# Where each one acts. `relative` adds the number of T5's bucket itself, which grows with distance, as the authors'
-# code does; `relative_learned` is T5's, one learned bias a bucket and head. Eq. 6 prints a third thing: see
-# `relative_buckets`.
-ADDED_TO_EMBEDDING = ("absolute", "learnable")
+# Others rotate q and k (rotary) or are added to the embeddings (absolute, learnable). `relative` adds the number of
+# T5's bucket itself, which grows with distance, as the authors' code does; `relative_learned` is T5's, one learned
+# bias a bucket and head. Eq. 6 prints a third thing: see `relative_buckets`.
 ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
-POSITIONS = ("rotary", "nope", *ADDED_TO_EMBEDDING, *ADDED_TO_LOGITS)
+POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
 
 NUM_BUCKETS = 32  # B of Eq. 6
 MAX_DISTANCE = 128  # D of Eq. 6

@@ -50,7 +50,7 @@ class Interactive:
     figure: Figure
     caption: str
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         image, alt = base64.b64encode(png(self.figure)).decode(), alt_text(self.figure)
         data = json.dumps({**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":"))
         page = PAGE.substitute(
@@ -77,7 +77,8 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
         for (title, course), ax in zip(courses.items(), axes, strict=True):
             alpha = np.asarray(course, dtype=float)
             require(len(alpha) == len(steps), f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps")
-            frames, means = alpha.reshape(len(steps), -1), alpha.mean(axis=(1, 2)).round(4).tolist()
+            frames = alpha.reshape(len(steps), -1)
+            means = alpha.mean(axis=(1, 2)).round(4).tolist()
             runs.append({"name": title, "heads": alpha.shape[2], "frames": shade(frames).tolist(), "means": means})
             ax.pcolormesh(steps, range(1, 1 + frames.shape[1]), frames.T, cmap=SHADES, vmin=0, vmax=1)
             ax.set(title=title, ylabel="head")
@@ -107,7 +108,7 @@ def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None
     shown = min(length, ids.shape[1], max(FEWEST_TOKENS, int(room**0.5)))
     ids = ids[: max(1, room // shown**2), :shown]
     kept = measure(model, ids, heads=heads, norms=False).kept
-    weights = np.stack([np.asarray(kept[head].map) for head in heads], axis=1)  # (texts, heads, T, T)
+    weights = np.stack([kept[head].map for head in heads], axis=1)  # (texts, heads, T, T)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     best = int(alpha[0].argmax())

@@ -97,15 +97,16 @@ def report_page(
     rows = {title: _row(summary) for title, summary in summaries.items()}
     own = next(iter(rows.values()))
     others = {other: _row(report.to_dict()) for other, report in (beside or {}).items()}
-    alpha = main.of(1).mean(dim=0)
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
-        heads = _svg(heads_by_block(alpha, main.layers, ax=_axes(5.6)), "Every head's attention to the first token")
         page = {
             "name": html.escape(name),
             "uniform": f"{main.floor:.3f}",
             "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
             "inputs": _table(rows),
-            "heads": heads,
+            "heads": _svg(
+                heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6)),
+                "Every head's attention to the first token",
+            ),
             "maps": maps or ABSENT,
             "norms": _norms(main) or ABSENT,
             "models": _table({name: own} | others | _references()),
@@ -155,17 +156,17 @@ def _maps(model: nn.Module, tokenizer: Any, text: str, bos: bool, report: Report
     drawn = ""
     for layer, head in heads:
         title = f"block {layer + 1}, head {head + 1}"
-        ax = attention_map(
-            np.asarray(kept[layer, head].map)[0], [token_label(token, tokenizer) for token in ids], _axes(4.2, 4.2)
-        )
+        tokens = [token_label(token, tokenizer) for token in ids]
+        ax = attention_map(kept[layer, head].map[0], tokens, _axes(4.2, 4.2))
         ax.set_title(title)
         drawn += _svg(ax, f"Attention map, {title}")
     return drawn
 
 
-def _row(summary: Mapping[str, Any]) -> dict[str, str]:
+def _row(summary: Mapping) -> dict[str, str]:
     """The numbers of one model, from `Report.to_dict` or a part of it."""
-    alpha, uniform = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)]), summary["floor"]
+    alpha = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)])
+    uniform = summary["floor"]
     excess = ((alpha - uniform) / (1 - uniform)).mean(axis=1)
     low, high = summary["interval"]["1"]["0.3"]
     row = {"Sink<sub>1</sub>": f"{summary['sink']['1']['0.3']:.1f} %", "95 % interval": f"{low:.1f} to {high:.1f}"}
@@ -183,7 +184,7 @@ def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     return row
 
 
-def _references() -> dict[str, dict[str, str]]:
+def _references() -> dict[str, dict]:
     """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout."""
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
@@ -193,7 +194,7 @@ def _references() -> dict[str, dict[str, str]]:
     return rows
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(rows: Mapping[str, Mapping]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
     frame = pd.DataFrame([{"": title} | dict(row) for title, row in rows.items()]).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):

@@ -7,14 +7,13 @@ import io
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from sinkutils.paths import RENDERED
+from sinkutils.paths import RENDERED, read_yaml
 
 # Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by their lightness.
 COLORS = {
@@ -25,30 +24,20 @@ COLORS = {
     "paper": "#555555",  # what the paper prints
 }
 
-STYLE: dict[Any, Any] = {
-    "figure.figsize": (7.0, 3.6),  # inches
-    "figure.dpi": 90,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 144,
-    "savefig.bbox": "tight",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that a figure is the same on every machine
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": "medium",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
+STYLE = read_yaml(Path(__file__).with_name("style.yaml"))
 
 
 def theme() -> dict[str, str]:
     """Set the style of all figures, once, at the top of a notebook; returns the named colours.
 
-    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`).
+    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`). NumPy's global generator, which
+    jitters dots, is seeded: a page of which nothing changed keeps its pictures.
     """
     import matplotlib.pyplot as plt
+    import numpy as np
     import seaborn as sns
+
+    np.random.seed(0)  # noqa: NPY002
 
     others = [color for color in sns.color_palette("colorblind").as_hex() if color not in COLORS.values()]
     cycle = [COLORS["other"], COLORS["first"], COLORS["star"], *others]
@@ -58,7 +47,9 @@ def theme() -> dict[str, str]:
         plt.switch_backend(mpl.get_backend())  # loads the inline backend, which sets its own formatters when it loads
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
-        formatters["text/plain"].for_type(Figure, _as_text)
+        formatters["text/plain"].for_type(
+            Figure, lambda figure, printer, cycle: printer.text(f"[figure: {alt_text(figure)}]")
+        )
     return dict(COLORS)
 
 
@@ -79,8 +70,7 @@ def png(figure: Figure) -> bytes:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    few.save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
 
@@ -93,14 +83,9 @@ def alt_text(figure: Figure) -> str:
     return str(figure.get_label()) or written or "a figure"
 
 
-def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
+def _shown(figure: Figure) -> tuple[str, dict]:
     """A figure as a notebook keeps it: PNG in base64, and its metadata (alt text, width on the page in pixels)."""
     picture = png(figure)
     drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])
     return base64.b64encode(picture).decode(), {"alt": alt_text(figure), "width": width}
-
-
-def _as_text(figure: Figure, printer: Any, cycle: bool) -> None:
-    """A figure where there are no pictures."""
-    printer.text(f"[figure: {alt_text(figure)}]")

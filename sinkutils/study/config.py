@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from sinkutils import checks
 from sinkutils.checks import choice, require
@@ -17,7 +14,6 @@ from sinkutils.model.config import LMConfig
 
 Json = dict[str, Any]  # a config, a record's metrics, a report
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "sgd", "muon")
 LARGEST_SEED = 2**63 - 1  # what every generator takes
 
 
@@ -46,11 +42,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
-        choice("optimizer", self.optimizer, OPTIMIZERS)
+        choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
         for name in ("lr_floor", "beta1", "beta2"):
             require(getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}")
-        divides = self.batch_size % (self.micro_batch or self.batch_size) == 0
-        require(divides, f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}")
+        require(
+            self.batch_size % (self.micro_batch or self.batch_size) == 0,
+            f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
+        )
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,11 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        model = f"a model with a fixed token at position {self.data.fixed_position}"
-        advice = "it would overwrite a token of each question; start from one with position 1 or without"
-        require(self.data.fixed_position in (None, 1), f"{model} cannot be fine-tuned: {advice}")
+        require(
+            self.data.fixed_position in (None, 1),
+            f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
+            "overwrite a token of each question; start from one with position 1 or without",
+        )
         size = self.train.batch_size
         require(self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}")
 
@@ -107,9 +107,3 @@ def from_dict(cls: Any, values: Json) -> Any:
             value = from_dict(kind, value)
         arguments[name] = tuple(value) if isinstance(value, list) else value
     return cls(**arguments)
-
-
-def read_yaml(path: Path) -> Any:
-    """What a YAML file of data/ holds."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-    return yaml.load(path.read_text(encoding="utf-8"), loader)

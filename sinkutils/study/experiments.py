@@ -9,17 +9,15 @@ printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The 
 
 from __future__ import annotations
 
-import csv
 import difflib
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 from sinkutils.checks import choice
-from sinkutils.paths import LEDGER, PAPER
-from sinkutils.study.config import Json, RunConfig, read_yaml
+from sinkutils.paths import LEDGER, PAPER, read_csv, read_yaml
+from sinkutils.study.config import Json, RunConfig
 from sinkutils.study.presets import Preset
 
 AFTER_PAPER = "8"  # what came after the paper, which has seven sections: data/paper/after_paper.csv
@@ -67,9 +65,9 @@ class Experiment:
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """The paper's rows of this run; a cell that is lost in its text is empty."""
-        names = (self.name, "base") if self.name == "default" else (self.name,)
-        return [row for row in _paper_rows() if row["experiment"] in names]
+        """The paper's rows of this run, in its order; a cell that is lost in its text is empty."""
+        names = (self.name, "base") if self.name == "default" else (self.name,)  # that of the preset at hand
+        return [row for row in read_csv(PAPER / "pretraining.csv") if row["experiment"] in names]
 
     @property
     def item(self) -> str:
@@ -81,13 +79,6 @@ class Experiment:
         """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
         cells = [cell for row in self.rows for cell in row.items()]
         return {name: float(cell) for name, cell in cells if cell and name.startswith(("sink_", "valid_"))}
-
-
-@lru_cache
-def _paper_rows() -> list[dict[str, str]]:
-    """The paper's pre-training numbers, in its order; "base" stands for the base of the preset at hand."""
-    with open(PAPER / "pretraining.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 EXPERIMENTS = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -47,7 +48,7 @@ def keeps_weights(run: RunConfig) -> bool:
     return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset).values()}
 
 
-def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...] | None = None) -> list[RunConfig]:
+def plan(preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
@@ -58,7 +59,7 @@ def plan(preset: str, seeds: tuple[int, ...] | None = None, only: tuple[str, ...
     runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
 
-    def turn(run: RunConfig) -> tuple[bool, ...]:
+    def turn(run):
         row = experiment(run.experiment)
         return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
 
@@ -100,8 +101,8 @@ def _build(name: str, preset_name: str) -> RunConfig:
         if row.start is not None:
             known = scale.base if row.start == "base" else row.start
             start = _build(known if preset_name in experiment(known).presets else f"{known}_1b", preset_name)
-            parts = (start.model, start.data, start.train, start.experiment)
-            run = _override(FinetuneConfig(row.name, preset_name, 0, *parts), scale.tuning | TUNING, scale)
+            run = FinetuneConfig(row.name, preset_name, 0, start.model, start.data, start.train, start.experiment)
+            run = _override(run, scale.tuning | TUNING, scale)
             steps = run.pairs // run.train.batch_size
             run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
         elif row.base:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from sinkutils.checks import choice
 from sinkutils.data.packing import DataConfig
 from sinkutils.model.config import LMConfig
-from sinkutils.paths import LEDGER
-from sinkutils.study.config import Json, TrainConfig, from_dict, read_yaml
+from sinkutils.paths import LEDGER, read_yaml
+from sinkutils.study.config import Json, TrainConfig, from_dict
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ PRESETS = {name: from_dict(Preset, {"name": name, **said}) for name, said in rea
 
 def preset(name: str) -> Preset:
     """The preset of that name. Raises ValueError that lists them."""
-    choice("preset", name, list(PRESETS))
+    choice("preset", name, PRESETS)
     return PRESETS[name]

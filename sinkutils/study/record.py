@@ -46,6 +46,7 @@ SUMS = "SHA256SUMS"
 ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, Tensor]
+Folder = Path | str | None  # of records; None: data/runs
 ADVICE = "delete the folder and train the run again"
 
 
@@ -101,7 +102,7 @@ class Record:
         return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
 
-def record_folder(preset: str, experiment: str, seed: int, runs: Path | str | None = None) -> Path:
+def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
     """Where the record of one run of the study lives."""
     return Path(runs or paths.RUNS) / preset / experiment / str(seed)
 
@@ -160,8 +161,7 @@ def write_record(
     parts = {"config": values, "metrics": rounded(metrics), "provenance": provenance | versions()}
     files = {}
     for name, part in parts.items():
-        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        files[f"{name}.json"] = text.encode()
+        files[f"{name}.json"] = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
     for name, tensors in {ALPHA: arrays, WEIGHTS: weights}.items():
         if tensors:
             files[name] = dump_tensors(tensors)
@@ -260,5 +260,8 @@ def sync_folder(path: Path) -> None:
 
 
 def not_saved(what: str, error: OSError) -> OSError:
-    advice = "free some space and run the same command again; what was saved before is intact"
-    return OSError(error.errno, f"could not save {what} ({error.strerror}): {advice}")
+    return OSError(
+        error.errno,
+        f"could not save {what} ({error.strerror}): free some space and run the same command again; what was saved "
+        "before is intact",
+    )

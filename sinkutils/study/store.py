@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +15,7 @@ from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, from_dict
 from sinkutils.study.grid import config, plan
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Record, config_dict, read_record, record_folder
-
-Folder = Path | str | None  # of records; None: data/runs
+from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Folder, Record, config_dict, read_record, record_folder
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class Runs:
             if record is None or record.config["corpus"] == corpus:
                 return study
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
-        apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
-        return record_folder(apart, run.experiment, run.seed, self.folder)
+        return record_folder(f"{run.preset}@{slug}-{corpus['sha256'][:8]}", run.experiment, run.seed, self.folder)
 
     def get(self, run: RunConfig, corpus: Identity | None = None, weights: bool = False) -> Record | None:
         """The record of this very config and corpus (None: on any text of the config's name); None where it is
@@ -62,9 +59,9 @@ class Runs:
     def missing(
         self,
         preset: str,
-        seeds: tuple[int, ...] | None = None,
+        seeds: Sequence[int] | None = None,
         corpus: Identity | None = None,
-        only: tuple[str, ...] | None = None,
+        only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
         return [run for run in plan(preset, seeds, only) if self.get(run, corpus) is None]
@@ -86,7 +83,7 @@ class Runs:
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _judged(folder: Path, state: frozenset[tuple[str, int, int]]) -> Record:
+def _judged(folder: Path, state: frozenset) -> Record:
     """A record with its status of `Runs.entries`. state: what changes when a file of it does."""
     base, apart, _ = folder.parts[-3].partition("@")
     try:
@@ -95,8 +92,7 @@ def _judged(folder: Path, state: frozenset[tuple[str, int, int]]) -> Record:
         return Record(folder, {}, {"status": "corrupt", "reason": str(error)}, {}, {})
     reason = "the experiment or the recipe has changed since: train it again"
     try:
-        run = config(record.experiment, base, record.seed)
-        if is_of(record, run, record.config["corpus"] if apart else None):
+        if is_of(record, config(record.experiment, base, record.seed), record.config["corpus"] if apart else None):
             return record
     except ValueError as error:  # no such experiment at this preset
         reason = str(error)

@@ -8,11 +8,12 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
+from sinkutils.study.config import Json
 from sinkutils.study.record import CorruptRecord, config_hash, not_saved, sync_folder, write_synced
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ def save_checkpoint(run: Run, path: Path) -> None:
     run.group.once(_write, path, state | {name: getattr(run, name) for name in run.PROGRESS})
 
 
-def _write(path: Path, state: dict[str, Any]) -> None:
+def _write(path: Path, state: Json) -> None:
     file = io.BytesIO()
     torch.save(state, file)
-    data, temporary = file.getvalue(), path.with_name(path.name + ".tmp")
+    data = file.getvalue()
+    temporary = path.with_name(path.name + ".tmp")
     try:
         write_synced(temporary, hashlib.sha256(data).digest() + data)
         os.replace(temporary, path)
@@ -61,7 +63,7 @@ def identity(run: Run) -> list[str]:
     return [config_hash(run.config), run.fingerprint]
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Json:
     """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte of it has changed."""
     blob = path.read_bytes()
     if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
@@ -69,7 +71,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
 
 
-def _state_of(run: Run, path: Path) -> dict[str, Any]:
+def _state_of(run: Run, path: Path) -> Json:
     """The state in a file, empty where there is none that can be used; of one that cannot be, a warning says why."""
     if not path.exists():
         return {}

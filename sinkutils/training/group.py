@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from sinkutils.checks import choice, require
 
 T = TypeVar("T")
-PARALLEL = ("ddp", "fsdp")
 PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
 
 
@@ -74,9 +73,11 @@ class Group:
     def check_batch(self, batch_size: int, micro_batch: int | None) -> None:
         """Raise ValueError unless each process gets as many whole micro-batches as the others."""
         share = batch_size // self.size
-        even = batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0
-        parts = f"batches of {batch_size} sequences: start as many as divide {batch_size // (micro_batch or 1)}"
-        require(even, f"{self.size} processes cannot share {parts}")
+        require(
+            batch_size % self.size == 0 and share % min(micro_batch or share, share) == 0,
+            f"{self.size} processes cannot share batches of {batch_size} sequences: "
+            f"start as many as divide {batch_size // (micro_batch or 1)}",
+        )
 
     def share(self, batch: Tensor) -> Tensor:
         """The rows of a batch (B, ..) that this process trains on, (B / size, ..)."""
@@ -88,14 +89,14 @@ class Group:
         DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size` parts, block by
         block; with precision bf16 the weights are gathered and used in bf16, gradients are added up in fp32.
         """
+        device = next(model.parameters()).device
         if self.parallel == "ddp":
-            device = next(model.parameters()).device
             indices = [device.index] if device.type == "cuda" else None
             return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
         if self.parallel == "fsdp":
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-            mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+            mesh = init_device_mesh(device.type, (self.size,))
             half = torch.bfloat16 if precision == "bf16" else None
             # Inputs are not cast: the position tables among them need their precision.
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -121,7 +122,7 @@ def joined(parallel: str, device: torch.device) -> Iterator[Group]:
 
     Raises ValueError for a `parallel` that is not ddp or fsdp, or for more processes on a machine than it has GPUs.
     """
-    choice("parallel", parallel, PARALLEL)
+    choice("parallel", parallel, ("ddp", "fsdp"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE

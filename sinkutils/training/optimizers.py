@@ -15,7 +15,7 @@ def make_optimizers(model: nn.Module, train: TrainConfig, group: Group = ALONE) 
     rate, decay = train.learning_rate, train.weight_decay
     if train.optimizer == "sgd":
         return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
-    optimizers: list[Optimizer] = []
+    optimizers = []
     if train.optimizer == "muon":
         if group.size > 1:
             raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")

@@ -24,14 +24,14 @@ from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.config import RunConfig, learning_rate
+from sinkutils.study.config import Json, RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.optimizers import make_optimizers
 
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
-SINK_TARGETS = tuple(range(1, 11))  # the paper looks at positions up to the longest prefix, 10
+SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
 NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report, in a record
@@ -95,7 +95,7 @@ class Run:
     """
 
     loss = staticmethod(next_token_loss)
-    weight: Callable[[Tensor], int] = staticmethod(len)  # of a part of the validation text: its chunks
+    weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
     each_step = False  # whether the curve has the loss and gradient norm of every step
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
 
@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
-        self.more: dict[str, Any] = {}  # that the record's provenance says
+        self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
@@ -122,10 +122,10 @@ class Run:
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
         self.seconds = 0.0
-        self.curve: list[dict[str, Any]] = []
+        self.curve: list[Json] = []
         self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
-        self.parts: list[dict[str, Any]] = []  # on what it was trained: more than one where it moved to another machine
-        self.passed: list[tuple[Tensor, Tensor]] = []  # loss, and gradient norm before clipping, of each step since
+        self.parts: list[Json] = []  # on what it was trained: more than one where it moved to another machine
+        self.passed: list[tuple] = []  # loss, and gradient norm before clipping, of each step since
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
@@ -144,10 +144,11 @@ class Run:
         data = self.config.data
         if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
-        vocab_size, tokenizer = self.config.model.vocab_size, str(self.corpus.folder / "tokenizer.json")
+        vocab_size = self.config.model.vocab_size
+        tokenizer = str(self.corpus.folder / "tokenizer.json")
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Json:
         """What the record says beside the text's name and hash: on what it was trained, how large the text is."""
         said = {
             **self.parts[-1],
@@ -206,7 +207,7 @@ class Run:
         if not math.isfinite(valid_loss):
             return None
         try:
-            targets = [k for k in SINK_TARGETS if k <= self.config.train.eval_length]
+            targets = range(1, 1 + min(SINK_TARGETS, self.config.train.eval_length))
             report = measure(self.model, self.probe, targets=targets, epsilons=EPSILONS)
         except NotFinite:  # also of a model whose loss is finite still
             return None
@@ -214,8 +215,8 @@ class Run:
         if losses:
             point["train_loss"] = sum(losses) / len(losses)
         if self.each_step:  # Figure 30
-            norms = [float(self.group.whole(norm)) for _, norm in self.passed]
-            point |= {"losses": losses, "gradient_norms": norms}
+            point["losses"] = losses
+            point["gradient_norms"] = [float(self.group.whole(norm)) for _, norm in self.passed]
         self.curve.append(point)
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
@@ -236,55 +237,51 @@ class Run:
         """The positions whose prediction carries no loss: inside a prefix (Section 6), before a fixed token (Section
         5), and those that the config names.
         """
-        data = self.config.data
-        inside_prefix = set(range(1, self.config.model.attention.prefix))
-        before_fixed = {(data.fixed_position or 1) - 1} - {0}
-        return tuple(sorted(inside_prefix | before_fixed | set(data.unscored)))
+        data, prefix = self.config.data, self.config.model.attention.prefix
+        before_fixed = (data.fixed_position or 1) - 1
+        return tuple(sorted({*range(1, prefix), before_fixed, *data.unscored} - {0}))
 
     @property
     def tokens_per_step(self) -> int:
         return self.config.train.batch_size * self.config.model.context_length
 
 
-def sinks(report: Report) -> dict[str, Any]:
+def sinks(report: Report) -> Json:
     """What a point of the curve says of attention: Sink_k in percent, the excess, and x_1 by block (Section 3.1)."""
-    numbers: dict[str, Any] = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
+    numbers: Json = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
         numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
     if report.length > 1:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
-        ratios = report.value_norms[:, 0] / others
         numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits(ratios.tolist())
+        numbers["value_ratio_1"] = three_digits((report.value_norms[:, 0] / others).tolist())
     return numbers
 
 
-def summary(run: Run, report: Report | None, reason: str | None) -> dict[str, Any]:
+def summary(run: Run, report: Report | None, reason: str | None) -> Json:
     """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
 
     report: of the last evaluation. reason: why the run failed, or None.
     """
-    final: dict[str, Any] = dict(run.curve[-1]) if run.curve else {}
+    final: Json = dict(run.curve[-1]) if run.curve else {}
     if report is not None:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
-                gradients = gradient_norms(run.model, run.probe)
-            final["gradients"] = {"input": three_digits(gradients)}
+                final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
     return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
 
 
-def of_report(report: Report) -> dict[str, Any]:
+def of_report(report: Report) -> Json:
     """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
     kept = report.to_dict()
     for name in NOT_KEPT:
         kept.pop(name, None)
-    shown = {str(eps) for eps in EPSILONS}
     for by_eps in (*kept["sink"].values(), kept.get("sink_star", {})):
-        for eps in by_eps.keys() - shown:
+        for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
     for name in kept.keys() & set(BY_POSITION):
         kept[name] = three_digits(kept[name])

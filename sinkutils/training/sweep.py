@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,9 @@ from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 
 POLL_SECONDS = 0.2
-ENGINES = ("local", "slurm", "ray")
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
@@ -65,14 +64,14 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
     return (kind,) * jobs
 
 
-def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable[..., Any]:
+def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
     """What starts `run_one` with the arguments it is given and returns a future. gpu: each run needs one.
 
     slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the cluster that
     RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a missing package, and ValueError where
     the runs need a GPU and Ray's cluster has none: such a task would wait for ever.
     """
-    choice("engine", name, ENGINES)
+    choice("engine", name, ("local", "slurm", "ray"))
     if name == "local":
         return partial(ThreadPoolExecutor(jobs).submit, run_one)  # type: ignore[call-arg]
     if name == "slurm":
@@ -86,8 +85,10 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable[...,
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS")
         ray.init(address=address, num_cpus=None if address else jobs, include_dashboard=False)
-    lacks = gpu and ray.cluster_resources().get("GPU", 0) < 1
-    require(not lacks, "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu")
+    require(
+        not gpu or ray.cluster_resources().get("GPU", 0) >= 1,
+        "these runs need a GPU and the Ray cluster has none: add one, or give --device cpu",
+    )
     task = ray.remote(num_cpus=1, num_gpus=int(gpu))(run_one)
     return lambda *arguments: task.remote(*arguments).future()
 
@@ -131,7 +132,7 @@ class Job:
         except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
             return end("crashed", f"{first_line(error)}; {where}")
         if record is not None:
-            reasons = [record.metrics["reason"], *(message for message in messages if AGAIN in message)]
+            reasons = [record.reason, *(message for message in messages if AGAIN in message)]
             return end(record.status, "; ".join(filter(None, reasons)))
         if status == LOCKED:
             return end("elsewhere", "another worker holds its lock")
@@ -144,9 +145,9 @@ def sweep(
     preset_name: str,
     *,
     jobs: int = 1,
-    seeds: tuple[int, ...] | None = None,
-    only: tuple[str, ...] | None = None,
-    runs: Path | str | None = None,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] | None = None,
+    runs: Folder = None,
     engine_name: str = "local",
     corpus: str | None = None,
     device: str | None = None,
@@ -163,7 +164,7 @@ def sweep(
     Raises what `load_corpus` does where there is no such text.
     """
     integer("jobs", jobs, least=1)
-    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
     corpus = corpus and located(corpus)
@@ -174,8 +175,8 @@ def sweep(
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:
         logs.mkdir(parents=True, exist_ok=True)
-    if queue and progress:
-        print(f"logs of the runs: {logs}", file=sys.stderr)
+        if progress:
+            print(f"logs of the runs: {logs}", file=sys.stderr)
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
     options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
     running, outcomes, ended = list[Job](), list[Outcome](), 0
@@ -183,7 +184,8 @@ def sweep(
         while queue or running:
             while free and (run := _next(queue, [job.run for job in running])):
                 queue.remove(run)
-                log, where = logs / f"{run.experiment}-{run.seed}.log", free.popleft()
+                log = logs / f"{run.experiment}-{run.seed}.log"
+                where = free.popleft()
                 future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
                 running.append(Job(run, where, store.place(run, text), log, future))
                 if engine_name == "slurm":
@@ -212,10 +214,10 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
 
 def estimate(
     preset_name: str,
-    seeds: tuple[int, ...] | None = None,
-    runs: Path | str | None = None,
+    seeds: Sequence[int] | None = None,
+    runs: Folder = None,
     corpus: str | None = None,
-    only: tuple[str, ...] | None = None,
+    only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
     base = preset(preset_name)

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,16 @@ from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, short_name, write_record
-from sinkutils.study.store import Runs
+from sinkutils.study.store import Folder, Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
-CHECKPOINT = "checkpoint.pt"  # beside the record that the run will become
-
 
 def train(
     config: RunConfig,
-    runs: Path | str | None = None,
+    runs: Folder = None,
     *,
     device: str | torch.device | None = None,
     corpus: Corpus | str | None = None,
@@ -62,8 +60,9 @@ def train(
     compile: use torch.compile; None: as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
-    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0", ends="low")
-    store, target = Runs(runs), find_device(device)
+    real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
+    store = Runs(runs)
+    target = find_device(device)
     if corpus is None:  # a record is found without opening the text
         done = group.once(store.get, config, None, keep_weights)
         if done is not None:
@@ -72,10 +71,12 @@ def train(
     progress = progress and group.first
     text = corpus
     if not isinstance(text, Corpus):
-        load = partial(load_corpus, text or config.data.corpus, config.model.vocab_size)
-        text = group.in_turn(load)
-    same = group.once(getattr, text, "fingerprint") == text.fingerprint
-    require(same, f"the processes do not agree on the corpus {text.name!r}")
+        name = text or config.data.corpus
+        text = group.in_turn(lambda: load_corpus(name, config.model.vocab_size))
+    require(
+        group.once(getattr, text, "fingerprint") == text.fingerprint,
+        f"the processes do not agree on the corpus {text.name!r}",
+    )
     folder = group.once(store.place, config, text.identity)
     _check_text(text, config, folder, store.place(config))
     if compile is None:
@@ -91,13 +92,13 @@ def train(
         if done is not None:
             return done
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
-        checkpoint = partial_folder(folder) / CHECKPOINT
+        checkpoint = partial_folder(folder) / "checkpoint.pt"
         reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile)
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-        parts = (summary(run, report, reason), run.provenance(), weights, tokenizer, text.identity, arrays)
-        return group.once(write_record, folder, config, *parts)
+        metrics, provenance = summary(run, report, reason), run.provenance()
+        return group.once(write_record, folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays)
 
 
 def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
@@ -109,8 +110,11 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(size <= most, f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer")
     if folder != usual or size != most:
-        own = f"{public_name(config.data.corpus)!r} with {most}, its own text"
-        warnings.warn(f"training on {what} in place of {own}: the record is {short_name(folder)}", stacklevel=3)
+        warnings.warn(
+            f"training on {what} in place of {public_name(config.data.corpus)!r} with {most}, its own text: "
+            f"the record is {short_name(folder)}",
+            stacklevel=3,
+        )
 
 
 def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
@@ -119,9 +123,11 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
     start = group.once(lambda: store.get(before, text.identity) or store.get(before))
     if start is None or (start.status == "done" and start.weights is None):
         start = train(before, store.root, keep_weights=True, group=group, **options)
-    failed = f"{config.preset}/{config.start}/{config.seed}, and that run failed to train"
-    reason = start.metrics["reason"]
-    require(start.status == "done", f"{config.experiment} starts from {failed} ({reason})")
+    require(
+        start.status == "done",
+        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, and that run failed to train "
+        f"({start.reason})",
+    )
     return start
 
 
@@ -147,8 +153,8 @@ def _to_its_end(
     report = None if run.curve else run.evaluate([])
     saved, began = time.monotonic(), time.monotonic() - run.seconds
     name = f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
-    options: dict[str, Any] = {"unit": "step", "leave": False, "mininterval": 2.0, "disable": not progress}
-    with tqdm(total=steps, initial=run.step, desc=name, **options) as bar:
+    bar = tqdm(total=steps, initial=run.step, desc=name, unit="step", leave=False, mininterval=2, disable=not progress)
+    with bar:
         while run.step < steps:
             run.advance(forward)
             bar.update()
@@ -184,8 +190,11 @@ def compiles() -> bool:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     except Exception as error:  # whatever a missing or broken compiler raises
-        lack = f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower"
-        warnings.warn(f"{lack}, with other last digits; a C++ compiler mends that", stacklevel=2)
+        warnings.warn(
+            f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, with other "
+            "last digits; a C++ compiler mends that",
+            stacklevel=2,
+        )
         return False
     return True
 
