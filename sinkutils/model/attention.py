@@ -207,7 +207,8 @@ def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, giv
 def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys after the kernel phi, as the authors do after rotary, with k* and v* in front: S = 1 + T keys.
 
-    A v* that is not given is zero. A sink logit is a k* in one more dimension, in which queries are 1 and the sequence's own keys and values are 0.
+    A v* that is not given is zero. A sink logit is a k* in one more dimension, in which queries are 1 and the
+    sequence's own keys and values are 0.
     """
     star, value = given.key_bias, given.value_bias
     if spec.sink_logit != "none":
