@@ -57,7 +57,7 @@ def train(
 
     corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place of the config's
     own. Only a record on that very text is then returned, and the run's own stands apart (`study.store.Runs.place`).
-    compile: use torch.compile; None: as the preset says, where it works (`compiles`).
+    compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
@@ -79,8 +79,8 @@ def train(
     )
     folder = group.once(store.place, config, text.identity)
     _check_text(text, config, folder, store.place(config))
-    if compile is None:
-        compile = config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
+    if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
+        compile = target.type == "cpu" and config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
         options = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds, "progress": progress}
