@@ -1,5 +1,6 @@
 """The notebooks: their form and size, their exercises, and that papermill runs them with other parameters."""
 
+import ast
 import json
 import re
 import subprocess
@@ -41,10 +42,20 @@ def test_a_page_begins_with_its_parameters_was_run_from_top_to_bottom_and_is_sma
         assert "image/png" in data or "<svg" not in data.get("text/html", ""), "a picture that PDF and slides lose"
 
 
+def only_calls_the_package(source):
+    """Whether a code cell leaves all the work to sinkutils, apart from showing what comes back."""
+    called = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return bool(called) and {name.partition(".")[0] for name in called} <= {"su", "print", "display"}
+
+
 @each(MAIN)
 def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
+    """And does its own work; `pytest -s -k few_minutes` prints the counts."""
     shown = " ".join(re.sub("<details.*?</details>", "", cell.source, flags=re.S) for cell in cells(path, "markdown"))
-    assert len(shown.split()) <= WORDS
+    words, code = len(shown.split()), [cell.source for cell in cells(path, "code")]
+    share = sum(map(only_calls_the_package, code)) / len(code)
+    print(f"\n{path.stem}: {words} words, {words / 220:.0f} minutes to read; {share:.0%} of its code is package calls")
+    assert words <= WORDS and share < 0.5
     prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", shown, flags=re.S)
     found = re.search(rf"(?<![\w./-])({IDENTIFIERS})(?![\w./])", prose)
     assert not found, found[0]
