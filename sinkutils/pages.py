@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from sinkutils.paths import FIGURES, NOTEBOOKS, RENDERED
 
 CELL_SECONDS = 1200
 WIDGET = "application/vnd.jupyter.widget-view+json"
+STYLED = re.compile("T_[0-9a-f]{5}")  # the name that pandas draws for a styled table
 
 
 def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
@@ -36,7 +39,8 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     """Execute the notebooks with papermill into `output`; returns the names of those that failed.
 
     output: None: where they are. Of a notebook that runs to its end the outputs are then replaced, without what differs
-    on every run (warnings, progress bars, widgets); and if all do, the figures that they saved go to figures/.
+    on every run (warnings, progress bars, widgets, names of tables); and if all do, the figures that they saved go to
+    figures/.
     Raises ValueError, before any is run, for a parameter that one of them does not have.
     """
     import papermill
@@ -88,10 +92,13 @@ def _refresh(path: Path, ran: Any) -> None:
     """Give a notebook the outputs of its execution, without what differs on every run."""
     import nbformat
 
-    book = nbformat.read(path, as_version=4)
+    book, tables = nbformat.read(path, as_version=4), itertools.count()
     for cell, done in zip(book.cells, ran.cells, strict=True):
         if cell.cell_type == "code":
             shown = [one for one in done.outputs if one.get("name") != "stderr"]
             cell.outputs = [one for one in shown if WIDGET not in one.get("data", {})]
             cell.execution_count = done.execution_count
+            for data in (one.get("data", {}) for one in cell.outputs):
+                if STYLED.search(html := data.get("text/html", "")):
+                    data["text/html"] = STYLED.sub(f"T_{next(tables):05}", html)
     nbformat.write(book, path)

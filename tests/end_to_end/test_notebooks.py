@@ -94,6 +94,7 @@ import pathlib, sys
 from IPython.display import publish_display_data
 _ = print("what it says"), print("a warning", file=sys.stderr)
 publish_display_data({{"{widget}": {{}}, "text/plain": "a bar"}})
+publish_display_data({{"text/html": "<table id=T_1b2c3><td id=T_1b2c3_row0>", "text/plain": "a styled table"}})
 _ = pathlib.Path(r"{figure}").write_text("drawn")
 """
 
@@ -119,7 +120,8 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     before = book_of(folder, "01"), book_of(folder, "02")
     assert run_notebooks({}, None, ["02"]) == []
     after = book_of(folder, "02")
-    (output,) = after.cells[1].outputs
+    output, table = after.cells[1].outputs
+    assert table.data["text/html"] == "<table id=T_00000><td id=T_00000_row0>"
     assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[1].execution_count == 1
     after.cells[1] |= {"outputs": [], "execution_count": None}
     assert (book_of(folder, "01"), after) == before
