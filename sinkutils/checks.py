@@ -41,11 +41,6 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
     require(isinstance(value, str) and value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
-def flag(name: str, value: Any) -> None:
-    """True or False."""
-    require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
-
-
 def instance(name: str, value: Any, kind: type) -> None:
     """A value of that type."""
     require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {value!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from sinkutils.paths import FIGURES, NOTEBOOKS, RENDERED
 
 CELL_SECONDS = 1200
 WIDGET = "application/vnd.jupyter.widget-view+json"
-STYLED = re.compile("T_[0-9a-f]{5}")  # the name that pandas draws for a styled table
 
 
 def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
@@ -92,13 +90,16 @@ def _refresh(path: Path, ran: Any) -> None:
     """Give a notebook the outputs of its execution, without what differs on every run."""
     import nbformat
 
-    book, tables = nbformat.read(path, as_version=4), itertools.count()
+    book = nbformat.read(path, as_version=4)
     for cell, done in zip(book.cells, ran.cells, strict=True):
-        if cell.cell_type == "code":
-            shown = [one for one in done.outputs if one.get("name") != "stderr"]
-            cell.outputs = [one for one in shown if WIDGET not in one.get("data", {})]
-            cell.execution_count = done.execution_count
-            for data in (one.get("data", {}) for one in cell.outputs):
-                if STYLED.search(html := data.get("text/html", "")):
-                    data["text/html"] = STYLED.sub(f"T_{next(tables):05}", html)
+        if cell.cell_type != "code":
+            continue
+        cell.execution_count = done.execution_count
+        cell.outputs = []
+        for output in done.outputs:
+            data = output.get("data", {})
+            if "text/html" in data:  # in which pandas draws the name of a styled table
+                data["text/html"] = re.sub("T_[0-9a-f]{5}", f"T_{cell.id}", data["text/html"])
+            if output.get("name") != "stderr" and WIDGET not in data:
+                cell.outputs.append(output)
     nbformat.write(book, path)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import flag, integer, require
+from sinkutils.checks import instance, integer, require
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.tokenizer import bos_id, encode, marked_special
 
@@ -53,7 +53,7 @@ def probe(
         hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
         f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}",
     )
-    flag("bos", bos)
+    instance("bos", bos, bool)
     if n is not None:
         integer("n", n, least=1)
     integer("length", length, least=1 + bos)

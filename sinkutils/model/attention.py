@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import choice, flag, integer, real, require
+from sinkutils.checks import choice, instance, integer, real, require
 
 Map = Callable[[Tensor], Tensor]
 
@@ -57,8 +57,8 @@ def check_fields(config: Any, choices: dict) -> None:
         if name in choices:
             choice(name, value, choices[name])
         elif field.type == "bool":
-            flag(name, value)
-        elif field.type == "int" or (field.type == "int | None" and value is not None):
+            instance(name, value, bool)
+        elif "int" in str(field.type) and value is not None:
             integer(name, value, least=1)
 
 

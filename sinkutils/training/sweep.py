@@ -170,7 +170,8 @@ def sweep(
     corpus = corpus and located(corpus)
     text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity if corpus else None
     queue = store.missing(preset_name, seeds, text, only)
-    planned, total = len(queue), sum(run.train.steps for run in queue)
+    planned = len(queue)
+    total = sum(run.train.steps for run in queue)
     logs = store.folder / "logs" / preset_name
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:

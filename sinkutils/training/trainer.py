@@ -83,8 +83,17 @@ def train(
         compile = target.type == "cpu" and config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
-        options = {"device": device, "compile": compile, "checkpoint_seconds": checkpoint_seconds, "progress": progress}
-        start = _start_of(config, store, text, group, corpus=None if corpus is None else text, **options)
+        start = _start_of(
+            config,
+            store,
+            text,
+            group,
+            device=device,
+            corpus=None if corpus is None else text,
+            compile=compile,
+            checkpoint_seconds=checkpoint_seconds,
+            progress=progress,
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, run_lock(folder))

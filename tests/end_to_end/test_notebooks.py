@@ -121,7 +121,7 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     assert run_notebooks({}, None, ["02"]) == []
     after = book_of(folder, "02")
     output, table = after.cells[1].outputs
-    assert table.data["text/html"] == "<table id=T_00000><td id=T_00000_row0>"
+    assert table.data["text/html"] == "<table id=T_ID><td id=T_ID_row0>".replace("ID", after.cells[1].id)
     assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[1].execution_count == 1
     after.cells[1] |= {"outputs": [], "execution_count": None}
     assert (book_of(folder, "01"), after) == before

@@ -173,7 +173,7 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
 
 def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("similarity must be one of exp, sigmoid, elu", AttentionSpec, similarity="tanh")
-    refuses("bias_shared must be True or False", AttentionSpec, bias_shared=1, bias="k")
+    refuses("bias_shared must be of type bool", AttentionSpec, bias_shared=1, bias="k")
     refuses("p other than 1 needs normalizer='p_norm'", AttentionSpec, p=2.0)
     refuses("scale must be positive and finite, got nan", AttentionSpec, scale=math.nan)
     refuses("window must be an integer, got 2.5", AttentionSpec, window=2.5)

@@ -178,7 +178,7 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("num_heads must divide", own_model, num_heads=3)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("gate must be one of none, head, element", own_model, gate="both")
-    refuses("sink_token must be True or False", own_model, sink_token="yes")
+    refuses("sink_token must be of type bool", own_model, sink_token="yes")
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
     refuses("prefix must be at most", own_model, attention=AttentionSpec(prefix=33))
     refuses("bias_dims", own_model, attention=AttentionSpec(bias="k", bias_dims=9))
