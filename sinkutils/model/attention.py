@@ -58,7 +58,7 @@ def check_fields(config: Any, choices: dict) -> None:
             choice(name, value, choices[name])
         elif field.type == "bool":
             instance(name, value, bool)
-        elif "int" in str(field.type) and value is not None:
+        elif field.type == "int" or (field.type == "int | None" and value is not None):
             integer(name, value, least=1)
 
 

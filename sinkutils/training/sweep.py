@@ -180,7 +180,9 @@ def sweep(
             print(f"logs of the runs: {logs}", file=sys.stderr)
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
     options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
-    running, outcomes, ended = list[Job](), list[Outcome](), 0
+    running = list[Job]()
+    outcomes = list[Outcome]()
+    ended = 0
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
         while queue or running:
             while free and (run := _next(queue, [job.run for job in running])):

@@ -106,7 +106,8 @@ def train(
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-        metrics, provenance = summary(run, report, reason), run.provenance()
+        metrics = summary(run, report, reason)
+        provenance = run.provenance()
         return group.once(write_record, folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays)
 
 
@@ -160,7 +161,8 @@ def _to_its_end(
         run.parts.append(way)
     # Without a step it is an untrained control: what position terms and biases do by themselves.
     report = None if run.curve else run.evaluate([])
-    saved, began = time.monotonic(), time.monotonic() - run.seconds
+    saved = time.monotonic()
+    began = saved - run.seconds
     name = f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
     bar = tqdm(total=steps, initial=run.step, desc=name, unit="step", leave=False, mininterval=2, disable=not progress)
     with bar:

@@ -177,6 +177,7 @@ def test_relative_buckets_grow_with_distance_as_t5s_do():
 def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("num_heads must divide", own_model, num_heads=3)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
+    refuses("num_heads must be an integer, got None", own_model, num_heads=None)
     refuses("gate must be one of none, head, element", own_model, gate="both")
     refuses("sink_token must be of type bool", own_model, sink_token="yes")
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
