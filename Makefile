@@ -18,7 +18,10 @@ IN_PARALLEL := --numprocesses=2 --dist=loadfile
 LONGEST := tests/end_to_end/test_reliability.py notebooks/02_optimization.ipynb
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb notebooks/appendix/*.ipynb))
 
-.PHONY: run models test test-fast sweep lint book browser clean
+# Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: run models text test test-fast sweep lint book browser clean
 
 # uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
 # would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
@@ -46,9 +49,13 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What takes longest first, so that both processes end together. Before all of it the text, whose making shows progress.
-test: lint
+# What the study trains on, whose making shows its progress.
+text: $(VENV)/.installed
 	$(BIN)/python -c "from sinkutils.data.corpus import load_corpus; load_corpus('docstrings', 1024)"
+
+# What takes longest first, so that both processes end together.
+test: $(VENV)/.installed
+	$(MAKE) --jobs=2 lint text
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --no-loadscope-reorder --nbval --nbval-cell-timeout=1200 --nbval-sanitize-with notebooks/nbval_sanitize.cfg $(LONGEST) $(NOTEBOOKS) tests
 
 test-fast: $(VENV)/.installed

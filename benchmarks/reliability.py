@@ -50,6 +50,7 @@ class Sweeps:
     preset: str = "smoke"
     engine: str = "local"
     own_text: bool = True
+    checkout: Path = ROOT  # whose code and presets are run
 
     def start(self, name: str) -> subprocess.Popen:
         """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
@@ -62,7 +63,8 @@ class Sweeps:
             environment["SINKUTILS_CACHE"] = str(self.folder / "cache")
         self.runs(name).mkdir(parents=True, exist_ok=True)
         with self.log(name).open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=log, stderr=log)
+            streams = {"stdout": log, "stderr": log}
+            return subprocess.Popen(command, cwd=self.checkout, env=environment, start_new_session=True, **streams)
 
     def finish(self, name: str) -> float:
         """Run one sweep to its end; returns the seconds. Raises RuntimeError with its output if it failed."""

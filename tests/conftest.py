@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpu
     folder = load_corpus(f"path:{text_folder}", 300, cache_dir=cache).folder
     write_meta(folder, verified(folder) | {"name": "docstrings"})
     return Corpus(folder)
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, without records, whose smoke has a fifth of the steps: for commands that run in their own processes."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for folder in ("sinkutils", "data"):
+        shutil.copytree(paths.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    shutil.copy(paths.ROOT / "pyproject.toml", copy)
+    file = copy / "data" / "presets.yaml"
+    whole = file.read_text()
+    assert "{steps: 1000, " in whole
+    file.write_text(whole.replace("{steps: 1000, ", "{steps: 200, "))
+    return copy
 
 
 @pytest.fixture

@@ -73,16 +73,16 @@ def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
         return subprocess.run(["git", "status", "--porcelain"], cwd=NOTEBOOKS, capture_output=True).stdout
 
     before = git_status()
-    assert run_notebooks({"preset": "laptop"}, tmp_path, ["07"]) == []
+    assert run_notebooks({"seed": 1}, tmp_path, ["B"]) == []
     assert git_status() == before
-    (path,) = tmp_path.glob("07_*.ipynb")
+    (path,) = tmp_path.glob("B_*.ipynb")
     assert any("injected-parameters" in cell.metadata.get("tags", []) for cell in cells(path, "code"))
 
 
 def test_a_failing_notebook_is_named_and_a_parameter_that_it_has_not_is_refused_before_anything_runs(tmp_path):
-    assert run_notebooks({"preset": "no_such_preset"}, tmp_path, ["07"]) == ["07_after_pretraining"]
-    with pytest.raises(ValueError, match="07_after_pretraining has no parameter presett; it has preset"):
-        run_notebooks({"presett": "smoke"}, tmp_path / "out", ["07"])
+    assert run_notebooks({"length": 0}, tmp_path, ["B"]) == ["B_repeated_tokens"]
+    with pytest.raises(ValueError, match="B_repeated_tokens has no parameter lenght; it has length, seed"):
+        run_notebooks({"lenght": 100}, tmp_path / "out", ["B"])
     assert not (tmp_path / "out").exists()
 
 

@@ -13,8 +13,8 @@ from sinkutils.study.record import read_record, record_folder, write_record
 
 
 @pytest.fixture(scope="module")
-def sweeps(tmp_path_factory):
-    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"))
+def sweeps(tmp_path_factory, checkout):
+    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"), checkout=checkout)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,8 @@ def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken
     assert sweeps.trainings(engine) == dict.fromkeys(sweeps.only, 1)
 
 
-def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):
+def test_a_k_bias_has_its_sink_at_smoke(tmp_path):
     """What the smoke preset is calibrated for, in its own steps and on its own text."""
-    runs = [dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")]
-    biased, base = (train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs)
-    assert base["sink_1"] < 5, f"the base has a sink: {base['sink_1']} %; it was calibrated to have none"
-    assert biased["sink_star"] > base["sink_1"] + 15
+    run = dataclasses.replace(config("k_bias", "smoke"), train=SMOKE.train)
+    final = train(run, tmp_path, device="cpu", progress=False).metrics["final"]
+    assert final["sink_1"] < 5 and final["sink_star"] > 20
