@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) --constraint constraints.txt --editable '.[text,models]'
 	touch $@
 
-run: $(VENV)/.installed
+run: text
 	$(BIN)/python -m sinkutils run
 
 models: $(VENV)/.installed
