@@ -157,10 +157,12 @@ def test_each_number_of_ours_is_what_the_records_say():
 @pytest.mark.parametrize(
     "path", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 )
-def test_a_link_leads_to_a_file_that_is_there(path):
+def test_a_link_leads_to_a_file_that_is_there_and_in_the_book(path):
     text = (ROOT / path).read_text(encoding="utf-8")
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
-    assert [target for target in targets if not (Path(ROOT / path).parent / target).exists()] == []
+    targets = [(ROOT / path).parent / to for to in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)]
+    assert [target for target in targets if not target.exists()] == []
+    pages = [target.resolve() for target in targets if target.suffix == ".md"]
+    assert [page for page in pages if page.parent not in (ROOT, ROOT / "docs")] == []
 
 
 @pytest.mark.slow
