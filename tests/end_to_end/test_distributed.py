@@ -169,9 +169,8 @@ def test_the_command_line_joins_the_group_and_rank_0_alone_prints(modes):
 def test_the_papers_60m_takes_an_optimiser_step(corpus):
     paper = config("default", "paper")
     assert paper.model.context_length == 2048 and paper.train.precision == "bf16"
-    schedule = dataclasses.replace(
-        paper.train, batch_size=1, micro_batch=1, warmup_steps=1, valid_chunks=1, eval_sequences=1
-    )
+    ones = dict.fromkeys(("batch_size", "micro_batch", "warmup_steps", "valid_chunks", "eval_sequences"), 1)
+    schedule = dataclasses.replace(paper.train, **ones)
     model = dataclasses.replace(paper.model, context_length=256)
     run = Run(dataclasses.replace(paper, train=schedule, model=model), corpus, CPU)
     run.chunks.tokens = np.random.default_rng(0).integers(3, 50_432, len(run.chunks.tokens))  # of all its words
@@ -200,9 +199,8 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpu
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
     asked = ["train", "fixed_1", "--preset", "smoke", "--corpus", f"packed:{packed}", "--runs", str(runs)]
     command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), *asked]
-    done = subprocess.run(
-        command, env=environment(SINKUTILS_CACHE=cache), cwd=checkout, capture_output=True, text=True, timeout=300
-    )
+    where = {"env": environment(SINKUTILS_CACHE=cache), "cwd": checkout}
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "smoke/fixed_1/0: Sink_1" in done.stdout
     assert "in place of 'docstrings' with 512" in done.stderr

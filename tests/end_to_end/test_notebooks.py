@@ -69,12 +69,10 @@ def test_every_notebook_is_linked_from_the_readme():
 
 
 def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
-    def git_status():
-        return subprocess.run(["git", "status", "--porcelain"], cwd=NOTEBOOKS, capture_output=True).stdout
-
-    before = git_status()
+    git_status = {"args": ["git", "status", "--porcelain"], "cwd": NOTEBOOKS}
+    before = subprocess.check_output(**git_status)
     assert run_notebooks({"seed": 1}, tmp_path, ["B"]) == []
-    assert git_status() == before
+    assert subprocess.check_output(**git_status) == before
     (path,) = tmp_path.glob("B_*.ipynb")
     assert any("injected-parameters" in cell.metadata.get("tags", []) for cell in cells(path, "code"))
 
