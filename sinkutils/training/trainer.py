@@ -47,7 +47,7 @@ def train(
     """Train one run, pre-training or fine-tuning, to its end and write its record; a finished one is returned as it is.
 
     A run that was killed goes on from its last checkpoint and ends in the same record, bit for bit on one kind of
-    machine. A run that diverges is recorded with status "failed" and the reason. On CPU it uses one thread, so
+    CPU. A run that diverges is recorded with status "failed" and the reason. On CPU it uses one thread, so
     that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
     another process trains the same run.
 
