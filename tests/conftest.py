@@ -80,6 +80,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(paths.ROOT / "pyproject.toml", copy)
     file = copy / "data" / "presets.yaml"
     file.write_text(file.read_text().replace("{steps: 1000, ", "{steps: 200, "))
+    assert "{steps: 200, " in file.read_text()
     return copy
 
 

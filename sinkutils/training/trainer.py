@@ -215,7 +215,7 @@ def reproducible(device: torch.device) -> Iterator[None]:
     """What makes numbers repeat, inside, and all as before outside.
 
     One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic kernels, and a
-    warning by name for an operation that has none. Attention's backward pass in bf16 is then not exact either.
+    warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
     """
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
     if device.type == "cpu":
