@@ -163,11 +163,10 @@ def test_the_command_line_joins_the_group_and_rank_0_alone_prints(modes):
     assert (record.provenance["processes"], record.provenance["parallel"]) == (2, "ddp")
 
 
-# ---- the paper's 60M
+# ---- the paper's 60M, on 256 tokens in place of 2,048, for the time that it takes
 
 
 def test_the_papers_60m_takes_an_optimiser_step(corpus):
-    """On 256 tokens, for the time that it takes."""
     paper = config("default", "paper")
     assert paper.model.context_length == 2048 and paper.train.precision == "bf16"
     ones = dict.fromkeys(("batch_size", "micro_batch", "warmup_steps", "valid_chunks", "eval_sequences"), 1)

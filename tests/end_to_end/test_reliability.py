@@ -20,8 +20,7 @@ def sweeps(tmp_path_factory, checkout):
 @pytest.fixture(scope="module")
 def unbroken(sweeps):
     """How long an unbroken sweep takes, and its results."""
-    seconds = sweeps.finish("whole")
-    return seconds, sweeps.results("whole")
+    return sweeps.finish("whole"), sweeps.results("whole")
 
 
 def test_a_sweep_of_two_workers_killed_at_random_loses_nothing_and_ends_as_an_unbroken_one(sweeps, unbroken):
