@@ -44,7 +44,8 @@ def peers(size: int, compiled: bool, precisions: Iterable[str]) -> dict[str, Cal
     ids, chunks = torch.randint(0, VOCAB, (batch, context)), torch.randint(0, VOCAB, (batch, context + 1))
     llama = LlamaForCausalLM(theirs)
     steps = {"llama fp32": _step(llama, lambda: llama(input_ids=ids, labels=ids).loss)}
-    for name in (f"{who} {precision}" for who in ["ours", "ours compiled"][: 1 + compiled] for precision in precisions):
+    ways = ["ours", "ours compiled"] if compiled else ["ours"]
+    for name in (f"{way} {precision}" for way in ways for precision in precisions):
         steps[name] = _our_step(TransformerLM(ours), chunks, name)
     return steps
 
