@@ -1,4 +1,4 @@
-"""Step time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step, eager and compiled.
+"""Time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step, eager, as a graph, compiled.
 
 MFU is the FLOPs that the model needs (`flops_per_token`) over the time of a step and the matmul peak
 measured here, in bf16 where the preset trains in bf16. The step is the trainer's own:
@@ -19,10 +19,12 @@ from sinkutils.data.corpus import load_corpus
 from sinkutils.model.flash import flex_serves
 from sinkutils.study.grid import config
 from sinkutils.study.presets import PRESETS
+from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, usable_precision
 from sinkutils.training.trainer import device_name, reproducible
 
 GIB = 2**30
+FORMS = ("eager", "graph", "compiled")
 
 
 def memory(device: torch.device) -> float:
@@ -39,9 +41,19 @@ def flops_per_token(run: Run) -> float:
     return 6.0 * (weights + model.num_layers * model.hidden_size * model.context_length)
 
 
-def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> dict[str, Any]:
-    """One row: the best of `rounds` means over `steps` steps, after those that compile and warm up."""
-    device = run.device
+def kernels(run: Run) -> int:
+    """How many kernels and copies one eager step launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run.advance(run.loss)
+        torch.cuda.synchronize()
+    return sum(row.count for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[str, Any]:
+    """One row: the best of `rounds` means over `steps` steps, after those that compile, record and warm up."""
+    device, compile = run.device, form == "compiled"
+    if form == "graph":
+        run.graph = GraphedStep(run)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if compile:
@@ -52,7 +64,7 @@ def measured(run: Run, compile: bool, steps: int, rounds: int, peak: float) -> d
     took = min(seconds(lambda: run.advance(forward), steps, device) for _ in range(rounds))
     rate = run.tokens_per_step / took
     return {
-        "compiled": compile,
+        "form": form,
         "first_three_steps_s": round(ready, 1),
         "step_ms": round(1000 * took, 2),
         "tokens_per_second": round(rate),
@@ -70,7 +82,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=20, help="steps a round")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--micro-batch", type=int, help="sequences a forward pass (default: the preset's)")
-    arguments.add_argument("--compile", choices=["both", "on", "off"], default="both")
+    arguments.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     options = arguments.parse_args()
     device = torch.device(options.device)
     settings = config(options.experiment, options.preset)
@@ -84,8 +96,11 @@ def main() -> None:
         print(f"{name}, {options.preset}/{options.experiment}, {precision}: ", end="")
         print(f"matmul peak {peak / 1e12:.3g} TFLOP/s", flush=True)
         rows = []
-        for compile in {"both": (False, True), "on": (True,), "off": (False,)}[options.compile]:
-            rows.append(measured(Run(settings, corpus, device), compile, options.steps, options.rounds, peak))
+        for form in options.forms:
+            rows.append(measured(Run(settings, corpus, device), form, options.steps, options.rounds, peak))
+            show(rows[-1])
+        if device.type == "cuda":
+            rows.append({"kernels": kernels(Run(settings, corpus, device))})
             show(rows[-1])
     what = {"device": name, "preset": options.preset, "experiment": options.experiment, "precision": precision}
     keep(options.json, what | {"peak_tflops": round(peak / 1e12, 3), "rows": rows})

@@ -46,8 +46,11 @@ class Batches:
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
-        pairs = zip(epochs.tolist(), places, strict=True)
-        return self.take(np.array([_permutation(self.length, seed, epoch)[place] for epoch, place in pairs]))
+        rows = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            rows[here] = _permutation(self.length, seed, epoch)[places[here]]
+        return self.take(rows)
 
 
 @lru_cache(maxsize=2)  # a step may stand in two epochs

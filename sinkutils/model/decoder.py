@@ -145,7 +145,8 @@ class Attention(nn.Module):
         if spec.bias in ("kv", "v"):
             extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
         elif spec.fixed_value != "zero":
-            extras["value_bias"] = fixed_value(spec, shape[1]).to(self.qkv.weight.device, dtype).expand(shape)
+            value = fixed_value(spec, shape[1], self.qkv.weight.device)
+            extras["value_bias"] = value.to(dtype).expand(shape)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
         if spec.sink_logit == "learned":
@@ -161,11 +162,13 @@ class Attention(nn.Module):
         return extras
 
 
-def fixed_value(spec: AttentionSpec, head_dim: int) -> Tensor:
+def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
     """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5): (head_dim,)."""
     if spec.fixed_value == "first":
-        return spec.fixed_value_norm * F.one_hot(torch.tensor(0), head_dim).float()
-    return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim))
+        first = torch.zeros(head_dim, device=device)
+        first[0] = spec.fixed_value_norm
+        return first
+    return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
 
 
 class FeedForward(nn.Module):
@@ -227,6 +230,14 @@ class TransformerLM(nn.Module):
         self.tables = position_tables(config, length)
         self.reset_parameters(seed)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TransformerLM:
+        """What `to`, `cuda` and their like call: the tables move with the weights, and keep their precision."""
+        super()._apply(fn, recurse)
+        device = self.embed.weight.device
+        if device.type != "meta":
+            self.tables = {name: table.to(device) for name, table in self.tables.items()}
+        return self
+
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
         """Initialise as the authors' code is written (the paper says nothing of it).
@@ -267,7 +278,7 @@ class TransformerLM(nn.Module):
         if self.config.sink_token:
             h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
         length = h.shape[1]
-        tables = {name: table[:length].to(h.device) for name, table in self.tables.items()}
+        tables = {name: table[:length] for name, table in self.tables.items()}
         if self.config.position == "learnable":
             tables["added"] = self.position_embedding[:length]
         if "added" in tables:

@@ -37,6 +37,7 @@ class FinetuneRun(Run):
     start: Record
     loss = staticmethod(answer_loss)
     each_step = True
+    fixed_shapes = False  # as many logits as the answers have tokens
     weight = staticmethod(lambda part: int((part[:, 1, 1:] != IGNORED).sum()))  # the tokens of the answers
 
     def first_model(self) -> TransformerLM:

@@ -26,9 +26,11 @@ from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import Json, RunConfig, learning_rate
 from sinkutils.study.record import Record
+from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.optimizers import make_optimizers
 
+AHEAD = 16  # steps whose batches go to the device together
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
@@ -64,11 +66,19 @@ def next_token_loss(model: torch.nn.Module, chunks: Tensor, unscored: tuple[int,
 
     The model sees every position all the same.
     """
-    logits, targets = model(chunks[:, :-1]), chunks[:, 1:]
-    if unscored:
-        kept = [t for t in range(targets.shape[1]) if t + 1 not in unscored]
-        logits, targets = logits[:, kept], targets[:, kept]
+    logits = without(model(chunks[:, :-1]), unscored)
+    targets = without(chunks[:, 1:], unscored)
     return CrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
+
+
+def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """x (B, T, ..) without the 1-based positions, which are sorted."""
+    if not positions:
+        return x
+    # Slices: a list of indices would be copied to the device in each step, which no CUDA graph can hold.
+    starts = (0, *positions)
+    stops = (*(position - 1 for position in positions), x.shape[1])
+    return torch.cat([x[:, start:stop] for start, stop in zip(starts, stops, strict=True)], dim=1)
 
 
 def instruction_set() -> list[str]:
@@ -97,6 +107,7 @@ class Run:
     loss = staticmethod(next_token_loss)
     weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
     each_step = False  # whether the curve has the loss and gradient norm of every step
+    fixed_shapes = True  # of all tensors of a step, so that a graph can hold it
     PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
 
     def __init__(
@@ -116,6 +127,8 @@ class Run:
         self.trained = group.wrap(self.model, self.precision)  # the model itself, or what DDP puts around it
         self.optimizers = make_optimizers(self.model, train, group)
         self.chunks, valid = self.batches()
+        self.ahead: Tensor | None = None  # the batches of this step and the next ones, on the device
+        self.graph: GraphedStep | None = None  # how a step is made on a GPU, if not one kernel at a time
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
         ids = probe("natural", self.tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
@@ -165,13 +178,39 @@ class Run:
         """bf16 where it is used, as `precision` says; weights and optimiser stay fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
+    def batch(self) -> Tensor:
+        """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
+        size, ahead = self.config.train.batch_size, self.step % AHEAD
+        if self.ahead is None or ahead == 0:
+            rows = self.chunks.batch(self.step // AHEAD, AHEAD * size, self.config.seed)
+            self.ahead = rows.to(self.device)
+        return self.ahead[ahead * size : (ahead + 1) * size]
+
     def advance(self, forward: Any) -> Tensor:
         """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device.
 
         forward: the loss as a function of model, micro-batch and unscored positions; compiled or not.
         """
+        batch = self.group.share(self.batch())
+        self.set_rate(learning_rate(self.config.train, self.step))
+        update = self.graph or self.update
+        total, norm = update(forward, batch)
+        self.step += 1
+        self.passed.append((total, norm))
+        return total
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step; of a graph into the tensor that it reads."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights after one batch: its loss, and the norm of the gradient before clipping."""
         config = self.config.train
-        batch = self.group.share(self.chunks.batch(self.step, config.batch_size, self.config.seed)).to(self.device)
         parts = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
@@ -181,15 +220,10 @@ class Run:
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        rate = learning_rate(config, self.step)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        self.step += 1
-        self.passed.append((total, norm))
-        return total
+        return total, norm
 
     def losses(self) -> list[float]:
         """The loss of each step since the last evaluation, means over the group."""

@@ -28,6 +28,7 @@ from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, r
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
+from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
 
@@ -40,6 +41,7 @@ def train(
     corpus: Corpus | str | None = None,
     keep_weights: bool = False,
     compile: bool | None = None,
+    graph: bool | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
     group: Group = ALONE,
@@ -58,6 +60,7 @@ def train(
     corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place of the config's
     own. Only a record on that very text is then returned, and the run's own stands apart (`study.store.Runs.place`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
+    graph: make each step one CUDA graph (`training.graph`); None: on a GPU, where the run allows it.
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
@@ -91,6 +94,7 @@ def train(
             device=device,
             corpus=None if corpus is None else text,
             compile=compile,
+            graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
         )
@@ -102,7 +106,9 @@ def train(
             return done
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
         checkpoint = partial_folder(folder) / "checkpoint.pt"
-        reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile)
+        if graph is None:
+            graph = may_graph(run) and not compile
+        reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile, graph)
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
@@ -142,7 +148,7 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
 
 
 def _to_its_end(
-    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool
+    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool, graph: bool
 ) -> tuple[str | None, Report | None]:
     """Train from the last checkpoint, or the start, to the last step: the reason of a failure, and the last report."""
     model, steps = run.config.model, run.config.train.steps
@@ -157,6 +163,9 @@ def _to_its_end(
         "precision_used": run.precision,
         "instruction_set": instruction_set(),
     }
+    if graph:
+        run.graph = GraphedStep(run)
+        way["graph"] = True
     if run.parts[-1:] != [way]:
         run.parts.append(way)
     # Without a step it is an untrained control: what position terms and biases do by themselves.
@@ -184,6 +193,12 @@ def _to_its_end(
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
     return None, report
+
+
+def may_graph(run: Run) -> bool:
+    """Whether a step can be one CUDA graph: on a GPU, in one process, with AdamW, whose state stays on the device."""
+    adamw = all(isinstance(optimizer, torch.optim.AdamW) for optimizer in run.optimizers)
+    return run.device.type == "cuda" and run.group.size == 1 and run.fixed_shapes and adamw
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
@@ -218,16 +233,20 @@ def reproducible(device: torch.device) -> Iterator[None]:
     warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
     """
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.set_deterministic_debug_mode("warn")
+        # It would write NaN into each new tensor, a kernel more for most of a step's.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def device_name(device: torch.device) -> str:

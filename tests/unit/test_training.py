@@ -25,6 +25,7 @@ from sinkutils.study.record import partial_folder, read_record, record_folder, r
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
+from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import Group, joined
 from sinkutils.training.optimizers import make_optimizers
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
@@ -400,3 +401,17 @@ def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was
             assert torch.get_deterministic_debug_mode() == 2
     finally:
         torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_graph_of_the_step_has_the_losses_of_eager_steps(precision, tiny, corpus):
+    config = change(tiny, precision=precision, steps=50, batch_size=8)
+    losses = {}
+    for form in ("eager", "graph"):
+        with reproducible(torch.device("cuda")):
+            run = Run(config, corpus, torch.device("cuda"))
+            run.graph = GraphedStep(run) if form == "graph" else None
+            losses[form] = torch.stack([run.advance(next_token_loss) for _ in range(50)])
+    torch.testing.assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
+    assert losses["eager"][-1] < losses["eager"][0]

@@ -1,0 +1,130 @@
+"""Many runs on one GPU that is lent for minutes: processes that stay, a list of runs in order, results as they come.
+
+    python studies/card.py PLAN --out FOLDER --jobs 15 --seconds 500 --corpora packed-1.tar.xz ..
+
+PLAN has a line a run: preset, experiment, seed, and "weights" where these are to come back. Each finished record is
+added to FOLDER/records.tar (its weights to weights-<preset>-<n>.tar) at once, so that a kill loses what is unfinished.
+A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
+of the study, and its last evaluation goes to FOLDER/trials.jsonl instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import yaml
+
+RUNS = Path("card-runs")
+WEIGHTS_A_FILE = 12  # of a megabyte each
+
+
+def start_worker(corpora: list[str], graph: str) -> None:
+    """What each process does once: one thread, and the texts that its runs take."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from sinkutils.data.corpus import Corpus
+
+    torch.set_num_threads(1)
+    global TEXTS, GRAPH
+    opened = [Corpus(Path(folder)) for folder in corpora]
+    TEXTS = {(corpus.name, corpus.vocab_size): corpus for corpus in opened}
+    GRAPH = {"auto": None, "on": True, "off": False}[graph]
+
+
+def one_run(line: str) -> dict:
+    """One line of the plan: what became of it."""
+    import torch
+
+    from sinkutils.study import grid
+    from sinkutils.training.trainer import train
+
+    began = time.time()
+    preset, experiment, seed, *options = line.split()
+    config = grid.config(experiment, preset, int(seed))
+    changes = dict(option.split("=") for option in options if "=" in option)
+    if changes:
+        values = {path: yaml.safe_load(value) for path, value in changes.items()}
+        config = grid._override(config, values, grid.preset(preset))
+    runs = RUNS if not changes else RUNS / "trials" / "-".join(options).replace("/", "-")
+    quiet = preset not in ("gpu", "desk")
+    keep = "weights" in options or grid.keeps_weights(config)
+    try:
+        corpus = TEXTS[config.data.corpus, config.model.vocab_size]
+        record = train(
+            config, runs, device=DEVICE, corpus=corpus, keep_weights=keep, graph=GRAPH,
+            compile=False, progress=not quiet, checkpoint_seconds=60.0,
+        )  # fmt: skip
+    except Exception as error:
+        return {"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": time.time() - began}
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1)}
+    found["trial"] = bool(changes)
+    if changes:
+        last = record.metrics["final"]
+        report = last.get("report", {})
+        names = ("valid_loss", "sink_1", "excess_1")
+        found |= {name: last.get(name) for name in names} | {"alpha": report.get("alpha"), "status": record.status}
+    return found
+
+
+DEVICE = os.environ.get("CARD_DEVICE", "cuda")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--jobs", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=500.0, help="after which nothing is waited for")
+    parser.add_argument("--corpora", nargs="+", required=True, help="folders of token files")
+    parser.add_argument("--graph", choices=["auto", "on", "off"], default="auto")
+    options = parser.parse_args()
+    began = time.time()
+    lines = Path(options.plan).read_text().split("\n")
+    lines = [line for line in lines if line.strip() and not line.startswith("#")]
+    context = multiprocessing.get_context("spawn")
+    done, weights = 0, 0
+    with context.Pool(options.jobs, start_worker, (options.corpora, options.graph)) as pool:
+        results = pool.imap_unordered(one_run, lines)
+        for _ in lines:
+            left = options.seconds - (time.time() - began)
+            try:
+                found = results.next(timeout=max(left, 0.01))
+            except multiprocessing.TimeoutError:
+                print(f"time is up after {done} of {len(lines)} runs", flush=True)
+                break
+            done += 1
+            with (options.out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            if "error" in found or done % 25 == 0:
+                print(round(time.time() - began), done, {k: v for k, v in found.items() if k != "alpha"}, flush=True)
+            if "folder" in found and not found["trial"]:
+                weights += add(options.out, Path(found["folder"]), weights)
+        pool.terminate()
+    print(f"{done} of {len(lines)} runs in {time.time() - began:.0f} s", flush=True)
+
+
+def add(out: Path, folder: Path, weights: int) -> int:
+    """Add a record to the archives; returns how many weights it had."""
+    kept = 0
+    for path in sorted(folder.iterdir()):
+        archive = "records.tar"
+        if path.name == "model.safetensors":
+            archive = f"weights-{weights // WEIGHTS_A_FILE}.tar"
+            kept = 1
+        with tarfile.open(out / archive, "a") as tar:
+            tar.add(path, path.relative_to(RUNS))
+    return kept
+
+
+if __name__ == "__main__":
+    main()
