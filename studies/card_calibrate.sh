@@ -13,7 +13,7 @@ JOBS=${JOBS:-15}
 unpacked() { $PYTHON -c "
 import sys
 from sinkutils.data.corpus import load_corpus
-print(load_corpus('packed:' + sys.argv[1], int(sys.argv[2])).folder)" ".card/$1" "$2" 2>/dev/null; }
+print(load_corpus('packed:' + sys.argv[1], int(sys.argv[2])).folder)" ".card/$1" "$2" 2>>"$OUT/unpack.txt"; }
 
 mps() { command -v nvidia-cuda-mps-control >/dev/null && CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps nvidia-cuda-mps-control -d && export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps; }
 
