@@ -3,9 +3,10 @@
     python studies/card.py PLAN --out FOLDER --jobs 15 --seconds 500 --corpora packed-1.tar.xz ..
 
 PLAN has a line a run: preset, experiment, seed, and "weights" where these are to come back. Each finished record is
-added to FOLDER/records.tar (its weights to weights-<preset>-<n>.tar) at once, so that a kill loses what is unfinished.
+added to FOLDER/records-<preset>.tar (its weights to weights-<n>.tar) at once, so that a kill loses what is unfinished.
 A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
-of the study, and its last evaluation goes to FOLDER/trials.jsonl instead.
+of the study, and its last evaluation goes to FOLDER/results.jsonl alone. A line with "snapshots=0,200,1000" is no
+record either: the weights at these steps, in float16, come back in lab-<n>.tar.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from pathlib import Path
 
 import yaml
 
+from sinkutils.data.cache import verified
+
 RUNS = Path("card-runs")
 WEIGHTS_A_FILE = 12  # of a megabyte each
+LABS_A_FILE = 3  # of five megabytes each
 
 
 def start_worker(corpora: list[str], graph: str) -> None:
@@ -38,34 +42,35 @@ def start_worker(corpora: list[str], graph: str) -> None:
     GRAPH = {"auto": None, "on": True, "off": False}[graph]
 
 
-def one_run(line: str) -> dict:
-    """One line of the plan: what became of it."""
-    import torch
+def attempt(line: str) -> dict:
+    """One line of the plan: what became of it; one that fails stops no other."""
+    began = time.time()
+    try:
+        return one_run(line)
+    except Exception as error:
+        return {"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": time.time() - began}
 
+
+def one_run(line: str) -> dict:
     from sinkutils.study import grid
     from sinkutils.training.trainer import train
 
     began = time.time()
     preset, experiment, seed, *options = line.split()
     config = grid.config(experiment, preset, int(seed))
+    if options and options[0].startswith("snapshots="):
+        return snapshots(config, [int(step) for step in options[0].partition("=")[2].split(",")], line)
     changes = dict(option.split("=") for option in options if "=" in option)
     if changes:
         values = {path: yaml.safe_load(value) for path, value in changes.items()}
         config = grid._override(config, values, grid.preset(preset))
     runs = RUNS if not changes else RUNS / "trials" / "-".join(options).replace("/", "-")
-    quiet = preset not in ("gpu", "desk")
     keep = "weights" in options or grid.keeps_weights(config)
-    try:
-        corpus = TEXTS[config.data.corpus, config.model.vocab_size]
-        record = train(
-            config, runs, device=DEVICE, corpus=corpus, keep_weights=keep, graph=GRAPH,
-            compile=False, progress=not quiet, checkpoint_seconds=60.0,
-        )  # fmt: skip
-    except Exception as error:
-        return {"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": time.time() - began}
-    finally:
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+    corpus = TEXTS[config.data.corpus, config.model.vocab_size]
+    record = train(
+        config, runs, device=DEVICE, corpus=corpus, keep_weights=keep, graph=GRAPH,
+        compile=False, progress=False, checkpoint_seconds=1e6,
+    )  # fmt: skip
     found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1)}
     found["trial"] = bool(changes)
     if changes:
@@ -74,6 +79,32 @@ def one_run(line: str) -> dict:
         names = ("valid_loss", "sink_1", "excess_1")
         found |= {name: last.get(name) for name in names} | {"alpha": report.get("alpha"), "status": record.status}
     return found
+
+
+def snapshots(config, steps: list[int], line: str) -> dict:
+    """The weights of a run at some steps, a file each."""
+    from safetensors.torch import save_file
+
+    from sinkutils.checks import device
+    from sinkutils.training.graph import GraphedStep
+    from sinkutils.training.run import Run
+    from sinkutils.training.trainer import reproducible
+
+    began = time.time()
+    folder = RUNS / "lab" / config.experiment
+    folder.mkdir(parents=True)
+    target = device(DEVICE)
+    with reproducible(target):
+        run = Run(config, TEXTS[config.data.corpus, config.model.vocab_size], target)
+        if target.type == "cuda":
+            run.graph = GraphedStep(run)
+        for step in steps:
+            while run.step < step:
+                run.advance(run.loss)
+                run.passed.clear()
+            half = {name: weight.half().cpu().contiguous() for name, weight in run.model.state_dict().items()}
+            save_file(half, folder / f"{step}.safetensors")
+    return {"line": line, "folder": str(folder), "seconds": round(time.time() - began, 1), "trial": False}
 
 
 DEVICE = os.environ.get("CARD_DEVICE", "cuda")
@@ -89,12 +120,14 @@ def main() -> None:
     parser.add_argument("--graph", choices=["auto", "on", "off"], default="auto")
     options = parser.parse_args()
     began = time.time()
+    for folder in options.corpora:  # a worker that cannot start would be started again for ever
+        verified(Path(folder))
     lines = Path(options.plan).read_text().split("\n")
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     context = multiprocessing.get_context("spawn")
-    done, weights = 0, 0
+    done, counts = 0, {"weights": 0, "lab": 0}
     with context.Pool(options.jobs, start_worker, (options.corpora, options.graph)) as pool:
-        results = pool.imap_unordered(one_run, lines)
+        results = pool.imap_unordered(attempt, lines)
         for _ in lines:
             left = options.seconds - (time.time() - began)
             try:
@@ -108,22 +141,25 @@ def main() -> None:
             if "error" in found or done % 25 == 0:
                 print(round(time.time() - began), done, {k: v for k, v in found.items() if k != "alpha"}, flush=True)
             if "folder" in found and not found["trial"]:
-                weights += add(options.out, Path(found["folder"]), weights)
+                add(options.out, Path(found["folder"]), counts)
         pool.terminate()
     print(f"{done} of {len(lines)} runs in {time.time() - began:.0f} s", flush=True)
 
 
-def add(out: Path, folder: Path, weights: int) -> int:
-    """Add a record to the archives; returns how many weights it had."""
-    kept = 0
+def add(out: Path, folder: Path, counts: dict[str, int]) -> None:
+    """Add a record, or snapshots, to the archives; counts: how many had weights so far, and how many are snapshots."""
+    preset = folder.relative_to(RUNS).parts[0]
+    has_weights = (folder / "model.safetensors").exists()
     for path in sorted(folder.iterdir()):
-        archive = "records.tar"
+        archive = f"records-{preset}.tar"
         if path.name == "model.safetensors":
-            archive = f"weights-{weights // WEIGHTS_A_FILE}.tar"
-            kept = 1
+            archive = f"weights-{counts['weights'] // WEIGHTS_A_FILE}.tar"
+        if preset == "lab":
+            archive = f"lab-{counts['lab'] // LABS_A_FILE}.tar"
         with tarfile.open(out / archive, "a") as tar:
             tar.add(path, path.relative_to(RUNS))
-    return kept
+    counts["weights"] += has_weights
+    counts["lab"] += preset == "lab"
 
 
 if __name__ == "__main__":

@@ -409,8 +409,8 @@ def test_a_graph_of_the_step_has_the_losses_of_eager_steps(precision, tiny, corp
     config = change(tiny, precision=precision, steps=50, batch_size=8)
     losses = {}
     for form in ("eager", "graph"):
-        with reproducible(torch.device("cuda")):
-            run = Run(config, corpus, torch.device("cuda"))
+        with reproducible(torch.device("cuda", 0)):
+            run = Run(config, corpus, torch.device("cuda", 0))
             run.graph = GraphedStep(run) if form == "graph" else None
             losses[form] = torch.stack([run.advance(next_token_loss) for _ in range(50)])
     torch.testing.assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
