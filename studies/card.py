@@ -56,21 +56,23 @@ def one_run(line: str) -> dict:
     from sinkutils.training.trainer import train
 
     began = time.time()
-    preset, experiment, seed, *options = line.split()
+    preset, experiment, seed, *words = line.split()
     config = grid.config(experiment, preset, int(seed))
-    if options and options[0].startswith("snapshots="):
-        return snapshots(config, [int(step) for step in options[0].partition("=")[2].split(",")], line)
-    changes = dict(option.split("=") for option in options if "=" in option)
+    if words and words[0].startswith("snapshots="):
+        return snapshots(config, [int(step) for step in words[0].partition("=")[2].split(",")], line)
+    changes = dict(option.split("=") for option in words if "=" in option)
     if changes:
         values = {path: yaml.safe_load(value) for path, value in changes.items()}
         config = grid._override(config, values, grid.preset(preset))
-    runs = RUNS if not changes else RUNS / "trials" / "-".join(options).replace("/", "-")
-    keep = "weights" in options or grid.keeps_weights(config)
+    runs = RUNS if not changes else RUNS / "trials" / "-".join(words).replace("/", "-")
+    keep = "weights" in words or grid.keeps_weights(config)
     corpus = TEXTS[config.data.corpus, config.model.vocab_size]
-    record = train(
-        config, runs, device=DEVICE, corpus=corpus, keep_weights=keep, graph=GRAPH,
-        compile=False, progress=False, checkpoint_seconds=1e6,
-    )  # fmt: skip
+    options = {"device": DEVICE, "corpus": corpus, "keep_weights": keep, "compile": False, "progress": False}
+    try:
+        record = train(config, runs, graph=GRAPH, checkpoint_seconds=1e6, **options)
+    except RuntimeError as error:  # an operation that no graph can hold
+        print(f"without a graph: {line}: {str(error)[:200]}", flush=True)
+        record = train(config, runs, graph=False, checkpoint_seconds=1e6, **options)
     found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1)}
     found["trial"] = bool(changes)
     if changes:
