@@ -228,7 +228,7 @@ def _dead(check: Check, ours: Readings) -> str:
             if 0 in shares:
                 dead.append(str(seed))
         if dead:
-            words.append(f"a dead block in {name} (seeds {', '.join(dead)})")
+            words.append(f"dead block in {name}, seed {', '.join(dead)}")
     return "; ".join(words)
 
 

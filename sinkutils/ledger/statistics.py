@@ -81,7 +81,8 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
     share = float(np.mean(np.asarray(first) == np.asarray(second)))
     a, b = Counter(first), Counter(second)
     chance = sum(a[verdict] * b[verdict] for verdict in a) / len(first) / len(second)
-    return share, chance, (share - chance) / (1 - chance)
+    kappa = (share - chance) / (1 - chance) if chance < 1 else math.nan
+    return share, chance, kappa
 
 
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
