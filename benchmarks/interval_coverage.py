@@ -38,7 +38,7 @@ def main() -> None:
         runs = {name: seeds(spread, 3) for name, spread in zip(names, spreads, strict=True)}
         ours = Readings("laptop", {base: seeds(BASE_SPREAD, 6), **runs})
         for at, name in enumerate(names):
-            found = (ours.level(name, "excess"), ours.difference(name, "base", "excess"))
+            found = (ours.estimate((name,), "excess"), ours.estimate((name, base), "excess"))
             for counts, estimate in zip(covered.values(), found, strict=True):
                 counts[at] += estimate.low <= 0 <= estimate.high
     tenths = np.arange(len(names)) * 10 // len(names)

@@ -29,6 +29,7 @@ from sinkutils.study.config import Json
 
 KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
 KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
+REAL = ("above", "below")  # of a real model's number
 PARTS = ("paper", "later", "ours")  # the paper's claims, those of later papers, those of this project
 
 
@@ -78,20 +79,39 @@ def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
 
 
 def _checks(lines: list[Json]) -> list[Check]:
-    """One check for each run, or pair of runs, of each line of YAML."""
+    """One check for each run, or pair of runs, or real model, of each line of YAML."""
     checks = []
     for line in lines:
-        kind, *more = line.keys() - {"real", "of", "than"}
-        wrong = f"no such check: {line}"
+        kinds = line.keys() - {"real", "of", "than"}
+        require(len(kinds) == 1, f"a check asks for one thing: {line}")
+        kind = kinds.pop()
         if "real" in line:
-            asked = [model for model, question in real_models() if question == line["real"]]
-            require(bool(asked), wrong)
-            checks += [Check(kind, (model,), line["real"], line[kind]) for model in asked]
-            continue
-        quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
-        require(not more and kind in KINDS and quantity in QUANTITIES, wrong)
-        names, others = (x if isinstance(x, list) else [x] for x in (line[kind], line.get("than", "base")))
-        pairs = pairwise(names) if kind == "more" and "than" not in line else product(names, others)
-        groups = [(name,) for name in names] if kind in KINDS_OF_ONE else pairs
-        checks += [Check(kind, runs, quantity) for runs in groups]
+            checks += _of_models(kind, line)
+        else:
+            checks += _of_runs(kind, line)
     return checks
+
+
+def _of_models(kind: str, line: Json) -> list[Check]:
+    models = [model for model, question in real_models() if question == line["real"]]
+    require(kind in REAL and bool(models) and len(line) == 2, f"no such check: {line}")
+    return [Check(kind, (model,), line["real"], line[kind]) for model in models]
+
+
+def _of_runs(kind: str, line: Json) -> list[Check]:
+    quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
+    require(kind in KINDS and quantity in QUANTITIES, f"no such check: {line}")
+    names = _listed(line[kind])
+    if kind in KINDS_OF_ONE:
+        require("than" not in line, f"{kind} compares with nothing: {line}")
+        return [Check(kind, (name,), quantity) for name in names]
+    if kind == "more" and "than" not in line:
+        require(len(names) > 1, f"more than what? {line}")
+        pairs = [*pairwise(names)]
+    else:
+        pairs = [*product(names, _listed(line.get("than", "base")))]
+    return [Check(kind, pair, quantity) for pair in pairs]
+
+
+def _listed(names: str | list[str]) -> list[str]:
+    return names if isinstance(names, list) else [names]

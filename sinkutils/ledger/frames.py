@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.experiments import BY_NAME
@@ -23,9 +24,10 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
     sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean over blocks and heads,
     with u that of uniform causal attention; block_1 and later_blocks: excess_1 in block 1 and its mean over blocks 2
-    to L. Losses in nats per token. element, element_block_1: the largest element of h_1 over the median of all hidden
-    states, its maximum over blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the
-    experiment has another config now); corrupt (`reason` names the file). Only done and failed are results.
+    to L. live: the share of heads that are not dead (`live_heads`); NaN with a window of one token. Losses in nats per
+    token. element, element_block_1: the largest element of h_1 over the median of all hidden states, its maximum over
+    blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the experiment has another
+    config now); corrupt (`reason` names the file). Only done and failed are results.
     """
     rows = []
     for record in Runs(folder).entries(preset):
@@ -45,7 +47,8 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
 
     excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own. element: the largest
-    element of h_1 over the median of all hidden states. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
+    element of h_1 over the median of all hidden states. live: the share of its heads that are not dead (`live_heads`);
+    0 in a dead block, whose excess of 0 is no finding. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
     key or value over the mean of the other tokens'.
     """
     rows = []
@@ -100,6 +103,7 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
     found = {}
     for k, alpha in alphas.items():
         found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(axis=1)
+    found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
         found["element"] = np.array(report["hidden_peaks"])[:, 0]
     for name in ("hidden", "key", "value", "before_norm"):
@@ -125,6 +129,7 @@ def _of_run(record: Record) -> Json:
         found = by_block(final["report"], config["model"]["attention"]["window"])
         first, *later = found["excess_1"]
         row |= {"block_1": first, "later_blocks": np.mean(later) if later else None}
+        row["live"] = found["live"].mean()
         if "element" in found:
             row |= {"element": found["element"].max(), "element_block_1": found["element"][0]}
     row |= {name: config["train"][name] for name in ("learning_rate", "weight_decay", "batch_size")}

@@ -7,21 +7,17 @@ Sink_1 between two rows is about the ratio of their mean excess. So a bar is mos
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-import numpy as np
-
-from sinkutils.ledger.claims_file import PARTS, Check, Claim
-from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, as_judged
-from sinkutils.ledger.readings import Readings, label, real_models
+from sinkutils.ledger.claims_file import PARTS, REAL, Check, Claim
+from sinkutils.ledger.quantities import BARS, EXCESSES, RATIOS, READS, as_judged
+from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
 
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # what a check comes to
-REAL = ("above", "below")  # kinds of check about real models
-OPPOSITES = ("absent", "apart", "below", "fails", "worse")  # of present, together, above, trains, loss
-ALPHA = 0.05  # of every test; of "more" after Holm over its part of the ledger
+ALPHA = 0.05  # of every test; of "present", "absent" and "more" after Holm over their part of the ledger
 # A sink: the weakest row that the paper still calls one has 2.90 % (Table 9), its default 18.18 %.
 SINK = 2.90 / 18.18
 # The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3, the others even.
@@ -33,7 +29,12 @@ MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
 PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}  # verdicts that need no run
-SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}  # SINK of other kinds
+OPPOSITES = ("absent", "apart", "below", "fails", "worse")  # of present, together, above, trains, loss
+SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}
+SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
+# On which sides a check that asks for no effect has a margin: 1 above, -1 below.
+SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
+UNCORRECTED: Mapping[Estimate, float] = MappingProxyType({})
 
 GATED = {
     "none": (),
@@ -51,8 +52,9 @@ class Outcome:
     estimate: Estimate = NOTHING
     bar: float = math.nan  # what the estimate is held against: a threshold, or a margin
     p: float = math.nan  # of a directional check, after Holm
-    passes: float = math.nan  # of a "no effect" check, the largest effect that would still pass with these seeds
+    passes: float = math.nan  # of a "no effect" check, the largest effect that would still pass
     words: str = ""  # what no estimate says
+    tests: tuple[Estimate, ...] = ()  # against zero; their p-values are what Holm corrects
 
 
 @dataclass(frozen=True)
@@ -67,29 +69,30 @@ class Judged:
 
 def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
     """Every claim; directional checks after Holm over their part of the ledger."""
-    alone = defaultdict(list)  # of each claim, before Holm
-    for claim in claims:
-        seen = ours.fresh() if claim.fresh else ours
-        for check in claim.checks:
-            # A preset may lack an experiment, or have it under another name: such a check is not asked.
-            if check.kind in REAL or all(name in ("base", label(name, ours.preset)) for name in check.runs):
-                alone[claim.id].append(judge(check, seen))
-    corrected = {}
-    for part in PARTS:
-        outcomes = [outcome for claim in claims if claim.part == part for outcome in alone[claim.id]]
-        corrected[part] = holm({one.check: one.p for one in outcomes if not math.isnan(one.p)})
-    judged = []
-    for claim in claims:
-        if claim.trivial in PROVED and not claim.checks:
-            judged.append(Judged(claim, PROVED[claim.trivial]))
-        elif ours.preset in GATED[claim.gate]:
-            judged.append(Judged(claim, "not visible"))
-        else:
-            outcomes = [_directed(one, corrected[claim.part].get(one.check, one.p)) for one in alone[claim.id]]
-            premises = [judge(check, ours) for check in claim.given]
-            result = verdict([one.state for one in outcomes], [one.state for one in premises])
-            judged.append(Judged(claim, result, outcomes, premises))
-    return judged
+    tests: dict[str, list[Estimate]] = {part: [] for part in PARTS}
+    for judged in [_judged(claim, ours, UNCORRECTED) for claim in claims]:
+        for outcome in (*judged.outcomes, *judged.premises):
+            tests[judged.claim.part] += outcome.tests
+    corrected = {part: holm(of_part) for part, of_part in tests.items()}
+    return [_judged(claim, ours, corrected[claim.part]) for claim in claims]
+
+
+def _judged(claim: Claim, ours: Readings, corrected: Mapping[Estimate, float]) -> Judged:
+    if claim.trivial in PROVED and not claim.checks:
+        return Judged(claim, PROVED[claim.trivial])
+    if ours.preset in GATED[claim.gate]:
+        return Judged(claim, "not visible")
+    seen = ours.fresh() if claim.fresh else ours
+    outcomes = []
+    for check in claim.checks:
+        # A preset may lack an experiment, or have it under another name: such a check is not asked.
+        asked = [name in ("base", label(name, ours.preset)) for name in check.runs]
+        if check.kind in REAL or all(asked):
+            outcomes.append(judge(check, seen, corrected))
+    premises = [judge(check, ours, corrected) for check in claim.given]
+    states = [outcome.state for outcome in outcomes]
+    result = verdict(states, [outcome.state for outcome in premises])
+    return Judged(claim, result, outcomes, premises)
 
 
 def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
@@ -105,22 +108,14 @@ def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
     return "partly" if HOLDS in states else "not reproduced"
 
 
-def holm(p: Mapping[Check, float]) -> dict[Check, float]:
-    """p-values corrected for their number (Holm 1979)."""
-    ranked = sorted(p, key=p.__getitem__)
-    scaled = [(len(p) - rank) * p[check] for rank, check in enumerate(ranked)]
-    return dict(zip(ranked, np.minimum(1, np.maximum.accumulate(scaled)).tolist(), strict=True))
-
-
-def _directed(outcome: Outcome, p: float) -> Outcome:
-    """A directional check, decided by this p-value; another outcome as it is.
-
-    It fails where the interval leaves no room for a difference that counts.
-    """
-    if math.isnan(p):
-        return outcome
-    holds, fails = outcome.estimate.mean > 0 and p <= ALPHA, outcome.estimate.high <= outcome.bar
-    return replace(outcome, p=p, state=_state(outcome.check.kind, holds, fails))
+def holm(tests: Iterable[Estimate]) -> dict[Estimate, float]:
+    """The p-values of different tests, corrected for their number (Holm 1979)."""
+    ranked = sorted(set(tests), key=lambda test: test.p)
+    largest, corrected = 0.0, {}
+    for rank, test in enumerate(ranked):
+        largest = max(largest, (len(ranked) - rank) * test.p)
+        corrected[test] = min(1.0, largest)
+    return corrected
 
 
 def _state(kind: str, holds: bool, fails: bool) -> str:
@@ -132,53 +127,75 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
     return FAILS if fails else OPEN
 
 
-def judge(check: Check, ours: Readings) -> Outcome:
-    """The outcome of a check on records; of a directional one, before any correction."""
+def judge(check: Check, ours: Readings, corrected: Mapping[Estimate, float] = UNCORRECTED) -> Outcome:
+    """The outcome of a check on records; a test that is not among the corrected has its own p-value."""
     kind, quantity = check.kind, check.quantity
     if kind in REAL:  # whether a number of a model, or its interval, lies above (below) the bar
         low, high = real_models()[check.runs[0], quantity]
         words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        return Outcome(check, _state(kind, low > check.bar, high <= check.bar), bar=check.bar, words=words)
-    base = label("base", ours.preset)
-    asked = check.runs
-    check = replace(check, runs=tuple(label(name, ours.preset) for name in check.runs))
+        state = _state(kind, low > check.bar, high <= check.bar)
+        return Outcome(check, state, bar=check.bar, words=words)
+    names = tuple(label(name, ours.preset) for name in check.runs)
+    check = replace(check, runs=names)
     if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
-        lost = [run is None for run in ours.seeds(check.runs[0]).values()]
-        return Outcome(check, _state(kind, not any(lost), all(lost)) if len(lost) >= ours.least else MISSING)
+        failed = [run is None for run in ours.seeds(names[0]).values()]
+        if len(failed) < ours.least:
+            return Outcome(check)
+        return Outcome(check, _state(kind, not any(failed), all(failed)))
     words = ""
     if quantity == "onset":
-        without = [f"{len(ours.seeds(name)) - len(ours.values(name, 'onset'))} of {name}" for name in check.runs]
-        words = f"seeds without an onset: {', '.join(without)}"
+        never = [f"{len(ours.seeds(name)) - len(ours.values(name, quantity))} of {name}" for name in names]
+        words = f"seeds without an onset: {', '.join(never)}"
     if lacking := _lacking(check, ours):
         return Outcome(check, lacking, words=words)
-    if quantity in EXCESSES and asked[0] != "base" and ours.base().low <= BASE:
+    if dead := _dead(check, ours):
+        return Outcome(check, OPEN, words=dead)
+    base = label("base", ours.preset)
+    if quantity in EXCESSES and names != (base,) and ours.base().low <= BASE:
         return Outcome(check, OPEN, words="the base has no sink to measure by")
     if kind in ("together", "apart"):
-        return _together(check, ours)
-    name, *others = check.runs
-    estimate = ours.difference(name, others[0], quantity) if others else ours.level(name, quantity)
-    if quantity in EXCESSES:
-        bar = BASE if check.runs == (base,) else SHARES.get(kind, SINK) * ours.base().mean
-    elif not others:
-        bar = as_judged(BARS)[quantity]
-    elif kind == "more":
-        bar = 0.0
-    elif quantity in RATIOS:
-        bar = math.log(1 + SHARES[kind])
+        return _together(check, ours, corrected)
+    bar = _bar(check, base)
+    estimate = ours.estimate(names, quantity)
+    beyond = ours.estimate(names, quantity, bar)
+    outcome = Outcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
+    if kind in SIDES:
+        return _no_effect(outcome, ours, bar)
+    # "More" is tested against no difference at all; it fails where none is left that counts.
+    test = estimate if kind == "more" else beyond
+    p = corrected.get(test, test.p)
+    if kind == "absent":
+        above, below = beyond.low > 0, test.mean < 0 and p <= ALPHA
     else:
-        bar = SHARES[kind] * ours.level(others[0], quantity).mean
-    outcome = Outcome(check, OPEN, estimate, bar, words=words)
-    if kind in ("present", "absent"):  # by the 95 % interval
-        return replace(outcome, state=_state(kind, estimate.low > bar, estimate.high <= bar))
-    if kind == "more":
-        return _directed(outcome, estimate.p)
-    # No effect beyond the margin, by a one-sided test per side that is asked (TOST); surely beyond, it fails.
-    reach = estimate.reach(1 - ALPHA)
-    least = -math.inf if kind in ("loss", "worse") else -bar
-    most = math.inf if kind == "kept" else bar
-    low, high = estimate.mean - reach, estimate.mean + reach
-    state = _state(kind, least < low and high < most, high <= least or most <= low)
-    return replace(outcome, state=state, passes=max(0.0, bar - reach))
+        above, below = test.mean > 0 and p <= ALPHA, beyond.high <= 0
+    return replace(outcome, state=_state(kind, above, below), p=p, tests=(test,))
+
+
+def _bar(check: Check, base: str) -> Bar:
+    """What the check's level or difference is held against."""
+    if check.quantity in EXCESSES:
+        return Bar(BASE) if check.runs == (base,) else Bar(SHARES[check.kind], (base, "excess"))
+    if len(check.runs) == 1:
+        return Bar(as_judged(BARS)[check.quantity])
+    if check.kind == "more":
+        return ZERO
+    if check.quantity in RATIOS:
+        return Bar(math.log(1 + SHARES[check.kind]))
+    return Bar(SHARES[check.kind], (check.runs[1], check.quantity))
+
+
+def _no_effect(outcome: Outcome, ours: Readings, bar: Bar) -> Outcome:
+    """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
+    check = outcome.check
+    passes, within, outside = outcome.bar, True, False
+    for side in SIDES[check.kind]:
+        beyond = ours.estimate(check.runs, check.quantity, replace(bar, size=side * bar.size))
+        room, reach = -side * beyond.mean, beyond.reach(1 - ALPHA)
+        within = within and room > reach
+        outside = outside or room <= -reach
+        passes = min(passes, outcome.bar - reach)
+    state = _state(check.kind, within, outside)
+    return replace(outcome, state=state, passes=max(0.0, passes))
 
 
 def _lacking(check: Check, ours: Readings) -> str:
@@ -201,12 +218,28 @@ def _lacking(check: Check, ours: Readings) -> str:
     return state
 
 
-def _together(check: Check, ours: Readings) -> Outcome:
+def _dead(check: Check, ours: Readings) -> str:
+    """Which seeds have a wholly dead block among those that the quantity reads: it shows no sink, nor its absence."""
+    words = []
+    for name in check.runs:
+        dead = []
+        for seed, run in ours.seeds(name).items():
+            shares = [run.get(where) for where in READS.get(check.quantity, ())] if run else []
+            if 0 in shares:
+                dead.append(str(seed))
+        if dead:
+            words.append(f"dead block in {name}, seed {', '.join(dead)}")
+    return "; ".join(words)
+
+
+def _together(check: Check, ours: Readings, corrected: Mapping[Estimate, float]) -> Outcome:
     """Both a sink and a large element after block 1, or neither; one without the other, it fails."""
-    sink = judge(replace(check, kind="present"), ours).state
-    element = judge(replace(check, kind="present", quantity="element_1"), ours).state
-    if element == MISSING:
+    sink = judge(replace(check, kind="present"), ours, corrected)
+    element = judge(replace(check, kind="present", quantity="element_1"), ours, corrected)
+    if element.state == MISSING:
         return Outcome(check)
-    decided = OPEN not in (sink, element)
-    state = _state(check.kind, decided and sink == element, decided and sink != element)
-    return Outcome(check, state, words=f"sink: {sink}, large element: {element}")
+    decided = OPEN not in (sink.state, element.state)
+    alike = sink.state == element.state
+    state = _state(check.kind, decided and alike, decided and not alike)
+    words = f"sink: {sink.state}, large element: {element.state}"
+    return Outcome(check, state, words=words, tests=sink.tests + element.tests)

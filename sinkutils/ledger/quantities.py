@@ -76,6 +76,13 @@ RATIOS = (
 )
 QUANTITIES = (*EXCESSES, *BARS, *COMPARED)
 
+# Whose attention a quantity reads: that of block 1, of the later blocks, or of all. A loss, or the
+# norm or element of a state, needs no live head. live_1 is the share of live heads in block 1,
+# live_later the least such share of a later block.
+READS: dict[str, tuple[str, ...]] = dict.fromkeys((*EXCESSES, "key", "value"), ("live_later",))
+READS |= dict.fromkeys(("sink_1", "onset", "gathered"), ("live_1", "live_later"))
+READS["block_1"] = ("live_1",)
+
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
     """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets, blocks, heads).
@@ -125,6 +132,7 @@ def _of_report(report: Json, window: int | None) -> Numbers:
     found, length = by_block(report, window), report["T"]
     numbers = {name: _later(values) for name, values in found.items() if name.startswith("excess")}
     numbers |= {"excess": numbers.pop("excess_1"), "block_1": found["excess_1"][0]}
+    numbers |= {"live_1": found["live"][0], "live_later": found["live"][1:].min(initial=1)}
     seen = min(window or length, length)  # queries that see x_1
     if seen > 1:
         shown = _later(np.mean(report["alpha"][0], axis=1)) * length / seen

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-import numpy as np
 import pandas as pd
 
 from sinkutils import paths
 from sinkutils.ledger.quantities import Numbers, as_judged, of_run
-from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated
+from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, welch
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS
@@ -23,6 +23,17 @@ FRESH = {"laptop": 3}  # the first seed that came after the claims of ours were 
 
 
 Seeds = dict[int, Numbers | None]  # what each run of an experiment holds; None for one whose training failed
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What an estimate is held against: a number or, if `of` is there, a share of a mean."""
+
+    size: float
+    of: tuple[str, str] | None = None  # an experiment and a quantity
+
+
+ZERO = Bar(0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,31 +62,43 @@ class Readings:
         """A quantity of an experiment by seed, of the runs that trained and hold it."""
         return {seed: run[quantity] for seed, run in self.seeds(name).items() if run and quantity in run}
 
-    def level(self, name: str, quantity: str) -> Estimate:
-        """The mean of a quantity over an experiment's seeds, at least two."""
-        sample = [*self.values(name, quantity).values()]
-        variance, freedom = moderated(sample, _prior(self.whole or self, quantity))
-        return Estimate(float(np.mean(sample)), math.sqrt(variance / len(sample)), freedom, len(sample))
+    def estimate(self, runs: Sequence[str], quantity: str, bar: Bar = ZERO) -> Estimate:
+        """The mean of an experiment, less that of the second if there is one, less the bar.
 
-    def difference(self, name: str, other: str, quantity: str) -> Estimate:
-        """One experiment's quantity less another's, over the seeds that both have, at least two.
-
-        Its variance is the sum of the two settings' moderated ones, its freedom Welch's. What a seed has in common, a
-        fifth of the variance at most, is given away: the differences' own variances could not be moderated, since they
-        all share the base's seeds and so are not independent.
+        A difference is over the seeds that both have. What a seed has in common, a fifth of the
+        variance at most, is given away: the differences' own variances could not be moderated, since
+        they all share the base's seeds. A bar that is a share of a mean brings that mean's error
+        along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
+        variance is that of all its seeds, also where only fresh ones are judged.
         """
-        these, those = self.values(name, quantity), self.values(other, quantity)
-        paired = [these[seed] - those[seed] for seed in these if seed in those]
-        prior = _prior(self.whole or self, quantity)
-        (a, freedom_a), (b, freedom_b) = (moderated([*values.values()], prior) for values in (these, those))
-        freedom = freedom_a + freedom_b
-        if a + b > 0:
-            freedom = (a + b) ** 2 / (a**2 / freedom_a + b**2 / freedom_b)
-        return Estimate(float(np.mean(paired)), math.sqrt((a + b) / len(paired)), freedom, len(paired))
+        whole = self.whole or self
+        seeds = set.intersection(*[set(self.values(name, quantity)) for name in runs])
+        weights: dict = defaultdict(Counter)  # of each run in the sum, by experiment and quantity
+        for name, sign in zip(runs, (1, -1), strict=False):
+            for seed in seeds:
+                weights[name, quantity][seed] += sign / len(seeds)
+        mean = -bar.size
+        if bar.of is not None:
+            mean, measure = 0.0, whole.values(*bar.of)
+            for seed in measure:  # those of the difference may be among them
+                weights[bar.of][seed] -= bar.size / len(measure)
+        variances, freedoms = [], []
+        for (name, of), by_seed in weights.items():
+            values = whole.values(name, of)
+            variance, freedom = moderated([*values.values()], self.prior(of))
+            mean += sum(weight * values[seed] for seed, weight in by_seed.items())
+            variances.append(variance * sum(weight**2 for weight in by_seed.values()))
+            freedoms.append(freedom)
+        error = math.sqrt(sum(variances))
+        return Estimate(mean, error, welch(variances, freedoms), len(seeds))
+
+    def prior(self, quantity: str) -> Prior:
+        """The variance that all experiments have in common."""
+        return _prior(self.whole or self, quantity)
 
     def base(self) -> Estimate:
         """The level of the base's excess over all its seeds, the measure of all others."""
-        return (self.whole or self).level("base", "excess")
+        return (self.whole or self).estimate(("base",), "excess")
 
 
 @lru_cache(maxsize=256)

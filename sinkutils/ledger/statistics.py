@@ -10,6 +10,7 @@ variances of all settings tell: with d0 degrees of freedom for the common s0^2 a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,27 @@ def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     own = len(values) - 1
     d0, s0_squared, most = prior
     return (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own), max(own, min(d0 + own, most))
+
+
+def welch(variances: Sequence[float], freedoms: Sequence[float]) -> float:
+    """The degrees of freedom of a sum, from its parts' variances and their degrees (Welch, Satterthwaite)."""
+    total = sum(variances)
+    if total == 0:
+        return sum(freedoms)
+    return total**2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True))
+
+
+def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float, float]:
+    """How far two lists of verdicts agree: their share, the share by chance, and Cohen's kappa.
+
+    By chance two verdicts are alike as often as the lists' frequencies say; kappa is what lies
+    beyond, as a share of what could: (share - chance) / (1 - chance).
+    """
+    share = float(np.mean(np.asarray(first) == np.asarray(second)))
+    a, b = Counter(first), Counter(second)
+    chance = sum(a[verdict] * b[verdict] for verdict in a) / len(first) / len(second)
+    kappa = (share - chance) / (1 - chance) if chance < 1 else math.nan
+    return share, chance, kappa
 
 
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:

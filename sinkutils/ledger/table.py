@@ -8,27 +8,30 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from sinkutils.ledger.claims_file import read_claims
-from sinkutils.ledger.judge import HOLDS, Judged, judge_claims
+from sinkutils.ledger.claims_file import REAL, read_claims
+from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
 from sinkutils.ledger.statistics import NOTHING
 from sinkutils.study.store import Folder
 
-COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict holds effect low high trivial
- remark""".split()
-CHECK_COLUMNS = "id kind runs quantity state mean low high seeds bar p passes words premise".split()
+COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect low high
+ trivial remark""".split()
+CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar p passes words
+ premise""".split()
 
 
 def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
-    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed. ours, interval:
-    the levels that the checks read, and their 95 % intervals, excess in blocks 2 to L. block_1, sink_1: of those runs,
-    the excess in block 1 and the paper's Sink_1 over all blocks, in percent. verdict: reproduced, partly, not
-    reproduced, inconclusive, not visible (such models cannot show it), not run, or by mathematics. holds: "k of n"
-    checks. effect, low, high: of the first check that has a number, with its 95 % interval; of a ratio, its logarithm.
-    trivial: why the claim could not have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
+    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed.
+    ours, interval: the levels that the checks read, and their 95 % intervals, excess in blocks 2 to
+    L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over all blocks,
+    in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible (such models
+    cannot show it), not run, or by mathematics. reason: why a check stays open where no number says
+    it, a dead block above all. holds: "k of n" checks. effect, low, high: of the first check that
+    has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why the claim could not
+    have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
     """
     ours = readings(preset, folder)
     rows = []
@@ -49,6 +52,7 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         effect = next((outcome.estimate for outcome in one.outcomes if outcome.estimate.seeds), NOTHING)
         row = {"ours": "; ".join(levels), "interval": "; ".join(intervals), "verdict": one.verdict}
         row |= {name: _levels(name, excesses, ours)[0] for name in ("block_1", "sink_1")}
+        row["reason"] = _reasons(one)
         row["holds"] = f"{sum(outcome.state == HOLDS for outcome in one.outcomes)} of {len(one.outcomes)}"
         rows.append(vars(one.claim) | row | {"effect": effect.mean, "low": effect.low, "high": effect.high})
     return pd.DataFrame(rows)[COLUMNS]
@@ -57,16 +61,22 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per check of every claim: kind, runs, quantity and state, and the numbers behind it.
 
-    mean, low, high: of the level or paired difference, over `seeds`. bar: what it is held against, a threshold or a
-    margin. p: after Holm, of directional checks. passes: of a "no effect" check, the largest effect that would still
-    pass. All of ratios as logarithms. premise: whether the claim takes it for granted.
+    mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of that interval.
+    prior: those of the variance that all settings have in common, towards which each setting's own is shrunk; few
+    shrink it little. bar: what the mean is held against, a threshold or a margin; a share of the base's mean has an
+    error of its own, so that an interval above it may still leave the check open. p: after Holm, of directional checks.
+    passes: of a "no effect" check, the largest effect that would still pass. All of ratios as logarithms. premise:
+    whether the claim takes it for granted.
     """
     rows = []
-    for one in _judged(readings(preset, folder)):
+    ours = readings(preset, folder)
+    for one in _judged(ours):
         for number, outcome in enumerate((*one.outcomes, *one.premises)):
             check, estimate = outcome.check, outcome.estimate
             row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
             row |= vars(check) | vars(outcome) | vars(estimate)
+            if estimate.seeds:
+                row["prior"] = ours.prior(check.quantity)[0]
             rows.append(row | {"runs": ", ".join(check.runs), "low": estimate.low, "high": estimate.high})
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
@@ -84,12 +94,21 @@ def _judged(ours: Readings) -> list[Judged]:
     return judge_claims(read_claims(), ours)
 
 
+def _reasons(judged: Judged) -> str:
+    """What is said of the checks that stay open, each once."""
+    reasons: dict[str, None] = {}
+    for outcome in (*judged.outcomes, *judged.premises):
+        if outcome.state == OPEN and outcome.check.kind not in REAL and outcome.words:
+            reasons |= dict.fromkeys(outcome.words.split("; "))
+    return "; ".join(reasons)
+
+
 def _levels(quantity: str, runs: Iterable[str], ours: Readings) -> tuple[str, str]:
     """Each run's level, and its 95 % interval, as text."""
     levels, intervals = [], []
     for run in runs:
         if len(ours.values(run, quantity)) > 1:
-            estimate = ours.level(run, quantity)
+            estimate = ours.estimate((run,), quantity)
             numbers = [estimate.mean, estimate.low, estimate.high]
             mean, low, high = np.exp(numbers) if quantity in RATIOS else numbers
             levels.append(f"{run} {mean:.3g}")
