@@ -39,8 +39,8 @@ def theme() -> dict[str, str]:
 
     np.random.seed(0)  # noqa: NPY002
 
-    others = [color for color in sns.color_palette("colorblind").as_hex() if color not in COLORS.values()]
-    cycle = [COLORS["other"], COLORS["first"], COLORS["star"], *others]
+    # Orange is the first token and green a key of its own, wherever they stand: so neither is in the cycle.
+    cycle = [COLORS["other"], "#222222", "#949494", "#c8c8c8"]
     sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
