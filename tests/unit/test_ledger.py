@@ -393,6 +393,7 @@ def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
     ("{id: a, source: s, claim: c., checks: [{of: excess}]}", "claim a: .*one thing"),
     ("{id: a, source: s, claim: c., checks: [{real: sink_natural, present: 1}]}", "claim a: no such check"),
     ("{id: a, source: s, claim: c., checks: [{real: sink_natural, above: 1, than: 2}]}", "claim a: no such check"),
+    ("{id: a, source: s, claim: c., checks: [{real: sink_natural, above: x}]}", "claim a: the bar is no number"),
     ("{id: a, source: s, claim: c., checks: [{above: 1}]}", "claim a: no such check"),
     ("{id: a, source: s, claim: c., checks: [{present: elu, than: base}]}", "claim a: present compares with nothing"),
     ("{id: a, source: s, claim: c., checks: [{more: elu}]}", "claim a: more than what"),
