@@ -95,6 +95,7 @@ def _checks(lines: list[Json]) -> list[Check]:
 def _of_models(kind: str, line: Json) -> list[Check]:
     models = [model for model, question in real_models() if question == line["real"]]
     require(kind in REAL and bool(models) and len(line) == 2, f"no such check: {line}")
+    require(isinstance(line[kind], int | float), f"the bar is no number: {line}")
     return [Check(kind, (model,), line["real"], line[kind]) for model in models]
 
 

@@ -34,7 +34,8 @@ SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse":
 SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # On which sides a check that asks for no effect has a margin: 1 above, -1 below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
-UNCORRECTED: Mapping[Estimate, float] = MappingProxyType({})
+PValues = Mapping[Estimate, float]
+UNCORRECTED: PValues = MappingProxyType({})
 
 GATED = {
     "none": (),
@@ -77,7 +78,7 @@ def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
     return [_judged(claim, ours, corrected[claim.part]) for claim in claims]
 
 
-def _judged(claim: Claim, ours: Readings, corrected: Mapping[Estimate, float]) -> Judged:
+def _judged(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
     if claim.trivial in PROVED and not claim.checks:
         return Judged(claim, PROVED[claim.trivial])
     if ours.preset in GATED[claim.gate]:
@@ -96,7 +97,10 @@ def _judged(claim: Claim, ours: Readings, corrected: Mapping[Estimate, float]) -
 
 
 def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
-    """The verdict on a claim from the states of its checks; without what it takes for granted nothing is shown."""
+    """The verdict on a claim from the states of its checks.
+
+    Without what it takes for granted nothing is shown.
+    """
     if not states or MISSING in (*states, *premises):
         return "not run"
     if set(premises) - {HOLDS}:
@@ -127,8 +131,11 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
     return FAILS if fails else OPEN
 
 
-def judge(check: Check, ours: Readings, corrected: Mapping[Estimate, float] = UNCORRECTED) -> Outcome:
-    """The outcome of a check on records; a test that is not among the corrected has its own p-value."""
+def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Outcome:
+    """The outcome of a check on records.
+
+    corrected: p-values by test; a test that is not among them has its own.
+    """
     kind, quantity = check.kind, check.quantity
     if kind in REAL:  # whether a number of a model, or its interval, lies above (below) the bar
         low, high = real_models()[check.runs[0], quantity]
@@ -144,8 +151,7 @@ def judge(check: Check, ours: Readings, corrected: Mapping[Estimate, float] = UN
         return Outcome(check, _state(kind, not any(failed), all(failed)))
     words = ""
     if quantity == "onset":
-        never = [f"{len(ours.seeds(name)) - len(ours.values(name, quantity))} of {name}" for name in names]
-        words = f"seeds without an onset: {', '.join(never)}"
+        words = _never(names, ours)
     if lacking := _lacking(check, ours):
         return Outcome(check, lacking, words=words)
     if dead := _dead(check, ours):
@@ -164,11 +170,22 @@ def judge(check: Check, ours: Readings, corrected: Mapping[Estimate, float] = UN
     # "More" is tested against no difference at all; it fails where none is left that counts.
     test = estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
+    shown = p <= ALPHA
     if kind == "absent":
-        above, below = beyond.low > 0, test.mean < 0 and p <= ALPHA
+        above = beyond.low > 0
+        below = shown and test.mean < 0
     else:
-        above, below = test.mean > 0 and p <= ALPHA, beyond.high <= 0
+        above = shown and test.mean > 0
+        below = beyond.high <= 0
     return replace(outcome, state=_state(kind, above, below), p=p, tests=(test,))
+
+
+def _never(names: Sequence[str], ours: Readings) -> str:
+    counts = []
+    for name in names:
+        without = len(ours.seeds(name)) - len(ours.values(name, "onset"))
+        counts.append(f"{without} of {name}")
+    return f"seeds without an onset: {', '.join(counts)}"
 
 
 def _bar(check: Check, base: str) -> Bar:
@@ -201,8 +218,8 @@ def _no_effect(outcome: Outcome, ours: Readings, bar: Bar) -> Outcome:
 def _lacking(check: Check, ours: Readings) -> str:
     """The state of a check for which too few seeds hold what it asks; "" where enough do.
 
-    Not run, but open where the reason is that training failed, which shows neither a sink nor its absence, or that the
-    onset never came.
+    Not run, but open where the reason is that training failed, which shows neither a sink nor its
+    absence, or that the onset never came.
     """
     needed = [(name, check.quantity) for name in check.runs]
     state = ""
@@ -219,21 +236,24 @@ def _lacking(check: Check, ours: Readings) -> str:
 
 
 def _dead(check: Check, ours: Readings) -> str:
-    """Which seeds have a wholly dead block among those that the quantity reads: it shows no sink, nor its absence."""
+    """Which seeds have a wholly dead block among those that the quantity reads.
+
+    It shows neither a sink nor its absence.
+    """
     words = []
     for name in check.runs:
         dead = []
-        for seed, run in ours.seeds(name).items():
-            shares = [run.get(where) for where in READS.get(check.quantity, ())] if run else []
-            if 0 in shares:
-                dead.append(str(seed))
+        for live in READS.get(check.quantity, ()):
+            shares = ours.values(name, live)
+            dead += [seed for seed in shares if shares[seed] == 0]
         if dead:
-            words.append(f"dead block in {name}, seed {', '.join(dead)}")
+            seeds = ", ".join(str(seed) for seed in sorted(set(dead)))
+            words.append(f"dead block in {name}, seed {seeds}")
     return "; ".join(words)
 
 
-def _together(check: Check, ours: Readings, corrected: Mapping[Estimate, float]) -> Outcome:
-    """Both a sink and a large element after block 1, or neither; one without the other, it fails."""
+def _together(check: Check, ours: Readings, corrected: PValues) -> Outcome:
+    """Both a sink and a large element after block 1, or neither; with one of the two it fails."""
     sink = judge(replace(check, kind="present"), ours, corrected)
     element = judge(replace(check, kind="present", quantity="element_1"), ours, corrected)
     if element.state == MISSING:

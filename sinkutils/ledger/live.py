@@ -1,4 +1,4 @@
-"""Which heads are alive. A dead head spreads its attention evenly whatever the keys: no sink, and no finding."""
+"""Which heads are alive: a dead one spreads its attention evenly, whatever the keys."""
 
 from __future__ import annotations
 

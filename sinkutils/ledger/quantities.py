@@ -128,23 +128,34 @@ def as_judged(numbers: Numbers) -> Numbers:
 
 
 def _of_report(report: Json, window: int | None) -> Numbers:
-    """Attention by excess; norms and elements of h_1 in blocks before the last, whose output is the prediction."""
+    """Attention by excess; norms and elements of h_1 in blocks before the last.
+
+    The last block's output is the prediction.
+    """
     found, length = by_block(report, window), report["T"]
-    numbers = {name: _later(values) for name, values in found.items() if name.startswith("excess")}
-    numbers |= {"excess": numbers.pop("excess_1"), "block_1": found["excess_1"][0]}
-    numbers |= {"live_1": found["live"][0], "live_later": found["live"][1:].min(initial=1)}
+    numbers = {}
+    for name, values in found.items():
+        if name.startswith("excess"):
+            numbers[name] = _later(values)
+    numbers["excess"] = numbers.pop("excess_1")
+    numbers["block_1"] = found["excess_1"][0]
+    numbers["live_1"] = found["live"][0]
+    numbers["live_later"] = found["live"][1:].min(initial=1)
     seen = min(window or length, length)  # queries that see x_1
     if seen > 1:
         shown = _later(np.mean(report["alpha"][0], axis=1)) * length / seen
         numbers["visible"] = excess(shown, uniform_alpha(seen))
     if "element" in found:
         numbers["element_1"] = found["element"][0]
-    for name, column in {"hidden": "hidden_ratio", "before_norm": "before_norm_ratio", "element": "element"}.items():
-        if column in found:
-            numbers[name] = found[column][:-1].max(initial=0)
-    strongest = 1 + np.argmax([*found["excess_1"][1:], -math.inf])  # of the later blocks
-    for name in ("key", "value"):
-        numbers[name] = [*found[f"{name}_ratio"], math.nan][strongest]
+        numbers["element"] = found["element"][:-1].max(initial=0)
+    for name in ("hidden", "before_norm"):
+        if f"{name}_ratio" in found:
+            numbers[name] = found[f"{name}_ratio"][:-1].max(initial=0)
+    later = found["excess_1"][1:]
+    if len(later) > 0:
+        strongest = 1 + later.argmax()
+        numbers["key"] = found["key_ratio"][strongest]
+        numbers["value"] = found["value_ratio"][strongest]
     return numbers
 
 
@@ -153,7 +164,9 @@ def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int |
     later = alpha.mean(axis=3)[:, :, 1:].astype(float).mean(axis=2)  # (evaluations, targets)
     course = excess(later[:, 0], uniform_alpha(report["T"], 1, window))
     early = np.searchsorted(steps, 0.1, side="right") - 1
-    numbers = {"highest": course.max(), "learned": course[-1] - course[0], "late": course[-1] - course[early]}
+    numbers = {"highest": course.max()}
+    numbers["learned"] = course[-1] - course[0]
+    numbers["late"] = course[-1] - course[early]
     if report.get("alpha_star"):
         star = excess(later[:, -1], uniform_alpha(report["T"], "star", window))
         numbers["learned_star"] = star[-1] - star[0]
@@ -163,10 +176,14 @@ def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int |
 def _of_tuning(curve: list[Json]) -> Numbers:
     """Of a fine-tuning, whose points hold every step: losses as means of the first and the last tenth."""
     points = [point for point in curve if "gradient_norms" in point]
-    losses, norms = (np.concatenate([point[name] for point in points]) for name in ("losses", "gradient_norms"))
+    losses = np.concatenate([point["losses"] for point in points])
+    norms = np.concatenate([point["gradient_norms"] for point in points])
     tenth = max(1, len(losses) // 10)
-    end, median = losses[-tenth:].mean(), np.median(norms)
-    return {"fall": losses[:tenth].mean() - end, "end": end, "gradient": median, "spike": norms.max() / median}
+    start, end = losses[:tenth].mean(), losses[-tenth:].mean()
+    median = np.median(norms)
+    numbers = {"fall": start - end, "end": end}
+    numbers |= {"gradient": median, "spike": norms.max() / median}
+    return numbers
 
 
 def _later(blocks: np.ndarray) -> float:

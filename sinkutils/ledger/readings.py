@@ -1,4 +1,7 @@
-"""The records of a preset as the numbers that the ledger judges, read once and kept until a record changes."""
+"""The records of a preset as the numbers that the ledger judges.
+
+They are read once and kept until a record changes.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS
 from sinkutils.study.store import Folder, Runs
 
-LEAST_SEEDS = {"desk": 2}  # seeds of an experiment without which nothing is judged, where not 3: a night per run
-FRESH = {"laptop": 3}  # the first seed that came after the claims of ours were seen; elsewhere all came after
+# Seeds of an experiment without which nothing is judged, where not 3: a night per run.
+LEAST_SEEDS = {"desk": 2}
+# The first seed that came after the claims of ours were seen; elsewhere all came after.
+FRESH = {"laptop": 3}
 
-
-Seeds = dict[int, Numbers | None]  # what each run of an experiment holds; None for one whose training failed
+# What each run of an experiment holds; None for one whose training failed.
+Seeds = dict[int, Numbers | None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,12 @@ class Readings:
     def fresh(self) -> Readings:
         """The part that came after the claims of ours."""
         first = FRESH.get(self.preset, 0)
-        runs = {name: {seed: seeds[seed] for seed in seeds if seed >= first} for name, seeds in self.runs.items()}
+        runs: dict[str, Seeds] = {}
+        for name, seeds in self.runs.items():
+            runs[name] = {}
+            for seed, run in seeds.items():
+                if seed >= first:
+                    runs[name][seed] = run
         return Readings(self.preset, runs, self.least, self)
 
     def seeds(self, name: str) -> Seeds:
@@ -60,7 +70,11 @@ class Readings:
 
     def values(self, name: str, quantity: str) -> dict[int, float]:
         """A quantity of an experiment by seed, of the runs that trained and hold it."""
-        return {seed: run[quantity] for seed, run in self.seeds(name).items() if run and quantity in run}
+        values = {}
+        for seed, run in self.seeds(name).items():
+            if run and quantity in run:
+                values[seed] = run[quantity]
+        return values
 
     def estimate(self, runs: Sequence[str], quantity: str, bar: Bar = ZERO) -> Estimate:
         """The mean of an experiment, less that of the second if there is one, less the bar.
@@ -73,21 +87,27 @@ class Readings:
         """
         whole = self.whole or self
         seeds = set.intersection(*[set(self.values(name, quantity)) for name in runs])
-        weights: dict = defaultdict(Counter)  # of each run in the sum, by experiment and quantity
+        # The weight of each seed in the sum, by experiment and quantity.
+        weights: dict = defaultdict(Counter)
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
-        mean = -bar.size
-        if bar.of is not None:
-            mean, measure = 0.0, whole.values(*bar.of)
-            for seed in measure:  # those of the difference may be among them
+        mean = 0.0
+        if bar.of is None:
+            mean -= bar.size
+        else:
+            measure = whole.values(*bar.of)
+            for seed in measure:  # a seed of the difference may be among them
                 weights[bar.of][seed] -= bar.size / len(measure)
         variances, freedoms = [], []
-        for (name, of), by_seed in weights.items():
-            values = whole.values(name, of)
-            variance, freedom = moderated([*values.values()], self.prior(of))
-            mean += sum(weight * values[seed] for seed, weight in by_seed.items())
-            variances.append(variance * sum(weight**2 for weight in by_seed.values()))
+        for key, by_seed in weights.items():
+            values = whole.values(*key)
+            variance, freedom = moderated([*values.values()], self.prior(key[1]))
+            squares = 0.0
+            for seed, weight in by_seed.items():
+                mean += weight * values[seed]
+                squares += weight**2
+            variances.append(squares * variance)
             freedoms.append(freedom)
         error = math.sqrt(sum(variances))
         return Estimate(mean, error, welch(variances, freedoms), len(seeds))
@@ -103,13 +123,20 @@ class Readings:
 
 @lru_cache(maxsize=256)
 def _prior(ours: Readings, quantity: str) -> Prior:
-    """The common variance of all experiments. Readings are told apart by identity, so none gets another's."""
-    return fit_prior([[*ours.values(name, quantity).values()] for name in ours.runs])
+    # Readings are told apart by identity, so none gets another's.
+    samples = []
+    for name in ours.runs:
+        values = ours.values(name, quantity)
+        samples.append([*values.values()])
+    return fit_prior(samples)
 
 
 @cache
 def label(name: str, preset: str) -> str:
-    """The name under which an experiment runs at a preset: of "base" its base, of equal runs the first; else ""."""
+    """The name under which an experiment runs at a preset, "" if it does not.
+
+    Of "base" the preset's base, of equal runs the first.
+    """
     try:
         return resolve(name, preset)
     except ValueError:  # not of this preset
@@ -132,7 +159,8 @@ def _readings(preset: str, store: Runs, state: tuple) -> Readings:
         curve = record.arrays.get("curve")
         numbers = of_run(record.config, record.metrics, None if curve is None else curve.numpy())
         runs.setdefault(record.experiment, {})[record.seed] = numbers
-    if store.folder == paths.RUNS:  # what was measured on the weights that some records keep (benchmarks/trials.py)
+    if store.folder == paths.RUNS:
+        # What was measured on the weights that some records keep (benchmarks/trials.py).
         for row in pd.read_csv(paths.LEDGER / "trials.csv").itertuples():
             numbers = runs.get(row.experiment, {}).get(row.seed)
             if row.preset == preset and numbers is not None:

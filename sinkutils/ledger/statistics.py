@@ -59,17 +59,22 @@ NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     """The moderated variance of at least two values, and its degrees of freedom."""
-    own = len(values) - 1
+    d = len(values) - 1
     d0, s0_squared, most = prior
-    return (d0 * s0_squared + own * float(np.var(values, ddof=1))) / (d0 + own), max(own, min(d0 + own, most))
+    s_squared = float(np.var(values, ddof=1))
+    variance = (d0 * s0_squared + d * s_squared) / (d0 + d)
+    return variance, max(d, min(d0 + d, most))
 
 
 def welch(variances: Sequence[float], freedoms: Sequence[float]) -> float:
-    """The degrees of freedom of a sum, from its parts' variances and their degrees (Welch, Satterthwaite)."""
+    """The degrees of freedom of a sum, from its parts' variances and their degrees (Welch)."""
     total = sum(variances)
     if total == 0:
         return sum(freedoms)
-    return total**2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True))
+    squares = 0.0
+    for variance, freedom in zip(variances, freedoms, strict=True):
+        squares += variance**2 / freedom
+    return total**2 / squares
 
 
 def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float, float]:
@@ -80,7 +85,9 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
     """
     share = float(np.mean(np.asarray(first) == np.asarray(second)))
     a, b = Counter(first), Counter(second)
-    chance = sum(a[verdict] * b[verdict] for verdict in a) / len(first) / len(second)
+    chance = 0.0
+    for verdict in a:
+        chance += a[verdict] / len(first) * b[verdict] / len(second)
     kappa = (share - chance) / (1 - chance) if chance < 1 else math.nan
     return share, chance, kappa
 

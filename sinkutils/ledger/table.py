@@ -12,11 +12,10 @@ from sinkutils.ledger.claims_file import REAL, read_claims
 from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
-from sinkutils.ledger.statistics import NOTHING
 from sinkutils.study.store import Folder
 
-COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect low high
- trivial remark""".split()
+COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect
+ low high trivial remark""".split()
 CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior bar p passes words
  premise""".split()
 
@@ -48,25 +47,36 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             level, interval = _levels(quantity, runs, ours)
             levels.append(f"{quantity}: {level}")
             intervals.append(f"{quantity}: {interval}")
-        excesses = {run: None for quantity in read if quantity in EXCESSES for run in read[quantity]}
-        effect = next((outcome.estimate for outcome in one.outcomes if outcome.estimate.seeds), NOTHING)
-        row = {"ours": "; ".join(levels), "interval": "; ".join(intervals), "verdict": one.verdict}
-        row |= {name: _levels(name, excesses, ours)[0] for name in ("block_1", "sink_1")}
-        row["reason"] = _reasons(one)
-        row["holds"] = f"{sum(outcome.state == HOLDS for outcome in one.outcomes)} of {len(one.outcomes)}"
-        rows.append(vars(one.claim) | row | {"effect": effect.mean, "low": effect.low, "high": effect.high})
-    return pd.DataFrame(rows)[COLUMNS]
+        excesses: dict[str, None] = {}
+        for quantity in read:
+            if quantity in EXCESSES:
+                excesses |= read[quantity]
+        row = vars(one.claim) | {"verdict": one.verdict, "reason": _reasons(one)}
+        row["ours"] = "; ".join(levels)
+        row["interval"] = "; ".join(intervals)
+        for name in ("block_1", "sink_1"):
+            row[name], _ = _levels(name, excesses, ours)
+        states = [outcome.state for outcome in one.outcomes]
+        row["holds"] = f"{states.count(HOLDS)} of {len(states)}"
+        for outcome in one.outcomes:
+            estimate = outcome.estimate
+            if estimate.seeds:
+                row |= {"effect": estimate.mean, "low": estimate.low, "high": estimate.high}
+                break
+        rows.append(row)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per check of every claim: kind, runs, quantity and state, and the numbers behind it.
 
-    mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of that interval.
-    prior: those of the variance that all settings have in common, towards which each setting's own is shrunk; few
-    shrink it little. bar: what the mean is held against, a threshold or a margin; a share of the base's mean has an
-    error of its own, so that an interval above it may still leave the check open. p: after Holm, of directional checks.
-    passes: of a "no effect" check, the largest effect that would still pass. All of ratios as logarithms. premise:
-    whether the claim takes it for granted.
+    mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of
+    that interval. prior: those of the variance that all settings have in common, towards which each
+    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold or
+    a margin; a share of the base's mean has an error of its own, so that an interval above it may
+    still leave the check open. p: after Holm, of present, absent and more. passes: of a "no effect"
+    check, the largest effect that would still pass. All of ratios as logarithms. premise: whether
+    the claim takes it for granted.
     """
     rows = []
     ours = readings(preset, folder)
@@ -77,12 +87,17 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             row |= vars(check) | vars(outcome) | vars(estimate)
             if estimate.seeds:
                 row["prior"] = ours.prior(check.quantity)[0]
-            rows.append(row | {"runs": ", ".join(check.runs), "low": estimate.low, "high": estimate.high})
+            row["runs"] = ", ".join(check.runs)
+            row |= {"low": estimate.low, "high": estimate.high}
+            rows.append(row)
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
 
 def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
-    """The verdict on one claim, such as "reproduced (3 of 3 checks)". Raises ValueError for an unknown id."""
+    """The verdict on one claim, such as "reproduced (3 of 3 checks)".
+
+    Raises ValueError for an unknown id.
+    """
     for row in claims(preset, folder).itertuples():
         if row.id == id:
             return row.verdict if row.holds == "0 of 0" else f"{row.verdict} ({row.holds} checks)"

@@ -39,7 +39,7 @@ from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import Json, RunConfig
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
-RULES = 3  # raised by hand when the rules change by which the ledger judges
+RULES = 4  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"

@@ -124,6 +124,13 @@ def test_a_margin_around_the_base_knows_that_it_is_the_same_base():
     assert (found.mean, found.error) == pytest.approx((0.18, math.sqrt(0.0075 / 3 + 0.02 * squares)))
 
 
+def test_fresh_seeds_are_compared_with_the_spread_of_all():
+    values = [0.1, 0.2, 0.3, 0.5, 0.6, 0.7]
+    found = made({"elu": values}).fresh().estimate(["elu"], "excess")
+    assert (found.mean, found.seeds) == (pytest.approx(0.6), 3)  # seeds 3 to 5
+    assert (found.error, found.freedom) == pytest.approx((math.sqrt(np.var(values, ddof=1) / 3), 5))
+
+
 def test_a_sink_near_a_bar_is_open_where_the_base_scatters():
     for base, state in (([0.29, 0.3, 0.31], "holds"), ([0.2, 0.3, 0.4], "open")):
         outcome = judge(
@@ -386,6 +393,7 @@ def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
     ("{id: a, source: s, claim: c., checks: [{of: excess}]}", "claim a: .*one thing"),
     ("{id: a, source: s, claim: c., checks: [{real: sink_natural, present: 1}]}", "claim a: no such check"),
     ("{id: a, source: s, claim: c., checks: [{real: sink_natural, above: 1, than: 2}]}", "claim a: no such check"),
+    ("{id: a, source: s, claim: c., checks: [{real: sink_natural, above: x}]}", "claim a: the bar is no number"),
     ("{id: a, source: s, claim: c., checks: [{above: 1}]}", "claim a: no such check"),
     ("{id: a, source: s, claim: c., checks: [{present: elu, than: base}]}", "claim a: present compares with nothing"),
     ("{id: a, source: s, claim: c., checks: [{more: elu}]}", "claim a: more than what"),
