@@ -233,20 +233,21 @@ def reproducible(device: torch.device) -> Iterator[None]:
     warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
     """
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic  # whose stubs lack the setting
+    filled = deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.set_deterministic_debug_mode("warn")
         # It would write NaN into each new tensor, a kernel more for most of a step's.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = filled
 
 
 def device_name(device: torch.device) -> str:
