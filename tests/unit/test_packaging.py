@@ -69,7 +69,16 @@ def test_every_room_is_packaged_and_the_version_is_one():
     rooms = {f"sinkutils.{path.parent.name}" for path in (ROOT / "sinkutils").glob("*/__init__.py")}
     tops = {"sinkutils", "sinkutils.paper_data", "sinkutils.ledger_data"}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == tops | rooms
-    assert PROJECT["project"]["version"] == su.__version__
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sinkutils.__version__"}
+
+
+def test_editors_and_type_checkers_know_every_public_name():
+    stub = ast.parse((ROOT / "sinkutils" / "__init__.pyi").read_text("utf-8"))
+    homes = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.asname: node.module.removeprefix("sinkutils.") for alias in node.names}
+    assert homes == su._HOMES
 
 
 def test_importing_the_package_loads_few_modules():
