@@ -27,13 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
-from sinkutils.measuring.hf import Capture, capturing
-from sinkutils.measuring.measure import check_range, evaluating, measure, sequences, unwrapped
+from sinkutils.measuring.families import Call
+from sinkutils.measuring.hf import Capture, handed_over, observe
+from sinkutils.measuring.measure import measure, sequences
+from sinkutils.measuring.passes import Operating, Pass
+from sinkutils.measuring.refusals import check_positions, check_range
 from sinkutils.measuring.report import Report
+from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import OwnModel, Tally
 from sinkutils.model.decoder import TransformerLM
 
@@ -104,8 +108,8 @@ def edit(
         for layer in chosen:
             integer("layer", layer, 0, len(blocks) - 1)
         if place in ("query", "key", "value"):
-            change_attention(capture, place, change, set(chosen))
-            return run(capture, ids)
+            changed = changed_call(capture, place, change, set(chosen))
+            return run(capture, ids, changed=changed)
         handles = []
         try:
             for layer in chosen:
@@ -123,10 +127,12 @@ def hook(
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
-        require(
-            hidden.ndim == 3,
-            f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1",
-        )
+        if not isinstance(capture, OwnModel):
+            streams = capture.hidden_states("returns", hidden).shape[1]
+            require(
+                streams == 1,
+                f"blocks pass on {streams} residual streams beside one another: no one h_1",
+            )
         changed = change(hidden.clone())
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
@@ -149,27 +155,34 @@ def hook(
     return down[0].register_forward_pre_hook(capture.here(before))
 
 
-def change_attention(capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]) -> None:
-    """Let the capture, which sees q, k and v of each layer in a pass, put change(x) for one of them.
+def changed_call(
+    capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]
+) -> Callable[[Call, int], Call]:
+    """What is computed in place of a layer's call: the same with change(x) for q, k or v.
 
-    capture: an `OwnModel` or a `Capture`.
+    capture: an `OwnModel` or a `Capture`. Our own model goes on with the tensors that it shows, so
+    that they are written into.
     """
     index = ("query", "key", "value").index(place)
-    own: Callable = capture.attention
+    if isinstance(capture, OwnModel):
+        show: Callable = capture.attention
 
-    def ours(layer: int, *args: Any) -> None:
-        if layer in layers:
-            x = args[index]
-            x.copy_(change(x.clone()))  # the decoder goes on with the tensor that it showed
-        own(layer, *args)
+        def attention(layer: int, *args: Any) -> None:
+            if layer in layers:
+                x = args[index]
+                x.copy_(change(x.clone()))
+            show(layer, *args)
 
-    def theirs(name: str, function: Callable, eager: Callable, module: nn.Module, *qkv: Any, **kwargs: Any) -> Any:
-        tensors = list(qkv)  # query, key, value, and the mask
-        if capture.layers.get(module) in layers:
-            tensors[index] = change(tensors[index].clone())
-        return own(name, function, eager, module, *tensors, **kwargs)
+        capture.attention = attention  # type: ignore[method-assign, assignment]
 
-    capture.attention = ours if isinstance(capture, OwnModel) else theirs
+    def changed(call: Call, layer: int) -> Call:
+        if layer not in layers:
+            return call
+        name = "qkv"[index]
+        new: dict = {name: change(getattr(call, name).clone())}
+        return call._replace(**new)
+
+    return changed
 
 
 def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:
@@ -219,8 +232,7 @@ def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcom
 def _hiding(model: nn.Module, ids: Tensor, hidden: Tensor, last: int | None = None) -> Outcome:
     """With the keys j hidden from the queries i where hidden[i, j], (T, T)."""
     with operating(model, ids, cache=True) as capture:
-        capture.hidden = hidden
-        return run(capture, ids, last=last)
+        return run(capture, ids, last=last, hidden=hidden)
 
 
 def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None) -> Outcome:
@@ -258,26 +270,31 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
     else.
     Yields an `OwnModel` or a `Capture`.
     """
-    model = unwrapped(model)
-    kind = type(model).__name__
     rows, _ = sequences(ids, None, TARGETS)
     length = ids.shape[1]
+    state = LeftAsFound()
     if isinstance(model, TransformerLM):
-        require(not cache, f"hide, stream and transplant need a KV cache, and {kind} has none: use edit")
-        with evaluating(model), torch.no_grad():
+        require(
+            not cache,
+            "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
+        )
+        with ONE_AT_A_TIME, state, state:
+            state.evaluate(model)
             own = OwnModel(model, Tally(TARGETS, length))
             check_range(rows, own.vocabulary)
             yield own
         return
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder or not model.get_output_embeddings():
-        raise ValueError(f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}")
-    with (
-        evaluating(model),
-        torch.no_grad(),
-        capturing(model, Tally(TARGETS, length, norms=False)) as capture,
-    ):
+    _, inner = handed_over(model)
+    kind = type(inner).__name__
+    require(
+        inner.get_output_embeddings() is not None,
+        f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}",
+    )
+    with ONE_AT_A_TIME, state, state:
+        state.evaluate(model)
+        capture = observe(model, Pass(), state)
         check_range(rows, capture.vocabulary)
-        capture.check_positions(length + 1)
+        check_positions(inner, capture.table, length + 1)
         capture.check(rows)
         plain = not capture.legacy and not capture.registered
         require(
@@ -297,9 +314,9 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
 
 def cached(capture: Capture, ids: Tensor) -> Any:
     """What the model keeps of ids (n, T)."""
-    capture.tally = Tally((1,), ids.shape[1], norms=False)  # not looked at
     capture.start(ids)
-    return getattr(capture.forward(ids.to(capture.table.device), use_cache=True), "past_key_values", None)
+    output = capture.base(ids.to(capture.table.device), use_cache=True)
+    return getattr(output, "past_key_values", None)
 
 
 def run(
@@ -307,10 +324,13 @@ def run(
     ids: Tensor,
     cache: Callable[[int], DynamicCache] | None = None,
     last: int | None = None,
+    hidden: Tensor | None = None,
+    changed: Callable[[Call, int], Call] | None = None,
 ) -> Outcome:
     """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds
     in front.
 
+    hidden: (T, T), the keys that queries do not see. changed: what is computed in place of a call.
     capture: an `OwnModel` or a `Capture`. Norms are of the text's own positions; with a cache there
     are none.
     """
@@ -319,14 +339,17 @@ def run(
     integer("last", scored, 1, length - 1)
     own = isinstance(capture, OwnModel)
     device = capture.model.embed.weight.device if own else capture.table.device
-    tally = capture.tally = Tally(TARGETS, length, norms=cache is None)
+    tally = Tally(TARGETS, length, norms=cache is None)
+    if own:
+        capture.tally = tally
     losses, predicted = [], []
     for batch in ids.to(device).split(max(1, ELEMENTS // (scored * capture.vocabulary))):
         if own:
             logits = capture.model(batch, capture)
         else:
             past = cache(len(batch)) if cache else None
-            capture.front = past.get_seq_length() if past else 0
+            front = past.get_seq_length() if past else 0
+            capture.doing = Operating(tally, hidden, front, changed)
             capture.start(batch)
             kept = {} if last is None else {"logits_to_keep": scored + 1}
             logits = capture.model(batch, past_key_values=past, use_cache=past is not None, **kept).logits
