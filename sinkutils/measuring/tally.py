@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from sinkutils.measuring.hf import Capture
 
 
+WITHOUT_FLOAT64 = ("mps",)  # devices; what needs it moves to the CPU
+
+
 def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
     """alpha_k of the keys at `columns` (K,), 0-based, from
     A_ik (B, H, T, K): the mean over i = k..T, (B, K, H).
@@ -56,7 +59,7 @@ class Tally:
     heads: tuple = ()  # (layer, head) pairs of which maps, queries and keys are kept
 
     def __post_init__(self) -> None:
-        # Name -> layer -> a (B, ..) for each batch
+        # name -> layer -> a (B, ..) for each batch
         self.values: Any = defaultdict(lambda: defaultdict(list))
         self.sums: Any = defaultdict(dict)  # name -> layer -> (positions,) or (d,), over samples
         # (layer, head) -> name -> a (B, T, ..) for each batch
@@ -273,11 +276,18 @@ def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extra
     Where weights do not sum to one these are the proxy scores of Section 7.4. The arguments are
     those of `attend`. Softpick's weights, whose rows sum to less than one, are taken as they are.
     """
-    wide: dict = {name: x.double() for name, x in extras.items() if name != "mlp"}
-    if "mlp" in extras:  # a learned kernel keeps the model's precision
-        wide["mlp"] = lambda x: extras["mlp"](x.to(q.dtype)).double()
+    place = torch.device("cpu") if q.device.type in WITHOUT_FLOAT64 else q.device
+
+    def widened(x: Tensor) -> Tensor:
+        return x.to(place).double()
+
+    wide: dict = {}
+    for name, extra in extras.items():
+        # A learned kernel keeps the model's precision.
+        kernel = name == "mlp"
+        wide[name] = (lambda x: widened(extras["mlp"](x.to(q)))) if kernel else widened(extra)
     # In float64 exp of a logit does not overflow below 709.
-    weights = attend(q.double(), k.double(), v.double(), spec, **wide)[1].abs()
+    weights = attend(widened(q), widened(k), widened(v), spec, **wide)[1].abs()
     if spec.similarity == "softpick":
         return weights / spec.scale
     return divide(weights, weights.sum(dim=-1, keepdim=True))

@@ -46,6 +46,14 @@ def ids():
 # --- the theme -------------------------------------------------------------------------------------------------------
 
 
+def test_a_style_leaves_the_random_numbers_of_a_script_alone():
+    np.random.seed(3)  # noqa: NPY002
+    expected = np.random.rand()  # noqa: NPY002
+    np.random.seed(3)  # noqa: NPY002
+    su.theme()
+    assert np.random.rand() == expected  # noqa: NPY002
+
+
 def test_the_same_figure_is_saved_as_the_same_small_file(tmp_path, monkeypatch):
     monkeypatch.setattr(theme, "RENDERED", tmp_path)
     colors = su.theme()
