@@ -165,14 +165,16 @@ def measure_command(options: argparse.Namespace) -> None:
     results = {}
     for name in options.model:
         measured = replace(subject(name, **loading), corpus=options.corpus)
-        # A record whose training fixed a token is measured with that token.
-        first = BOS if options.bos else measured.firsts[0]
         for kind in options.probe if texts is None else (None,):
-            ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
-            what = kind or options.text.name
-            report = measured.measure(ids, **asked)
-            report.name = f"{name}, {what}, {first} first"
-            results[f"{name} {what}" if len(options.model) > 1 else what] = report
+            # A record whose training fixed a token is measured with that token.
+            for first in (BOS,) if options.bos else measured.shown:
+                ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
+                what = kind or options.text.name
+                report = measured.measure(ids, **asked)
+                report.name = f"{name}, {what}, {first} first"
+                if first == BOS and not options.bos:
+                    what += ", BOS first"
+                results[f"{name} {what}" if len(options.model) > 1 else what] = report
     if options.json:
         print(json.dumps({name: report.to_dict() for name, report in results.items()}))
         return
@@ -185,18 +187,23 @@ def measure_command(options: argparse.Namespace) -> None:
 def report_command(options: argparse.Namespace) -> None:
     """write one page about a model: a self-contained HTML file"""
     from sinkutils.data.external import read_texts
-    from sinkutils.data.probes import probe
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
-    from sinkutils.plots.report import report_model
+    from sinkutils.plots.report import natural, report_model
 
+    folder = options.output.parent
+    if not folder.is_dir():  # said before an hour of measuring, not after it
+        raise FileNotFoundError(f"there is no folder {str(folder)!r} to write the page to")
     texts = read_texts(options.text) if options.text else None
     model, tokenizer = load_lm(options.model, options.device, options.dtype)
     beside = {}
     if options.beside:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
-        beside = {options.beside: measure(other, probe("natural", its_tokenizer, texts=texts))}
-    options.output.write_text(report_model(model, tokenizer, options.model, texts, beside=beside), encoding="utf-8")
+        beside = {options.beside: measure(other, natural(its_tokenizer, texts))}
+    page = report_model(model, tokenizer, options.model, texts, beside=beside)
+    unfinished = options.output.with_name(options.output.name + ".tmp")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(options.output)
     print(f"written: {options.output}")
 
 

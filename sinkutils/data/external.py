@@ -93,16 +93,21 @@ def _texts_of(file: Path) -> Iterator[str]:
     """The text of a file, or those of the lines of a .jsonl file."""
     if file.suffix.lower() != ".jsonl":
         try:
-            yield file.read_bytes().decode("utf-8-sig")
+            whole = file.read_bytes().decode("utf-8-sig")
+            # The same text has the same tokens, also where it was saved on Windows.
+            yield whole.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         return
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
+            text: Any = None
             try:
-                text = json.loads(line)["text"]
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}, line {number}, is not UTF-8 text: {error}") from error
             except (ValueError, TypeError, KeyError):
-                text = None
+                pass  # refused below
             require(
                 isinstance(text, str),
                 f'{file}, line {number}: expected a JSON object with a string under "text"',

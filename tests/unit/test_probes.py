@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
@@ -65,13 +66,24 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
     refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
+    frame = pd.DataFrame({"text": ["a", "b"], "id": [1, 2]})
+    refuses(r"got a DataFrame: give one of its columns \(text, id\)", probe, texts=frame, tokenizer=RAW)
+    refuses(r"got a dict: give one of its columns \(text\)", probe, texts={"text": ["a"]}, tokenizer=RAW)
+    refuses("number 2 of 3 is None", probe, texts=["a", None, "b"], tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):
     (tmp_path / "a.md").write_text("long " * 1000)
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
     assert read_texts(tmp_path / "b.jsonl") == ["one", "two"]
-    assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two"]
+    (tmp_path / "windows").mkdir()
+    (tmp_path / "windows" / "c.txt").write_bytes(b"one\r\ntwo\r\n")
+    (tmp_path / "windows" / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')
+    assert read_texts(tmp_path / "windows") == ["one\ntwo\n", "three"]
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "façade"}'.encode("latin-1"))
+    refuses("latin.jsonl, line 1, is not UTF-8 text", read_texts, tmp_path / "latin.jsonl")
+    (tmp_path / "latin.jsonl").unlink()
+    assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two", "one\ntwo\n", "three"]
 
 
 def byte_level(tmp_path):
