@@ -145,7 +145,7 @@ def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(capsys, corp
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
         said(capsys, *usual, "--seed", seed, *options)
-    found = [Runs(tmp_path).get(config("v_bias", "smoke", seed)) for seed in (0, 1)]
+    found = [Runs(tmp_path).of(config("v_bias", "smoke", seed)).record() for seed in (0, 1)]
     assert [record.weights is not None for record in found] == [False, True] and texts == ["docstrings", "path:mine"]
 
 

@@ -20,7 +20,8 @@ from sinkutils import config, load_corpus, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
 from sinkutils.study import record as records_module
-from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
+from sinkutils.study.record import RunLocked, read_record, record_folder
+from sinkutils.study.store import Runs
 from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
 from sinkutils.training.run import Run
@@ -72,7 +73,7 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
 
 
 def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, runs):
-    with run_lock(record_folder("smoke", "k_bias", 0)):
+    with Runs().of(config("k_bias", "smoke")).lock():
         outcomes = of_smoke("v_bias", "k_bias", "fixed_1")
     ended = {outcome.experiment: outcome for outcome in outcomes}
     statuses = {name: outcome.status for name, outcome in ended.items()}
@@ -174,7 +175,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(file, command, 
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
     assert re.fullmatch(said, capsys.readouterr().out)
-    partial = partial_folder(sweep.folder(0))
+    partial = sweep.folder(0).with_name("0.partial")
     assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
     assert {path.name for path in partial.iterdir()} == {"checkpoint.pt", "lock"}
     assert sweep.results(1) == expected[1:2]
@@ -197,7 +198,7 @@ def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(c
     with interrupted(50):
         assert sweep.status() == 1
     assert capsys.readouterr().out.count("crashed  exit status 130; stopped; run the same command again") == 3
-    flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.pt" for seed in range(3))
+    flipped, cut, _ = (sweep.folder(seed).with_name(f"{seed}.partial") / "checkpoint.pt" for seed in range(3))
     blob = flipped.read_bytes()
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
