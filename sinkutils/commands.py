@@ -93,8 +93,10 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.study.presets import PRESETS
     from sinkutils.study.record import short_name
     from sinkutils.training.group import joined
+    from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
+    end_with_parent()
     run = config(options.experiment, options.preset, options.seed)
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
