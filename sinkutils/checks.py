@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -20,7 +21,7 @@ def require(condition: bool, message: str) -> None:
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
     require(
-        isinstance(value, int) and not isinstance(value, bool),
+        isinstance(value, Integral) and not isinstance(value, bool),  # also one of NumPy's, as tables have
         f"{name} must be an integer, got {value!r}",
     )
     wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"

@@ -79,12 +79,16 @@ def _short(value: Any) -> str:
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    found: list = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ValueError(f"texts must be several strings, a document each; got {type(texts).__name__}")
     require(
-        all(isinstance(text, str) for text in found),
-        f"texts must be several strings, a document each; got {type(texts).__name__}",
+        not hasattr(texts, "columns"),  # of a table the names of the columns would be taken
+        f"texts must be several strings; of a {type(texts).__name__} give the column that holds them",
     )
-    return found
+    documents = list(texts)
+    for number, text in enumerate(documents):
+        require(isinstance(text, str), f"texts must be strings, and texts[{number}] is {_short(text)}")
+    return documents
 
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:

@@ -59,7 +59,8 @@ class Interactive:
             caption=html.escape(self.caption, quote=False),
             script=Path(__file__).with_name("interactive.js").read_text(encoding="utf-8"),
             kind=self.kind,
-            data=data.replace("</", "<\\/"),  # "</script>" in a token would end the script
+            # "</script>" in a token would end the script, "<!--" would hide the rest of the page
+            data=data.replace("<", "\\u003c"),
         )
         return {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}, {"image/png": {"alt": alt}}
 
