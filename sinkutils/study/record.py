@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -27,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import tokenizers
@@ -38,11 +37,12 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from sinkutils import paths
-from sinkutils.checks import first_line, instance, integer, require
+from sinkutils.checks import first_line, instance, require
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.data.tokenizer import open_tokenizer
-from sinkutils.study.config import FinetuneConfig, Json, RunConfig, check_name, from_dict
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.files import beside, not_saved, put_in_place, remove, set_aside, write_synced
+from sinkutils.study.schema import Metrics, check_config, check_metrics
 
 if TYPE_CHECKING:
     from sinkutils.model.decoder import TransformerLM
@@ -67,42 +67,6 @@ class CorruptRecord(RuntimeError):
 
 class RunLocked(RuntimeError):
     """Another process is training this run."""
-
-
-class Point(TypedDict):
-    """What one evaluation says. Sinks in percent, losses in nats a token."""
-
-    step: int
-    valid_loss: float
-    train_loss: NotRequired[float]  # mean of the steps since the evaluation before; not at step 0
-    sink_1: float
-    sink_2: NotRequired[float]
-    sink_3: NotRequired[float]
-    sink_4: NotRequired[float]
-    sink_star: NotRequired[float]  # of a key of the model's own
-    excess_1: NotRequired[float]
-    excess_star: NotRequired[float]
-    peak_1: NotRequired[list[float]]  # by block: the largest element of h_1 over the median of all
-    value_ratio_1: NotRequired[list[float]]  # by block: the norm of v_1 over the others' mean
-    losses: NotRequired[list[float]]  # of a fine-tuning, of every step
-    gradient_norms: NotRequired[list[float]]
-
-
-class Final(Point):
-    """The last evaluation, and what was measured once, at the end."""
-
-    report: NotRequired[Json]  # `Report.to_dict` without what a record does not keep
-    destinations: NotRequired[Json]
-    gradients: NotRequired[Json]
-
-
-class Metrics(TypedDict):
-    """What metrics.json says. Of a run that failed before its first evaluation `final` is empty."""
-
-    status: str  # done, or failed: training that did not converge
-    reason: str | None
-    curve: list[Point]
-    final: Final
 
 
 @dataclass(frozen=True)
@@ -339,21 +303,6 @@ def finish_replacement(target: Path) -> None:
     discard_old(target)
 
 
-def check_replaceable(target: Path) -> None:
-    """Hold that a record may be written here: nothing stands there, or a folder of nothing but files of a record."""
-    what = None
-    if target.is_symlink():
-        what = "is a symbolic link"
-    elif target.exists() and not target.is_dir():
-        what = "is a file"
-    elif target.exists():
-        others = sorted({path.name for path in target.iterdir()} - FILES)
-        if others:
-            what = f"holds {', '.join(others[:3])}, which no record does"
-    if what:
-        raise FileExistsError(f"{target} {what}, and is not replaced: move it away, or give --runs another folder")
-
-
 def rounded(value: Any) -> Any:
     """What JSON makes of a value, with every float to five significant digits."""
     return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.5g}"))
@@ -446,87 +395,3 @@ def _no_number(text: str) -> None:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-# --- what a run can have written; each check raises what `_explained` takes
-
-BOUNDS = {  # of what a point of the curve says: a share is at most 100 percent, an excess at most 1
-    "step": (0, math.inf),
-    "valid_loss": (0, math.inf),
-    "train_loss": (0, math.inf),
-    "sink_1": (0, 100),
-    "sink_2": (0, 100),
-    "sink_3": (0, 100),
-    "sink_4": (0, 100),
-    "sink_star": (0, 100),
-    "excess_1": (-math.inf, 1),
-    "excess_star": (-math.inf, 1),
-}
-EVERY_POINT = ("step", "valid_loss", "sink_1")
-
-
-def check_config(config: Json) -> None:
-    """Hold that an upgraded config has the fields that readers take from it, whatever its experiment."""
-    check_name("experiment", config["experiment"])
-    check_name("preset", config["preset"])
-    integer("seed", config["seed"], least=0)
-    integer("recipe", config["recipe"], least=1)
-    for name in ("name", "sha256"):
-        instance(f"the corpus's {name}", config["corpus"][name], str)
-    for name in ("context_length", "vocab_size", "num_layers", "num_heads"):
-        integer(name, config["model"][name], least=1)
-    integer("batch_size", config["train"]["batch_size"], least=1)
-    window = config["model"]["attention"]["window"]
-    if window is not None:
-        integer("window", window, least=1)
-
-
-def check_metrics(metrics: Any) -> None:
-    """Hold that a run can end with these numbers."""
-    require(metrics["status"] in ("done", "failed"), f"status is {metrics['status']!r}")
-    if metrics["reason"] is not None:
-        instance("reason", metrics["reason"], str)
-    final = metrics["final"]
-    points = [*metrics["curve"], final] if final else metrics["curve"]
-    require(bool(final) or metrics["status"] == "failed", "final is empty")
-    for name, (least, most) in BOUNDS.items():
-        values = [point[name] for point in points if name in point]
-        require(name not in EVERY_POINT or len(values) == len(points), f"a point of the curve lacks {name}")
-        _numbers(name, values, 1, least, most)
-    for point in points:
-        if "gradient_norms" in point:  # of a fine-tuning
-            _numbers("gradient_norms", point["gradient_norms"], 1, 0, math.inf)
-            _numbers("losses", point["losses"], 1, 0, math.inf)
-    if "gradients" in final:
-        _numbers("gradients", final["gradients"]["input"], 2, 0, math.inf)
-    if "report" in final:
-        check_report(final["report"])
-
-
-def check_report(report: Any) -> None:
-    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many blocks."""
-    integer("T", report["T"], least=1)
-    alpha = _numbers("alpha", report["alpha"], 3, 0, 1)  # (targets, L, H)
-    require(len(report["targets"]) == len(alpha), "targets are not those of alpha")
-    require(report["targets"][0] == 1, "the first token is not the first target")
-    blocks = alpha.shape[1]
-    rows = {}  # by block
-    if report.get("alpha_star"):
-        rows["alpha_star"] = _numbers("alpha_star", report["alpha_star"], 2, 0, 1)
-    for name in ("hidden_norms", "key_norms", "value_norms"):
-        rows[name] = _numbers(name, report[name], 2, 0, math.inf)
-    for name in ("before_norm_norms", "hidden_peaks"):
-        if name in report:
-            rows[name] = _numbers(name, report[name], 2, 0, math.inf)
-    for name, array in rows.items():
-        require(len(array) == blocks and array.size > 0, f"{name} is of {len(array)} blocks and alpha of {blocks}")
-
-
-def _numbers(name: str, values: Any, dimensions: int, least: float, most: float) -> numpy.ndarray:
-    """Nested lists as an array, if they are so deep and of finite numbers in least..most."""
-    array = numpy.array(values, dtype=None if values else float)
-    require(array.ndim == dimensions and array.dtype.kind in "if", f"{name} is not {dimensions} lists deep of numbers")
-    good = numpy.isfinite(array) & (least <= array) & (array <= most)
-    if not good.all():
-        raise ValueError(f"{name} is {array[~good][0]}, and has to be within {least} to {most}")
-    return array

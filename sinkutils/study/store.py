@@ -24,6 +24,7 @@ from sinkutils.study.grid import config, plan, resolve
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import (
+    FILES,
     SUMS,
     CorruptRecord,
     Folder,
@@ -74,6 +75,21 @@ class RunFolder:
         if record is None or not is_of(record, self.config, self.corpus) or (weights and not record.weights):
             return None
         return record
+
+    def check_free(self) -> None:
+        """Hold that a record may be written here: nothing stands there, or nothing but files of a record."""
+        what = None
+        if self.folder.is_symlink():
+            what = "is a symbolic link"
+        elif self.folder.exists() and not self.folder.is_dir():
+            what = "is a file"
+        elif self.folder.exists():
+            others = sorted({path.name for path in self.folder.iterdir()} - FILES)
+            if others:
+                what = f"holds {', '.join(others[:3])}, which no record does"
+        if what:
+            advice = "move it away, or give --runs another folder"
+            raise FileExistsError(f"{self.folder} {what}, and is not replaced: {advice}")
 
     def locked(self) -> bool:
         """Whether a process trains this run now."""
@@ -165,7 +181,7 @@ class Runs:
         check_name("preset", preset)
         folders = [path for path in (self.folder / preset).glob("*/*") if re.fullmatch("0|[1-9][0-9]*", path.name)]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            record = _judged(folder, _state(folder))
+            record = _judged(folder, _stamp(folder))
             if record.status == "corrupt":
                 warnings.warn(str(record.reason), stacklevel=2)
             yield record
@@ -187,13 +203,13 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
         raise FileNotFoundError(f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}")
-    found = _judged(target, _state(target))
+    found = _judged(target, _stamp(target))
     if found.status == "corrupt":
         raise CorruptRecord(found.reason)
     return found
 
 
-def _state(folder: Path) -> frozenset:
+def _stamp(folder: Path) -> frozenset:
     """What changes when a file of a record does; empty where it cannot be looked at, as reading it will say."""
     try:
         stats = [(file.name, file.stat()) for file in os.scandir(folder)]

@@ -24,7 +24,7 @@ from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CHECKPOINT_SECONDS, Record, check_replaceable, write_record
+from sinkutils.study.record import CHECKPOINT_SECONDS, Record, write_record
 from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
@@ -104,7 +104,7 @@ def train(
         done = group.once(place.record, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
-        group.once(check_replaceable, place.folder)
+        group.once(place.check_free)
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
         if graph is None:
             graph = may_graph(run) and not compile
