@@ -22,11 +22,11 @@ _HOMES = {
     "config": "study.grid",
     "experiments": "study.experiments",
     "train": "training.trainer",
+    "record": "study.store",
     "runs": "ledger.frames",
     "blocks": "ledger.frames",
     "heads": "ledger.frames",
     "curves": "ledger.frames",
-    "records": "ledger.frames",  # another name of runs
     "claims": "ledger.table",
     "claim_checks": "ledger.table",
     "verdict": "ledger.table",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from helpers import refuses, word_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from sinkutils.data.external import read_texts
@@ -169,3 +169,19 @@ def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]).all()
     assert bos_id(tokenizer) == 1
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
+
+
+def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus):
+    def ask(texts):
+        return probe(None, corpus.tokenizer, length=4, texts=texts)
+
+    refuses(r"texts must be strings, and texts\[1\] is None", ask, ["a text", None])
+    refuses("of a DataFrame give the column", ask, pd.DataFrame({"text": ["a text"] * 3}))
+    refuses("texts must be several strings, a document each; got str", ask, "a text")
+    refuses("texts must be several strings, a document each; got int", ask, 3)
+
+
+def test_a_tokenizer_whose_pattern_does_not_end_is_refused_in_words():
+    tokenizer = word_tokenizer(5)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    refuses("the tokenizer cannot read a text: PanicException", encode, tokenizer, "a" * 40 + "b")
