@@ -24,7 +24,6 @@ def numbers(outcome: surgery.Outcome) -> dict[str, Any]:
     values: Any = outcome.report.value_norms  # (L, T)
     return {
         "attention": alpha.mean(dim=(0, 2)).tolist(),
-        "attention of each text": alpha.mean(dim=2).tolist(),
         "value": (values[:, 0] / values[:, 1:].mean(dim=1)).tolist(),
         "loss of x_2": outcome.losses[:, 0].tolist(),
         "loss of later tokens": outcome.losses[:, 1:].mean(dim=1).tolist(),
@@ -67,9 +66,7 @@ def mechanism(measured: Subject) -> dict[str, Any]:
         "T": 64,
         "element": elements.amax(dim=1).tolist(),
         "untouched": numbers(plain),
-        "mean query off": numbers(
-            surgery.edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
-        ),
+        "mean query off": numbers(surgery.edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))),
     }
 
     def scale(dimension: int, factor: float) -> Callable[[Tensor], Tensor]:

@@ -136,10 +136,11 @@ def hook(
     return down[0].register_forward_pre_hook(capture.here(before))
 
 
-def change_attention(
-    capture: OwnModel | Capture, place: str, change: Callable[[Tensor], Tensor], layers: set[int]
-) -> None:
-    """Let the capture, which sees q, k and v of each layer in a pass, put change(x) in place of one of them."""
+def change_attention(capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]) -> None:
+    """Let the capture, which sees q, k and v of each layer in a pass, put change(x) in place of one.
+
+    capture: an `OwnModel` or a `Capture`.
+    """
     index = ("query", "key", "value").index(place)
     own: Callable = capture.attention
 
@@ -151,11 +152,11 @@ def change_attention(
 
     def theirs(name: str, function: Callable, eager: Callable, module: nn.Module, *qkv: Any, **kwargs: Any) -> Any:
         tensors = list(qkv)  # query, key, value, and the mask
-        if capture.layers.get(module) in layers:  # type: ignore[union-attr]
+        if capture.layers.get(module) in layers:
             tensors[index] = change(tensors[index].clone())
         return own(name, function, eager, module, *tensors, **kwargs)
 
-    capture.attention = ours if isinstance(capture, OwnModel) else theirs  # type: ignore[method-assign]
+    capture.attention = ours if isinstance(capture, OwnModel) else theirs
 
 
 def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:

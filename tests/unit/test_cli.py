@@ -50,7 +50,7 @@ REFUSED = {
     "train base --preset smoke --checkpoint-seconds nan": "checkpoint_seconds must be a finite number of at least 0",
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
     "run --only 99": "starts with 99; there are 00_quickstart",
-    "run --only 07 -p colour red": "07_after_pretraining has no parameter colour; it has preset",
+    "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
 }

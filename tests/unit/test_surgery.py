@@ -1,15 +1,19 @@
 """Surgery on small random models of five families, against plain recomputation."""
 
+import random
 import re
 
 import pytest
+import recall
 import torch
 from helpers import own_model, refuses, tokens
 from open_lms import rounded
 from small_models import build, eager_maps
 from transformers import DynamicCache
 
+import sinkutils
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.own import Subject
 from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
 from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.positions import rotate
@@ -215,7 +219,9 @@ def test_setting_back_a_model_of_ours_is_the_edit_that_it_says():
         h[:, 0, [1, 5]] = h[:, 1:, [1, 5]].mean(dim=1)
         return h
 
-    torch.testing.assert_close(set_back(ours, ids, 0, (1, 5)).losses, edit(ours, ids, "block", mean_of_others, [0]).losses)
+    torch.testing.assert_close(
+        set_back(ours, ids, 0, (1, 5)).losses, edit(ours, ids, "block", mean_of_others, [0]).losses
+    )
     assert (set_back(ours, ids, 0, (1, 5)).losses - untouched(ours, ids).losses).abs().max() > 1e-4
 
 
@@ -230,9 +236,13 @@ def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, i
     found = edit(model, ids, place, third_to_zero, [1])
     if place == "block":
         blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
-        handle = blocks[1].register_forward_hook(
-            lambda _, __, out: third_to_zero(out.clone()) if torch.is_tensor(out) else (third_to_zero(out[0].clone()), *out[1:])
-        )
+
+        def hook(_, __, out):
+            if torch.is_tensor(out):
+                return third_to_zero(out.clone())
+            return third_to_zero(out[0].clone()), *out[1:]
+
+        handle = blocks[1].register_forward_hook(hook)
     else:
         named = dict(model.named_modules())
         name = next((n for n in named if re.search(rf"\b1\..*{place[0]}_proj$", n)), None)
@@ -263,7 +273,7 @@ def test_a_silent_neuron_is_a_column_of_zeros(family, ids):
 
 @pytest.mark.slow
 def test_a_key_hidden_late_is_seen_until_then(ids):
-    """With all later queries blind to x_1, tokens before have their losses; and the last ones those of `hide`'s mask."""
+    """Later queries are blind to x_1, and earlier ones are not, as a dense mask has it."""
     model = build("llama")
     model.set_attn_implementation("sdpa")
     late, plain = hide(model, ids, since=8), untouched(model, ids)
@@ -284,3 +294,55 @@ def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
     refuses(r"layer must be in 0\.\.1, got 2", edit, ours, ids, "block", shrink_the_third, [2])
     refuses("least 2|must be", hide, build("llama"), ids, 1)
     refuses("ids must be int64", untouched, ours, ids[0])
+
+
+def test_surgery_is_public():
+    assert sinkutils.surgery.edit is edit and {"hide", "stream", "transplant", "set_back"} <= set(
+        dir(sinkutils.surgery)
+    )
+    assert "surgery" in dir(sinkutils)
+
+
+# --- benchmarks/recall.py
+
+
+class Words:
+    """A tokenizer of bytes, as `recall.encode` calls one."""
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": list(text.encode())}
+
+
+def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
+    filler = [0] * 300
+    for depth in recall.DEPTHS:
+        ids, question, answer = recall.prompt(Subject("", None, Words()), filler, depth, random.Random(3))
+        text = bytes(ids).decode()
+        number = text[-answer:]
+        name = re.search(r"The number that (\w+) keeps is$", text[:-answer])[1]
+        needle = f"\n{name} keeps the number{number} in a drawer.\n"
+        assert len(ids) == 300 and text.count(needle) == 1 and text[-answer - question] == "\n"
+        before = text.index(needle)
+        assert abs(before / (before + text[before + len(needle) :].count("\0")) - depth) < 0.01
+
+
+@pytest.mark.parametrize(("per_token", "exact"), [(False, 0), (True, 0), (False, 1)])
+def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
+    model = build("llama")
+    layer, x = model.model.layers[1].mlp.up_proj, torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    x[:, 0] *= 50
+    expected = x.clone()
+    for text in expected:
+        rest = text[exact:]
+        largest = rest.abs().amax(dim=1, keepdim=True) if per_token else rest.abs().max()
+        text[exact:] = (rest * 127 / largest).round() * largest / 127
+    plain = layer(x)
+    right = layer(expected)
+    handles = recall.round_inputs(model, per_token, exact)
+    rounded_, logits = layer(x), model.lm_head(x)
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(rounded_, right, atol=1e-4, rtol=1e-4)
+    assert (right - plain).abs().max() > 1e-3
+    assert torch.equal(logits, model.lm_head(x)), "the unembedding is left alone"
