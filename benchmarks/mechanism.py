@@ -1,6 +1,7 @@
 """How SmolLM2's sink is made, into data/open_lms: python benchmarks/mechanism.py smollm2
 
-The surgery of notebook 07, which does it live on the study's own models. A minute or two on one core.
+The surgery of notebook 07, which does it live on the study's own models. A minute or two on one
+core.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor
 from sinkutils.measuring import surgery
 from sinkutils.measuring.own import Subject, subject
 
-WRITERS = (2, 11)  # the blocks, from 0, behind which an element of h_1 is large: SmolLM2's third and twelfth
+WRITERS = (
+    2,
+    11,
+)  # the blocks, from 0, behind which an element of h_1 is large: SmolLM2's third and twelfth
 
 
 def numbers(outcome: surgery.Outcome) -> dict[str, Any]:

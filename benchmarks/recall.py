@@ -1,10 +1,12 @@
-"""What a sink is worth beside the loss, into data/open_lms: python benchmarks/recall.py smollm2 gemma-3-270m
+"""What a sink is worth beside the loss, into data/open_lms: python benchmarks/recall.py smollm2
+gemma-3-270m
 
 Three sections, each a mean that somebody can take again from the numbers of single texts:
 
-    recall   a needle task in docstrings: a number stands in a text and is asked for. Recalled or not, and the loss
-    leaving  the loss by position, before and after the first key leaves a streaming cache
-    int8     the loss with the inputs of all linear layers in blocks rounded to 8 bits
+    recall   a needle task in docstrings: a number stands in a text and is asked for. Recalled or
+    not, and the loss leaving  the loss by position, before and after the first key leaves a
+    streaming cache int8     the loss with the inputs of all linear layers in blocks rounded to 8
+    bits
 
 Some four minutes a model on one core.
 """
@@ -39,8 +41,8 @@ def encode(measured: Subject, text: str) -> list[int]:
 
 
 def prompt(measured: Subject, filler: list[int], depth: float, generator: random.Random) -> tuple[list[int], int, int]:
-    """A text of docstrings with a needle, a question and its answer, as long as the filler; and how many tokens the
-    question and the answer have.
+    """A text of docstrings with a needle, a question and its answer, as long as the filler; and how
+    many tokens the question and the answer have.
     """
     name, number = generator.choice(NAMES), generator.randint(10_000, 99_999)
     needle = encode(measured, NEEDLE.format(name, number))
@@ -52,8 +54,9 @@ def prompt(measured: Subject, filler: list[int], depth: float, generator: random
 
 
 def recall(measured: Subject) -> dict[str, Any]:
-    """Every prompt three times: with the sink, with x_1 hidden from all other queries, and with x_1 dropped from the
-    cache when the question begins. A number counts as recalled where each of its tokens is the most likely one.
+    """Every prompt three times: with the sink, with x_1 hidden from all other queries, and with x_1
+    dropped from the cache when the question begins. A number counts as recalled where each of its
+    tokens is the most likely one.
     """
     first, rows = usual_first(measured), []
     for length in LENGTHS:
@@ -90,11 +93,19 @@ def leaving(measured: Subject) -> dict[str, Any]:
     for name, outcome in outcomes.items():
         around = outcome.losses[:, AROUND[0] - 2 :]  # position 2 stands first
         losses[name] = around.unflatten(1, (-1, BIN)).mean(dim=2).tolist()
-    return {"first": first, "samples": TEXTS, "window": WINDOW, "from": AROUND[0], "bin": BIN, "loss": losses}
+    return {
+        "first": first,
+        "samples": TEXTS,
+        "window": WINDOW,
+        "from": AROUND[0],
+        "bin": BIN,
+        "loss": losses,
+    }
 
 
 def round_inputs(model: nn.Module, per_token: bool, exact: int) -> list[Any]:
-    """Hooks that round what the blocks' linear layers read to 255 levels, one scale a text or a token.
+    """Hooks that round what the blocks' linear layers read to 255 levels, one scale a text or a
+    token.
 
     exact: how many first tokens are left as they are and do not set the scale.
     """

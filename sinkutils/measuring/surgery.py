@@ -1,4 +1,4 @@
-"""Surgery on a trained model: cut into one forward pass, and see what becomes of the sink and of the loss.
+"""Surgery on a trained model: cut into one forward pass, and see what becomes of sink and loss.
 
     untouched   what the others are compared with
     edit        change h, q, k, v or an FFN's neurons on their way, by a function of yours
@@ -7,12 +7,13 @@
     stream      a cache of the last keys, with or without the first
     transplant  a key and a value from other texts in front of the text
 
-Nothing is trained, and the model is left as it was found. Attention is read as `measure` reads it, so that reports
-have its definition. `untouched`, `edit` and `set_back` take a `TransformerLM` or a causal LM of transformers; the
-other three need a KV cache and take the latter only.
+Nothing is trained, and the model is left as it was found. Attention is read as `measure` reads it,
+so that reports have its definition. `untouched`, `edit` and `set_back` take a `TransformerLM` or a
+causal LM of transformers; the other three need a KV cache and take the latter only.
 
-Before each operation a text of at most 16 tokens runs twice (`measure`'s check), and where a cache is needed one
-token. Layers, blocks and hidden dimensions count from 0 (as in `measure`), positions from 1.
+Before each operation a text of at most 16 tokens runs twice (`measure`'s check), and where a cache
+is needed one token. Layers, blocks and hidden dimensions count from 0 (as in `measure`), positions
+from 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sinkutils.model.decoder import TransformerLM
 
 TARGETS = (1, 2)
 ELEMENTS = 2**27  # logits that a batch holds
-PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # what a layer keeps: keys and values, nothing else
+PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # they keep keys and values, nothing else
 PLACES = ("block", "query", "key", "value", "neurons")
 
 
@@ -48,7 +49,7 @@ class Outcome:
 
     losses: Tensor  # (samples, T - 1): nats of tokens 2..T, or of the `last` of them
     predicted: Tensor  # (samples, T - 1): the most likely token in the place of each
-    report: Report  # Sink_1, Sink_2, and Sink_*: of a transplanted k*, of our own k*, of a learned sink logit
+    report: Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, of a learned sink logit
 
     @property
     def loss(self) -> float:
@@ -59,29 +60,35 @@ class Outcome:
 def untouched(model: nn.Module, ids: Tensor, last: int | None = None) -> Outcome:
     """The model as it is on ids (samples, T), what surgery is compared with.
 
-    last: how many tokens at the end are predicted (transformers models only); None: all but the first. The logits of
-        a long text cost as much as all blocks where a vocabulary is large.
+    last: how many tokens at the end are predicted (transformers models only); None: all but the
+        first. The logits of a long text cost as much as all blocks where a vocabulary is large.
 
-    Raises ValueError, as all functions here do, for a model whose attention `measure` cannot read through
-    transformers' interface and, where keys and values are changed or hidden, for a model that keeps anything else
-    between tokens: linear layers, a second state, an index of keys.
+    Raises ValueError, as all functions here do, for a model whose attention `measure` cannot read
+    through transformers' interface and, where keys and values are changed or hidden, for a model
+    that keeps anything else between tokens: linear layers, a second state, an index of keys.
     """
     with operating(model, ids) as capture:
         return run(capture, ids, last=last)
 
 
 def edit(
-    model: nn.Module, ids: Tensor, place: str, change: Callable[[Tensor], Tensor], layers: Sequence[int] | None = None
+    model: nn.Module,
+    ids: Tensor,
+    place: str,
+    change: Callable[[Tensor], Tensor],
+    layers: Sequence[int] | None = None,
 ) -> Outcome:
     """Put change(x) in place of x, in some layers or in all, and let the model continue.
 
-    place: what x is, for a batch of B texts (all of `ids`, unless their logits need more than half a GiB):
-        "block"                   the hidden states that a block passes on, (B, T, d)
-        "query", "key", "value"   of all heads, after rotary: (B, H, T, D); H_kv where heads share keys
-        "neurons"                 what the FFN's second projection reads, (B, T, n), one number a neuron
-    change: gets a copy, which it may write into. Our own models with a sink token have x* at the first position.
+    place: what x is, for a batch of B texts (all of `ids`, unless their logits need half a GiB):
+        "block"                  the hidden states that a block passes on, (B, T, d)
+        "query", "key", "value"  after rotary, (B, H, T, D); keys and values may have fewer heads
+        "neurons"                what the FFN's second projection reads, (B, T, n)
+    change: gets a copy, which it may write into. Our own models with a sink token have x* at the
+        first position.
 
-    Set the first token's hidden state after block 1 to half its size, or take the mean query off in every block:
+    Set the first token's hidden state after block 1 to half its size, or take the mean query off in
+    every block:
 
         def halve(h):
             h[:, 0] *= 0.5
@@ -116,7 +123,10 @@ def hook(
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
-        require(hidden.ndim == 3, f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1")
+        require(
+            hidden.ndim == 3,
+            f"blocks pass on hidden states of {hidden.ndim} axes, several streams: no one h_1",
+        )
         changed = change(hidden.clone())
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
@@ -132,12 +142,15 @@ def hook(
     config = capture.config.get_text_config()
     shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
     down = [m for m in block.modules() if isinstance(m, nn.Linear) and (m.out_features, m.in_features) == shape]
-    require(len(down) == 1, f"{capture.kind} has no one linear layer that reads its FFN's {shape[1]} neurons")
+    require(
+        len(down) == 1,
+        f"{capture.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
+    )
     return down[0].register_forward_pre_hook(capture.here(before))
 
 
 def change_attention(capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]) -> None:
-    """Let the capture, which sees q, k and v of each layer in a pass, put change(x) in place of one.
+    """Let the capture, which sees q, k and v of each layer in a pass, put change(x) for one of them.
 
     capture: an `OwnModel` or a `Capture`.
     """
@@ -162,21 +175,16 @@ def change_attention(capture: Any, place: str, change: Callable[[Tensor], Tensor
 def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
-    dimensions: which, or how many of the largest there (`Report.first_elements`): massive activations are the few
-    dimensions above 1,000 times the median.
+    dimensions: which, or how many of the largest there (`Report.first_elements`): massive
+    activations are the few dimensions above 1,000 times the median.
     """
-    with operating(model, ids) as capture:
-        if isinstance(capture, OwnModel):
-            blocks, width = len(capture.model.blocks), capture.model.config.hidden_size
-        else:
-            blocks, width = len(capture.blocks), capture.config.get_text_config().hidden_size
-    integer("block", block, 0, blocks - 1)
+    elements: Any = measure(model, ids).first_elements  # (blocks, d)
+    integer("block", block, 0, len(elements) - 1)
     chosen = dimensions
     if isinstance(chosen, int):
-        elements: Any = measure(model, ids).first_elements  # (blocks, d)
         chosen = elements[block].topk(chosen).indices.tolist()
     for dimension in chosen:
-        integer("dimension", dimension, 0, width - 1)
+        integer("dimension", dimension, 0, elements.shape[1] - 1)
 
     def to_the_mean(hidden: Tensor) -> Tensor:
         hidden[:, 0, chosen] = hidden[:, 1:, chosen].mean(dim=1)
@@ -186,9 +194,10 @@ def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int
 
 
 def hide(model: nn.Module, ids: Tensor, since: int = 2, last: int | None = None) -> Outcome:
-    """Mask x_1 from the queries at positions `since`..T; with 2 no other token sees it: does another become the sink?
+    """Mask x_1 from the queries at positions `since`..T: does another token become the sink?
 
-    A later `since` is a cache that has held the first key until then, and drops it. last: as `untouched` has it.
+    since: with 2 no other token sees x_1. Later: a cache that has held k_1 until then drops it.
+    last: as in `untouched`.
     """
     integer("since", since, least=2)
     rows = torch.arange(ids.shape[1])
@@ -196,8 +205,8 @@ def hide(model: nn.Module, ids: Tensor, since: int = 2, last: int | None = None)
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
-    """Let each query see the last `window` keys, itself among them, and the first `sinks`: a streaming cache of
-    window + sinks keys, with the positions that the tokens have in the text.
+    """Let each query see the last `window` keys, itself among them, and the first `sinks`: a
+    streaming cache of window + sinks keys, with the positions that the tokens have in the text.
 
     Compare windows at one cache size: (128, 0), (127, 1), (124, 4).
     """
@@ -215,11 +224,12 @@ def _hiding(model: nn.Module, ids: Tensor, hidden: Tensor, last: int | None = No
 
 
 def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None) -> Outcome:
-    """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases (Table 4) without
-    training.
+    """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases
+    (Table 4) without training.
 
-    ids: (samples, T). donors: (n, any T), other texts: k* and v* are the means of their k_1 and v_1. They stand where
-    a token in front of the text would: the text has positions 2..T+1, and rotary turns k_1 by no angle.
+    ids: (samples, T). donors: (n, any T), other texts: k* and v* are the means of their k_1 and
+    v_1. They stand where a token in front of the text would: the text has positions 2..T+1, and
+    rotary turns k_1 by no angle.
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
     with operating(model, ids, cache=True) as capture:
@@ -241,9 +251,11 @@ def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: 
 
 @contextmanager
 def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Any]:
-    """A model in eval mode, without gradients, whose attention is read as by `measure`; after it, as it was.
+    """A model in eval mode, without gradients, whose attention is read as by `measure`; after it,
+    as it was.
 
-    cache: whether the operation needs that layers keep keys and values between tokens, and nothing else.
+    cache: whether the operation needs that layers keep keys and values between tokens, and nothing
+    else.
     Yields an `OwnModel` or a `Capture`.
     """
     model = unwrapped(model)
@@ -259,17 +271,27 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
         return
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder or not model.get_output_embeddings():
         raise ValueError(f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}")
-    with evaluating(model), torch.no_grad(), capturing(model, Tally(TARGETS, length, norms=False)) as capture:
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        capturing(model, Tally(TARGETS, length, norms=False)) as capture,
+    ):
         check_range(rows, capture.vocabulary)
         capture.check_positions(length + 1)
         capture.check(rows)
         plain = not capture.legacy and not capture.registered
-        require(plain, f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only")
+        require(
+            plain,
+            f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only",
+        )
         if cache:
             kept = cached(capture, ids[:1, :1])
             layers = kept.layers if type(kept) is DynamicCache else []
             plain = len(layers) == len(capture.layers) and all(type(layer) in PLAIN for layer in layers)
-            require(plain, f"{kind} keeps something else than keys and values of each layer between tokens")
+            require(
+                plain,
+                f"{kind} keeps something else than keys and values of each layer between tokens",
+            )
         yield capture
 
 
@@ -281,11 +303,16 @@ def cached(capture: Capture, ids: Tensor) -> Any:
 
 
 def run(
-    capture: Any, ids: Tensor, cache: Callable[[int], DynamicCache] | None = None, last: int | None = None
+    capture: Any,
+    ids: Tensor,
+    cache: Callable[[int], DynamicCache] | None = None,
+    last: int | None = None,
 ) -> Outcome:
-    """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds in front.
+    """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds
+    in front.
 
-    capture: an `OwnModel` or a `Capture`. Norms are of the text's own positions; with a cache there are none.
+    capture: an `OwnModel` or a `Capture`. Norms are of the text's own positions; with a cache there
+    are none.
     """
     length = ids.shape[1]
     scored = length - 1 if last is None else last
