@@ -1,7 +1,7 @@
 """What a sink is worth beside the loss, into data/open_lms: python benchmarks/recall.py smollm2
 gemma-3-270m
 
-Three sections, each a mean that somebody can take again from the numbers of single texts:
+Four sections, of the numbers of single texts, so that a page can give intervals:
 
     recall   a needle task in docstrings: a number stands in a text and is asked for. Recalled or
     not, and the loss leaving  the loss by position, before and after the first key leaves a
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from open_lms import add, usual_first
+from open_lms import FEW, add, usual_first
 from torch import Tensor, nn
 
 from sinkutils.measuring import surgery
@@ -120,6 +120,22 @@ def round_inputs(model: nn.Module, per_token: bool, exact: int) -> list[Any]:
     return [layer.register_forward_pre_hook(to_levels) for layer in layers]
 
 
+def cuts(measured: Subject) -> dict[str, Any]:
+    """The loss of each text under operations of which open_lms.py keeps the means, on the same texts."""
+    model, first = measured.model, usual_first(measured)
+    ids, plain = (measured.inputs("natural", FEW, 64, first=start) for start in (first, TEXT))
+    donors = measured.inputs("natural", FEW, 64, seed=1, first=first)
+    outcomes = {
+        "untouched": surgery.untouched(model, ids),
+        "hide": surgery.hide(model, ids),
+        "plain": surgery.untouched(model, plain),
+        "transplant": surgery.transplant(model, plain, donors),
+        "transplant, v* = 0": surgery.transplant(model, plain, donors, zero_values_from=0),
+    }
+    losses = {name: outcome.losses.mean(dim=1).tolist() for name, outcome in outcomes.items()}
+    return {"first": first, "samples": FEW, "T": 64, "loss": losses}
+
+
 @torch.no_grad()
 def loss_by_text(model: nn.Module, ids: Tensor) -> list[float]:
     """Nats a token of each text, by the model's plain forward pass."""
@@ -149,7 +165,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         measured = subject(name)
         assert usual_first(measured) in (TEXT, BOS)
-        for section in (int8, leaving, recall):
+        for section in (cuts, int8, leaving, recall):
             print(add(name, section.__name__, section(measured)), section.__name__, flush=True)
 
 

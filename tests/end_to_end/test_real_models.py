@@ -27,7 +27,7 @@ from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, f
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
-OPERATED = ("int8", "leaving", "mechanism", "recall")  # of benchmarks/recall.py and mechanism.py
+OPERATED = ("cuts", "int8", "leaving", "mechanism", "recall")  # of benchmarks/recall.py and mechanism.py
 
 
 def tiny_gguf(path):

@@ -346,3 +346,17 @@ def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
     torch.testing.assert_close(rounded_, right, atol=1e-4, rtol=1e-4)
     assert (right - plain).abs().max() > 1e-3
     assert torch.equal(logits, model.lm_head(x)), "the unembedding is left alone"
+
+
+@pytest.mark.parametrize("make", [own_model, lambda: build("llama")], ids=["ours", "llama"])
+def test_the_report_has_the_norms_of_what_was_changed(make):
+    lm, ids = make(), tokens(4, LENGTH, least=3)
+
+    def empty(h):
+        h[:, 0] = 0
+        return h
+
+    plain, changed = untouched(lm, ids).report, edit(lm, ids, "block", empty, [0]).report
+    assert changed.hidden_norms[0, 0] == 0 and plain.hidden_norms[0, 0] > 0.1
+    torch.testing.assert_close(changed.hidden_norms[0, 1:], plain.hidden_norms[0, 1:])
+    assert changed.value_norms[1, 0] == 0 and plain.value_norms[1, 0] > 0.1
