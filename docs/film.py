@@ -16,7 +16,8 @@ from sinkutils.study.record import read_record, record_folder
 
 colors = theme()
 records = {name: read_record(record_folder("laptop", name, 0)) for name in ("fixed_1", "k_bias")}
-curves = {name: record.arrays["curve"].float().flatten(2) for name, record in records.items()}  # (times, targets, heads)
+# By name: (times, targets, heads).
+curves = {name: record.arrays["curve"].float().flatten(2) for name, record in records.items()}
 steps = [point["step"] for point in records["fixed_1"].metrics["curve"]]
 heads = range(1, 1 + curves["fixed_1"].shape[-1])
 
