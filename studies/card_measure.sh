@@ -6,11 +6,11 @@ needs transformers pytest hypothesis
 timeout 200 $PYTHON studies/card_measure.py 2>"$OUT/errors.txt" | tee "$OUT/measure.txt"
 tail -3 "$OUT/errors.txt"
 clock measured
-$PYTHON -m pytest --collect-only -q -p no:cacheprovider tests/unit/test_fast.py -k cuda 2>/dev/null | grep :: > /tmp/ids
+$PYTHON -m pytest --collect-only -q -o addopts= -p no:cacheprovider tests/unit/test_fast.py -k cuda 2>/dev/null | grep :: > /tmp/ids
 clock "$(wc -l < /tmp/ids) tests"
 one_test() { timeout 40 "$PYTHON" -m pytest -q -p no:cacheprovider "$1" >/dev/null 2>&1; echo "$? $1"; }
 export -f one_test; export PYTHON
 # Exit codes: 0 passed, 124 did not end; four at a time, as each compiles.
 [ -n "$STEPS" ] && sed -i 2q /tmp/ids
-tr '\n' '\0' < /tmp/ids | xargs -0 -P 4 -I{} bash -c 'one_test "{}"' | tee "$OUT/tests.txt"
+tr '\n' '\0' < /tmp/ids | xargs -0 -n 1 -P 4 bash -c 'one_test "$1"' _ | tee "$OUT/tests.txt"
 clock done
