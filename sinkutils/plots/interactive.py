@@ -130,7 +130,7 @@ def explore(
     weights = np.stack([kept[one].map for one in heads], axis=1)  # (texts, heads, T, T)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
-    start = int(alpha[0].argmax()) if head is None else names.index(tuple(head))
+    start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
     packed = zlib.compress(shade(np.sqrt(weights))[..., *np.tril_indices(shown)].tobytes(), 9)
     data = {
         "packed": base64.b64encode(packed).decode(),
