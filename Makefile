@@ -17,8 +17,8 @@ JOBS ?= 2
 BOOK_VENV := .venv-book
 # Two processes, a file each at a time: what a file's tests share is made once, a notebook's cells run in order.
 IN_PARALLEL := --numprocesses=2 --dist=loadfile
-LONGEST := tests/end_to_end/test_reliability.py notebooks/02_optimization.ipynb
-NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb notebooks/appendix/*.ipynb))
+LONGEST := tests/end_to_end/test_reliability.py notebooks/from_scratch.ipynb
+NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb notebooks/appendix/*.ipynb))
 
 # Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE

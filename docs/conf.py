@@ -3,7 +3,7 @@
 project = "When attention sink emerges"
 extensions = ["myst_nb", "sphinx_external_toc", "sphinx-mathjax-offline"]
 external_toc_path = "docs/toc.yml"
-include_patterns = ["*.md", "docs/*.md", "notebooks/[0-9]*.ipynb", "notebooks/appendix/*.ipynb"]
+include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb", "notebooks/appendix/*.ipynb"]
 exclude_patterns = [".*", "book", "build", "data"]  # not looked through: they are large
 
 nb_execution_mode = "off"

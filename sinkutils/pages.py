@@ -19,11 +19,11 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
-    """The numbered notebooks and the appendix, of them those whose names start with one of `only`.
+    """The notebooks and the appendix, of them those whose names start with one of `only`.
 
     Raises ValueError if none does, as outside a checkout: the package brings none.
     """
-    paths = [*sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
+    paths = [*sorted(NOTEBOOKS.glob("*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
         raise ValueError(

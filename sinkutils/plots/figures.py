@@ -35,6 +35,7 @@ def heads_by_block(
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=color)
     ax.axhline(EPSILON, color=plt.rcParams["text.color"], linewidth=1, linestyle="--")
     ax.set(xlabel="block", ylabel=r"$\alpha_1$", ylim=(-0.02, 1.02))
+    ax.set_xlim(blocks.min() + 0.4, blocks.max() + 1.6)  # no tick at a block 0
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return ax
 

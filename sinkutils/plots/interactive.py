@@ -80,19 +80,27 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
     """
     runs = []
     with mpl.rc_context(STYLE):
-        still = Figure(figsize=(7.0, 0.5 + 1.7 * len(courses)), layout="constrained")
-        axes = still.subplots(len(courses), sharex=True, squeeze=False).flat
-        for (title, course), ax in zip(courses.items(), axes, strict=True):
+        still = Figure(figsize=(7.0, 0.5 + 1.9 * len(courses)), layout="constrained")
+        rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1, 2.2))
+        for (title, course), (grid, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
             require(len(alpha) == len(steps), f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps")
+            _, blocks, heads = alpha.shape
             frames = alpha.reshape(len(steps), -1)
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
-            runs.append({"name": title, "heads": alpha.shape[2], "frames": shade(frames).tolist(), "means": means})
-            ax.pcolormesh(steps, range(1, 1 + frames.shape[1]), frames.T, cmap=SHADES, vmin=0, vmax=1)
-            ax.set(title=title, ylabel="head")
-        ax.set(xlabel="training step")
-        ax.xaxis.set_major_formatter("{x:,.0f}")
-    still.set_label(f"Attention of every head to {key} along training: {', '.join(courses)}")
+            runs.append({"name": title, "heads": heads, "frames": shade(frames).tolist(), "means": means})
+            # The last frame, block 1 on top as in the film.
+            grid.imshow(alpha[-1], cmap=SHADES, vmin=0, vmax=1)
+            grid.grid(False)
+            grid.set(xticks=range(heads), xticklabels=range(1, heads + 1), xlabel="head")
+            grid.set(yticks=range(blocks), yticklabels=range(1, blocks + 1), ylabel="block")
+            line.plot(steps, means, color=COLORS["star" if key == "k*" else "first"], linewidth=2.5)
+            line.set(title=title, ylim=(0, 1), ylabel=f"mean attention\nto {key}")
+        line.set(xlabel="training step")
+        line.xaxis.set_major_formatter("{x:,.0f}")
+    still.set_label(
+        f"Attention of every head to {key} at the end of training, and its mean along training: {', '.join(courses)}"
+    )
     caption = (
         f"A square is a head (rows: blocks, columns: heads), darker the more attention it gives to {key}; with each "
         "grid stands its training step. The lines are means over all heads. Press play, or move the slider."
@@ -100,45 +108,54 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
     return Interactive("film", {"key": key, "steps": list(steps), "runs": runs}, still, caption)
 
 
-def explore(model: nn.Module, ids: Tensor, name: str = "", tokenizer: Any = None, length: int = 32) -> Interactive:
-    """Show where a model looks: choose a head by its alpha_1,
-    see its attention map with tokens, follow a query.
+def explore(
+    model: nn.Module,
+    ids: Tensor,
+    name: str = "",
+    tokenizer: Any = None,
+    length: int = 32,
+    head: tuple[int, int] | None = None,
+) -> Interactive:
+    """Show where a model looks: choose a head by its alpha_1, see its attention map with tokens, follow a query.
 
-    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as
-    many texts as one output can carry. tokenizer: names the tokens, else their ids do. A still
-    picture where scripts do not run. It starts at the head with the largest alpha_1 of the first
-    text. Raises ValueError as `measure` does, and for a length that is no positive integer.
+    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
+    output can carry. tokenizer: names the tokens, else their ids do. A still picture where scripts do not run.
+    head: (block, head), from 1, at which it starts; None: that with the largest alpha_1 of the first text.
+    Raises ValueError as `measure` does, for a length that is no positive integer, and for a head that is not there.
     """
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
     columns = probe.alpha.shape[-1]
-    heads = [(layer, head) for layer in probe.layers for head in range(columns)]
+    heads = [(layer, column) for layer in probe.layers for column in range(columns)]
+    names = [(layer + 1, column + 1) for layer, column in heads]
+    if head is not None:
+        last = names[-1]
+        require(tuple(head) in names, f"head must be (block, head), up to {last}, got {head!r}")
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
     shown = min(length, ids.shape[1], max(FEWEST_TOKENS, int(room**0.5)))
     ids = ids[: max(1, room // shown**2), :shown]
     kept = measure(model, ids, heads=heads, norms=False).kept
-    weights = np.stack([kept[head].map for head in heads], axis=1)  # (texts, heads, T, T)
+    weights = np.stack([kept[one].map for one in heads], axis=1)  # (texts, heads, T, T)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
-    best = int(alpha[0].argmax())
+    start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
     packed = zlib.compress(shade(np.sqrt(weights))[..., *np.tril_indices(shown)].tobytes(), 9)
     data = {
         "packed": base64.b64encode(packed).decode(),
         "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
-        "names": [[layer + 1, head + 1] for layer, head in heads],
+        "names": names,
         "columns": columns,
         "T": shown,
-        "head": best,
+        "head": start,
     }
-    layer, head = heads[best]
-    title = f"block {layer + 1}, head {head + 1}" + (f" of {name}" if name else "")
+    title = "block {}, head {}".format(*names[start]) + (f" of {name}" if name else "")
     with mpl.rc_context(STYLE):
         still = Figure(figsize=(7.0, 4.6), layout="constrained")
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))
         heads_by_block(alpha[0].reshape(-1, columns), probe.layers, ax=left)
-        attention_map(weights[0, best], tokens[0], right)
-        still.suptitle(f"{title}: α₁ = {alpha[0, best]:.2f}", fontsize=11, fontweight="bold")
+        attention_map(weights[0, start], tokens[0], right)
+        still.suptitle(f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold")
     still.set_label(
         f"Attention map of {title}, with tokens on both axes, and every head's attention to the first token"
     )

@@ -131,6 +131,10 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["steps"] == [0, 100, 200]
     assert [run["means"] for run in data["runs"]] == [[0, 0.25, 0.5], [0, 0, 0]]
     assert np.array(data["runs"][0]["frames"]) / (len(PALETTE) - 1) == pytest.approx(courses["a"].reshape(3, 6))
+    still = su.film(courses, [0, 100, 200]).figure  # the last frame, block 1 on top
+    images = [ax.images[0] for ax in still.axes if ax.images]
+    assert [image.get_array().tolist() for image in images] == [rising[-1].tolist(), [[0] * 3] * 2]
+    assert images[0].axes.yaxis_inverted()
     refuses("'a' was measured 3 times, not at 2 steps", su.film, courses, [0, 100])
 
 
@@ -143,6 +147,9 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     np.testing.assert_allclose(packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1))
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax()) and data["columns"] == 3
+    chosen = su.explore(model, ids, head=(2, 1))
+    assert chosen.data["names"][chosen.data["head"]] == (2, 1) and "block 2, head 1" in chosen.figure.get_suptitle()
+    refuses(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)", su.explore, model, ids, head=(3, 1))
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
 
