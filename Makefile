@@ -1,6 +1,7 @@
 # make run   sets up .venv and executes every notebook with papermill
 # make test  sets up .venv, lints, type-checks, runs pytest and nbval
 # make test-fast  runs the quick unit tests, for the edit loop
+# make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
@@ -21,7 +22,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb notebooks/appendix/*.ipynb))
 # Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run models text test test-fast sweep lint book browser clean
+.PHONY: run models text test test-fast portable sweep lint book browser clean
 
 # uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
 # would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
@@ -60,6 +61,12 @@ test: $(VENV)/.installed
 
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/unit -m "not slow" $(IN_PARALLEL)
+
+# CAPABILITIES="avx2" THREADS=1 runs one setting of six.
+CAPABILITIES ?= default avx2 avx512
+THREADS ?= 1 2
+portable: $(VENV)/.installed
+	$(BIN)/python benchmarks/portable.py --capability $(CAPABILITIES) --threads $(THREADS)
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m sinkutils sweep --preset $(PRESET) --jobs $(JOBS)

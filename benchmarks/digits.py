@@ -109,18 +109,20 @@ def part(steps: int, folder: str) -> None:
 
 def resume(steps: int, scratch: Path) -> dict[str, object]:
     """A run of `part` that is killed (-9) once half of it is saved, beside one that nothing disturbs."""
-    from sinkutils.study.record import partial_folder, read_record, record_folder
+    import sinkutils as su
+    from sinkutils.study.record import read_record, record_folder
+    from sinkutils.study.store import Runs
     from sinkutils.training.checkpoints import read_checkpoint
-    from sinkutils.training.trainer import CHECKPOINT
 
     whole, broken = (record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken"))
     command = [sys.executable, __file__, "part", "--steps", str(steps), "--runs"]
     subprocess.run([*command, scratch / "whole"], check=True)
-    process, saved, step = subprocess.Popen([*command, scratch / "broken"]), partial_folder(broken), 0
+    saved = Runs(scratch / "broken").of(su.config("base", "laptop", 0)).checkpoint
+    process, step = subprocess.Popen([*command, scratch / "broken"]), 0
     while step < steps // 2 and process.poll() is None:
         time.sleep(0.05)
-        if (saved / CHECKPOINT).exists():
-            step = read_checkpoint(saved / CHECKPOINT)["step"]
+        if saved.exists():
+            step = read_checkpoint(saved)["step"]
     process.kill()
     if process.wait() >= 0:
         raise RuntimeError(f"the run of {steps} steps ended before it was killed")

@@ -33,6 +33,7 @@ from sinkutils.measuring import surgery
 from sinkutils.measuring.families import REFUSED, configurations
 from sinkutils.measuring.hf import capturing
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.passes import Measuring
 from sinkutils.measuring.tally import Tally
 from sinkutils.paths import ROOT
 
@@ -321,7 +322,8 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
             if report.star is not None:  # what is left of each row, however it was computed
                 gaps.append(report.star - both[0].star)
             result.alpha = max(result.alpha, *(float(gap.abs().max()) for gap in gaps))
-            with capturing(model, Tally(TARGETS, x.shape[1]), exact):
+            with capturing(model, Measuring(Tally(TARGETS, x.shape[1]), exact)) as capture:
+                capture.start(x)
                 during = model(x, use_cache=False).logits
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)
     result.surgery = operated(model, ids[0])

@@ -1,7 +1,9 @@
 """How reliable the running and the measuring are, in counts: kills, damage, inputs; and what a second worker gains.
 
     python benchmarks/reliability.py --kills 100        kill a sweep of two workers at random instants
+    python benchmarks/reliability.py --stops 30         tell the sweep's own process to stop: TERM, INT or KILL
     python benchmarks/reliability.py --damage           flip every byte and cut at every length of a record's files
+    python benchmarks/reliability.py --tamper           set each value of a record to others, with right digests
     python benchmarks/reliability.py --cases 10000      property tests over configs, probes and inputs of measure
     python benchmarks/reliability.py --efficiency       one worker beside two, on the same runs of --preset
     python benchmarks/reliability.py .. --json benchmarks/results/reliability.json
@@ -11,6 +13,7 @@ Counts of other parts that are in the JSON already stay there. In short: tests/e
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -140,6 +144,51 @@ def kill_at_random(
     return {"kills": kills, "rounds": rounds, "records": rounds * len(expected), "hit": dict(hit)}
 
 
+def stop_at_random(
+    sweeps: Sweeps, expected: dict[str, tuple[bytes, bytes]], seconds: float, stops: int, seed: int = 0
+) -> dict:
+    """Signal the process of a sweep alone at random instants, and start the sweep again, until it was so often.
+
+    Afterwards no worker may be left; at the end all records must be `expected`. Returns counts by signal, with how
+    often the exit status and the last line were those promised.
+    """
+    rng, told, said = random.Random(seed), Counter[str](), 0
+    rounds = 0
+    while told.total() < stops:
+        rounds += 1
+        name = f"stopped-{rounds}"
+        while sweeps.results(name).keys() < expected.keys():
+            process = sweeps.start(name)
+            number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
+            if told.total() < stops and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+                process.send_signal(number)
+                status = process.wait(timeout=60)
+                if status in (0, 1):  # it ended by itself before the signal came
+                    continue
+                told[number.name] += 1
+                promised = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}[number.name]
+                said += status == promised
+                end = time.monotonic() + 15
+                while left := group_of(process.pid):
+                    assert time.monotonic() < end, f"{number.name} left the processes {left}"
+                    time.sleep(0.1)
+            elif process.wait() != 0:
+                raise RuntimeError(sweeps.log(name).read_text()[-2000:])
+        assert sweeps.results(name) == expected
+    return {"stops": stops, "as_promised": said, "rounds": rounds, "by": dict(told)}
+
+
+def group_of(leader: int) -> list[str]:
+    """The processes of a group that are still there (Linux)."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if group == str(leader) and state != "Z":
+                members.append(path.parent.name)
+    return members
+
+
 def wait_for_an_instant(process: subprocess.Popen, runs: Path, seconds: float, rng: random.Random) -> bool:
     """Wait until a random instant, or until a little after a random change to the files, when most is at stake.
 
@@ -209,6 +258,67 @@ def damage(folder: Path) -> dict[str, int]:
     return dict(counts)
 
 
+VALUES = (None, "../x", -1, 1e9, float("nan"), [[]], {})
+
+
+def places(values: object, path: tuple = ()) -> Iterator[tuple]:
+    """Where a value stands in nested JSON; the first element of a list, or of a table by number, stands for all."""
+    yield path
+    if isinstance(values, dict):
+        numbers = [name for name in values if name[:1].isdigit()]
+        for name in values.keys() - set(numbers[1:]):
+            yield from places(values[name], (*path, name))
+    elif isinstance(values, list) and values:
+        yield from places(values[0], (*path, 0))
+
+
+def with_digests(folder: Path) -> None:
+    """Make the digests of a record those of the files that are there."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    own = hashlib.sha256("".join(lines).encode()).hexdigest()
+    (folder / "SHA256SUMS").write_text("".join(lines) + f"{own}  SHA256SUMS\n")
+
+
+def tamper(folder: Path) -> dict[str, int]:
+    """Set each value of the JSON files of a record to each of `VALUES`, or leave it out, with right digests, and read
+    it by `su.runs` and `su.claims`' reader.
+
+    Returns counts. `refused`: one row that names the file; `other`: an exception, which would hide other records.
+    """
+    from sinkutils.ledger.frames import runs
+    from sinkutils.ledger.readings import readings
+
+    counts = Counter(tampered=0, refused=0, taken=0, unnamed=0, other=0)
+    root, preset = folder.parents[2], folder.parents[1].name
+    for name in ("config.json", "metrics.json", "provenance.json"):
+        whole = (folder / name).read_bytes()
+        for path in places(json.loads(whole)):
+            for value in (*VALUES, "left out"):
+                values = {"": json.loads(whole)}
+                inner, last = values, ""
+                for step in path:
+                    inner, last = inner[last], step
+                if value == "left out":
+                    del inner[last]
+                else:
+                    inner[last] = value
+                (folder / name).write_text(json.dumps(values.get("")))
+                with_digests(folder)
+                counts["tampered"] += 1
+                try:
+                    (row,) = runs(preset, root).to_dict("records")
+                    readings(preset, root)
+                except Exception:
+                    counts["other"] += 1
+                    continue
+                counts["refused" if row["status"] == "corrupt" else "taken"] += 1
+                counts["unnamed"] += row["status"] == "corrupt" and name not in row["reason"]
+        (folder / name).write_bytes(whole)
+    with_digests(folder)
+    return dict(counts)
+
+
 def inputs(cases: int) -> dict[str, dict[str, int]]:
     """Run tests/property/test_inputs.py on that many cases; returns what came of them, by property."""
     with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +348,9 @@ def efficiency(folder: Path, preset: str, only: tuple[str, ...]) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--kills", type=int)
+    arguments.add_argument("--stops", type=int)
     arguments.add_argument("--damage", action="store_true")
+    arguments.add_argument("--tamper", action="store_true")
     arguments.add_argument("--cases", type=int)
     arguments.add_argument("--efficiency", action="store_true")
     arguments.add_argument("--preset", default="laptop", help="of --efficiency")
@@ -249,12 +361,18 @@ def main() -> None:
     made: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if options.kills or options.damage:
+        if options.kills or options.damage or options.stops or options.tamper:
             sweeps = Sweeps(folder)
             seconds = sweeps.finish("whole")
             expected = sweeps.results("whole")
             if options.damage:
                 made["damage"] = damage(sweeps.records("whole") / sweeps.only[0] / "0")
+            if options.tamper:
+                one = next(sweeps.records("whole").glob(f"{sweeps.only[0]}/0"))
+                with warnings.catch_warnings(action="ignore"):
+                    made["tamper"] = tamper(one)
+            if options.stops:
+                made["stops"] = stop_at_random(sweeps, expected, seconds, options.stops)
             if options.kills:
                 twice = two_at_once(sweeps)
                 made["twice"] = {"runs": len(twice), "trained_once": sum(n == 1 for n in twice.values())}

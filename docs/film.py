@@ -16,12 +16,13 @@ from sinkutils.study.record import read_record, record_folder
 
 colors = theme()
 records = {name: read_record(record_folder("laptop", name, 0)) for name in ("fixed_1", "k_bias")}
-curves = {name: record.arrays["curve"].float().flatten(2) for name, record in records.items()}  # (times, targets, heads)
+# By name: (times, targets, heads).
+curves = {name: record.arrays["curve"].float().flatten(2) for name, record in records.items()}
 steps = [point["step"] for point in records["fixed_1"].metrics["curve"]]
 heads = range(1, 1 + curves["fixed_1"].shape[-1])
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.1), sharey=True, layout="constrained")
-for ax, title in ((left, "softmax attention"), (right, "the same, with a key of its own in each head")):
+for ax, title in ((left, "softmax attention"), (right, "each head has a key of its own")):
     ax.axhline(0.3, color="#222222", linewidth=1, linestyle="--")
     ax.axvline(4.5, color="#c8c8c8"), ax.axvline(8.5, color="#c8c8c8"), ax.axvline(12.5, color="#c8c8c8")
     ax.set(title=title, xlim=(0, 17), ylim=(-0.03, 1.03), xticks=[2.5, 6.5, 10.5, 14.5])

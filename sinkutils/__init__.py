@@ -14,6 +14,7 @@ _HOMES = {
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",
+    "surgery": "measuring.surgery",  # the module: hide, stream, transplant, set_back, edit
     "SinkCallback": "measuring.callback",
     "probe": "data.probes",
     "load_lm": "measuring.load",
@@ -21,11 +22,11 @@ _HOMES = {
     "config": "study.grid",
     "experiments": "study.experiments",
     "train": "training.trainer",
+    "record": "study.store",
     "runs": "ledger.frames",
     "blocks": "ledger.frames",
     "heads": "ledger.frames",
     "curves": "ledger.frames",
-    "records": "ledger.frames",  # another name of runs
     "claims": "ledger.table",
     "claim_checks": "ledger.table",
     "verdict": "ledger.table",
@@ -44,7 +45,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sinkutils' has no attribute {name!r}")
-    value = getattr(import_module(f"sinkutils.{_HOMES[name]}"), name)
+    module = import_module(f"sinkutils.{_HOMES[name]}")
+    value = module if name == "surgery" else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -1,10 +1,14 @@
-"""Checks of arguments: each raises ValueError that names the argument, what it must be and what it was."""
+"""Checks of arguments: each raises ValueError that names the
+argument, what it must be and what it was.
+"""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -17,23 +21,27 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def short(value: Any) -> str:
+    """A value as a message shows it: one line, and of a long one the beginning."""
+    return textwrap.shorten(repr(value), 60, placeholder=" …")
+
+
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
-    require(
-        isinstance(value, int) and not isinstance(value, bool),
-        f"{name} must be an integer, got {value!r}",
-    )
+    # NumPy's integers count: our own frames hand them out.
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(whole, f"{name} must be an integer, got {short(value)}")
     wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
     require(least <= value <= most, f"{name} must be {wanted}, got {value}")
 
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
     """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    require(
-        number and (value > least if more else value >= least),
-        f"{name} must be {wanted}, got {value!r}",
-    )
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number = float(value)
+    enough = number > least if more else number >= least
+    require(enough and number < math.inf, f"{name} must be {wanted}, got {short(value)}")
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -43,17 +51,23 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 def instance(name: str, value: Any, kind: type) -> None:
     """A value of that type."""
-    require(isinstance(value, kind), f"{name} must be of type {kind.__name__}, got {value!r}")
+    require(
+        isinstance(value, kind),
+        f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}",
+    )
 
 
 @lru_cache
 def types(cls: Any) -> dict[str, tuple]:
-    """The type of each field of a dataclass, with what else it takes; annotations are strings here."""
+    """The type of each field of a dataclass, with what else it
+    takes; annotations are strings here.
+    """
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
 
 def fields(config: Any, **least: int) -> None:
-    """Every field of a dataclass by its type: integers of at least 1 (or `least`), floats that are not negative.
+    """Every field of a dataclass by its type: integers of at
+    least 1 (or `least`), floats that are not negative.
 
     A type may be one with None; of tuples every element is checked.
     """
@@ -83,14 +97,14 @@ def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
         (_,) = np.shape(values)
         return tuple(map(float, values))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a sequence of numbers, got {values!r}") from error
+        raise ValueError(f"{name} must be a sequence of numbers, got {short(values)}") from error
 
 
 def device(name: str | torch.device | None) -> torch.device:
     """The device of that name; None is CUDA where there is one, else the CPU.
 
-    Raises ValueError for a name that PyTorch does not know or a GPU that is not there: nothing asked for on a GPU
-    runs on the CPU instead.
+    Raises ValueError for a name that PyTorch does not know or a GPU that is
+    not there: nothing asked for on a GPU runs on the CPU instead.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -31,8 +31,9 @@ def cache_root() -> Path:
 def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
     """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
 
-    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. Raises
-    OSError, with what to do about it, where there is no room or no permission.
+    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. A folder of
+    that name that is damaged gives way. Raises OSError, with what to do about it, where there is no room or no
+    permission.
     """
     root = folder.parent
     try:
@@ -41,13 +42,32 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             new = Path(scratch, "whole")
             new.mkdir()
             yield new
+            if os.path.lexists(folder) and not _whole(folder):
+                folder.rename(Path(scratch, "damaged"))
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
-        if error.errno is None:  # of our own, with its reason
+        # One of our own has its reason, and one about a file elsewhere, such as a text, is not about the cache.
+        if error.errno is None or not _below(error.filename, root):
             raise
         reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
         raise OSError(error.errno, reason) from error
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        verified(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _below(file: object, root: Path) -> bool:
+    """Whether an error is about `root`, a file below it or a folder above, or does not say about which."""
+    if not isinstance(file, str | Path):
+        return True
+    path, root = Path(file).absolute(), root.absolute()
+    return path.is_relative_to(root) or root.is_relative_to(path)
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -61,7 +81,7 @@ def verified(folder: Path) -> dict:
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         whole = meta.pop("sha256") == _digest(folder, meta)
-    except (FileNotFoundError, KeyError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, KeyError, ValueError, AttributeError):
         whole = False
     require(whole, f"the files of {folder.name} are not as they were written")
     return meta

@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 import re
-import shutil
 import warnings
 from bisect import bisect
 from collections.abc import Iterable, Iterator
@@ -132,7 +131,6 @@ def load_corpus(
             return Corpus(folder)
         except ValueError as error:
             warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
-            shutil.rmtree(folder)
     with written_whole(folder) as new:
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
@@ -154,7 +152,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
     if kind in ("path", "packed") and rest:
         files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
         version = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return external.local(files), version
+        return external.local(files), ["line ends are LF", version]
     here = (
         f"; for the text in that folder or file say 'path:{name}'" if name and Path(name).expanduser().exists() else ""
     )

@@ -151,8 +151,11 @@ def _standard_library() -> Iterator[Path]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file; empty where it cannot be read as UTF-8."""
+    """The text of a file; empty where there is none or it is not UTF-8.
+
+    One that may not be read raises PermissionError: without it the text would be another one.
+    """
     try:
         return path.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
         return ""

@@ -38,6 +38,8 @@ def stream(dataset: str, split: str = "train", config: str | None = None, **opti
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # a full disk, a folder of someone else
+            raise
         raise ConnectionError(
             f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the network, or use a "
             "corpus that needs none: 'docstrings' or 'path:<folder>'"
@@ -93,16 +95,21 @@ def _texts_of(file: Path) -> Iterator[str]:
     """The text of a file, or those of the lines of a .jsonl file."""
     if file.suffix.lower() != ".jsonl":
         try:
-            yield file.read_bytes().decode("utf-8-sig")
+            whole = file.read_bytes().decode("utf-8-sig")
+            # The same text has the same tokens, also where it was saved on Windows.
+            yield whole.replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         return
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if line.strip():
+            text: Any = None
             try:
-                text = json.loads(line)["text"]
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}, line {number}, is not UTF-8 text: {error}") from error
             except (ValueError, TypeError, KeyError):
-                text = None
+                pass  # refused below
             require(
                 isinstance(text, str),
                 f'{file}, line {number}: expected a JSON object with a string under "text"',
@@ -114,6 +121,10 @@ def local_files(path: Path) -> list[Path]:
     """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
     files = [file for file in (path, *sorted(path.rglob("*"))) if file.suffix.lower() in SUFFIXES and file.is_file()]
     if not files:
-        lack = f"there is no {', '.join(SUFFIXES)} file" if path.exists() else "no such folder or file"
+        lack = "no such folder or file"
+        if path.is_file():
+            lack = f"the name of a file of text ends with one of {', '.join(SUFFIXES)}"
+        elif path.exists():
+            lack = f"there is no {', '.join(SUFFIXES)} file in it"
         raise FileNotFoundError(f"path:{path}: {lack}")
     return files

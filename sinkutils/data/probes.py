@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,17 @@ def _short(value: Any) -> str:
 
 def _several(texts: Any) -> list[str]:
     """The texts as a list. Raises ValueError unless they are several strings."""
-    found: list = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
-    require(
-        all(isinstance(text, str) for text in found),
-        f"texts must be several strings, a document each; got {type(texts).__name__}",
-    )
-    return found
+    wanted = "texts must be several strings, a document each"
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ValueError(f"{wanted}; got {type(texts).__name__}")
+    if hasattr(texts, "columns") or hasattr(texts, "column_names") or isinstance(texts, Mapping):
+        names = ", ".join(map(str, list(getattr(texts, "column_names", texts))[:5]))
+        raise ValueError(f"{wanted}; got a {type(texts).__name__}: give one of its columns ({names})")
+    documents = list(texts)
+    for number, text in enumerate(documents, start=1):
+        if not isinstance(text, str):
+            raise ValueError(f"{wanted}; number {number} of {len(documents)} is {_short(text)}")
+    return documents
 
 
 def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[str]) -> np.ndarray:

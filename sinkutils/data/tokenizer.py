@@ -118,6 +118,10 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
         backend.no_padding()
         try:
             return backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
         finally:
             backend.encode_special_tokens = before
             if truncation:

@@ -12,7 +12,7 @@ from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.experiments import BY_NAME
-from sinkutils.study.record import Record
+from sinkutils.study.record import CorruptRecord, Record
 from sinkutils.study.store import Folder, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
@@ -34,13 +34,13 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
         row |= {name: getattr(BY_NAME.get(record.experiment), name, None) for name in ("title", "section", "item")}
         if record.config:
-            row |= _of_run(record)
+            try:
+                row |= _of_run(record)
+            except CorruptRecord as error:  # of a stale one, which nothing has looked at before
+                row |= {"status": "corrupt", "reason": str(error)}
         rows.append(row)
     columns = ["preset", "experiment", "seed", "status", "reason", "title", "section", "item", *SINKS]
     return pd.DataFrame(rows, columns=None if rows else columns)
-
-
-records = runs
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -145,5 +145,5 @@ def _whose(record: Record) -> Json:
 def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | None]]:
     """Each record of a run that is done, the report of its last evaluation, and its window."""
     for record in Runs(folder).entries(preset):
-        if record.status == "done":
+        if record.status == "done" and "report" in record.metrics["final"]:
             yield record, record.metrics["final"]["report"], record.config["model"]["attention"]["window"]

@@ -16,6 +16,7 @@ import pandas as pd
 from sinkutils import paths
 from sinkutils.ledger.quantities import Numbers, as_judged, of_run
 from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, welch
+from sinkutils.study.config import Json
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import SUMS
@@ -157,7 +158,8 @@ def _readings(preset: str, store: Runs, state: tuple) -> Readings:
         if record.status not in ("done", "failed"):
             continue
         curve = record.arrays.get("curve")
-        numbers = of_run(record.config, record.metrics, None if curve is None else curve.numpy())
+        metrics: Json = {**record.metrics}
+        numbers = of_run(record.config, metrics, None if curve is None else curve.numpy())
         runs.setdefault(record.experiment, {})[record.seed] = numbers
     if store.folder == paths.RUNS:
         # What was measured on the weights that some records keep (benchmarks/trials.py).

@@ -7,22 +7,34 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainerCallback
 
 from sinkutils.checks import instance, integer, require
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.refusals import cut_by, is_sharded
 
 LOGGER = logging.getLogger("sinkutils")
+LOGGED = ("sink_1", "block_1", "later_blocks", "element", "value_ratio")
 
 
 class SinkCallback(TrainerCallback):
-    """Measures the model every so many optimiser steps and logs `Report.summary` as sink/sink_1, sink/block_1, ...
+    """Measures the model every so many optimiser steps, at the start and at the end of a training.
 
-    ids: token ids (samples, T) to measure on, as `su.probe` gives them. options: of `su.measure`, such as batch_size.
-    The numbers go through the trainer's own log, so that every reporter shows them. The model's mode, the random
-    numbers and the gradients are left as they were. Of several processes only the first measures. What cannot be
-    measured is logged once as a warning; it never stops the training.
+    ids: token ids (samples, T) to measure on, as `su.probe` gives them.
+    options: of `su.measure`. The trainer's own log, and so every
+    reporter, gets these of `Report.summary`, as sink/sink_1, ..:
+
+        sink_1                  the share of heads with a sink, in percent
+        block_1, later_blocks   mean excess attention to the first token, in the first attention
+                                layer and in the others
+        element                 the first token's largest hidden element over the median one
+        value_ratio             the first token's value norm over the others', in the least layer
+
+    The model's mode, the random numbers and the gradients are left as they were. Where FSDP2 shards
+    the model, every process measures, on the ids of the first; else the first alone. The first
+    logs. What cannot be measured is said once, as a warning, and the training goes on; that is so
+    for models that DeepSpeed's ZeRO-3, tensor parallelism or the older FSDP cut into parts.
     """
 
     def __init__(self, ids: Tensor, every: int = 500, **options: Any) -> None:
@@ -30,23 +42,63 @@ class SinkCallback(TrainerCallback):
         require(ids.ndim == 2, f"ids must have the shape (samples, T), got {tuple(ids.shape)}")
         integer("every", every, least=1)
         self.ids, self.every, self.options = ids, every, options
+        self.sharded = False
+        self.why_not: str | None = None  # the model is not measured
+        self.said: set[str] = set()  # warnings
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+    ) -> None:
+        """Called by the trainer once the model is where it trains: find out who measures."""
+        if model is None:
+            return
+        self.sharded = is_sharded(model)
+        self.why_not = cut_by(model)
+        if self.why_not is not None:
+            self._warn(state, f"the sink is not measured: the model is cut by {self.why_not}")
+        if self.sharded:  # passes of other shapes, or another number of them, would hang
+            shared: list[Any] = [self.ids, self.options]
+            distributed.broadcast_object_list(shared, src=0)
+            self.ids, self.options = shared
+        if state.global_step == 0:
+            self._measure(state, control, model)
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+    ) -> None:
         """Called by the trainer after each optimiser step."""
-        if state.global_step % self.every or not state.is_world_process_zero or model is None:
+        due = state.global_step % self.every == 0 or control.should_training_stop
+        if due and model is not None:
+            self._measure(state, control, model)
+
+    def _measure(self, state: Any, control: Any, model: nn.Module) -> None:
+        first = state.is_world_process_zero
+        if self.why_not is not None or not (first or self.sharded):
             return
         try:
             summary = measure(model, self.ids, **self.options).summary()
         except Exception as error:  # whatever a model in training can do, its training goes on
-            LOGGER.warning("the sink was not measured at step %d: %s", state.global_step, error)
+            self._warn(state, f"the sink was not measured at step {state.global_step}", error)
             return
-        due = control.should_log
-        trainer_log()({f"sink/{name}": value for name, value in summary.items()})
-        control.should_log = due  # logging switches it off, and the loss may be due at this step
+        if first:
+            should_log = control.should_log
+            trainer_log()({f"sink/{name}": summary[name] for name in LOGGED if name in summary})
+            # Logging switches it off, and the loss may be due at this step.
+            control.should_log = should_log
+
+    def _warn(self, state: Any, message: str, error: object = "") -> None:
+        """Say something once, in the first process: the same error is not said at another step."""
+        key = str(error) or message
+        if state.is_world_process_zero and key not in self.said:
+            LOGGER.warning("%s", f"{message}: {error}" if error else message)
+            self.said.add(key)
 
 
 def trainer_log() -> Callable:
-    """`log` of the trainer that is calling. Callbacks are not told who calls, and only this reaches every reporter."""
+    """`log` of the trainer that is calling.
+
+    Callbacks are not told who calls, and only this reaches every reporter.
+    """
     for caller in inspect.stack(context=0):
         trainer = caller.frame.f_locals.get("self")
         if isinstance(trainer, Trainer):

@@ -15,17 +15,22 @@ FIRST_QUERY = 3  # from here the first key, the one before and the query's own a
 
 def line_breaks(tokenizer: Tokenizer) -> Tensor:
     """The ids of tokens that are white space with a line break in it, (n,)."""
-    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())]
-    return torch.tensor([i for i, text in enumerate(texts) if "\n" in text and not text.strip()], dtype=torch.int64)
+    texts = [
+        tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())
+    ]
+    return torch.tensor(
+        [i for i, text in enumerate(texts) if "\n" in text and not text.strip()], dtype=torch.int64
+    )
 
 
 def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list]:
-    """The share of attention by kind of key, as (L, H) lists: means over texts and queries 3..T of `ids` (n, T).
+    """The share of attention by kind of key, as (L, H) lists:
+    means over texts and queries 3..T of `ids` (n, T).
 
-    The kinds, each key counting for the first that fits: star (k* or x*; without them what rows lack of one), first
-    (x_1), self, previous (the token before), line_break (its id is in `breaks`), rest. Where weights do not sum to
-    one, the shares are of the proxy scores of Section 7.4.
-    Shorter sequences than 3 tokens have no such query: an empty dict.
+    The kinds, each key counting for the first that fits: star (k* or x*; without them what rows
+    lack of one), first (x_1), self, previous (the token before), line_break (its id is in
+    `breaks`), rest. Where weights do not sum to one, the shares are of the proxy scores of Section
+    7.4. Shorter sequences than 3 tokens have no such query: an empty dict.
     """
     length = ids.shape[1]
     if length < FIRST_QUERY:
@@ -41,7 +46,8 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     }
     layers, heads = model.config.num_layers, model.config.num_heads
     kept = measure(model, ids, heads=[*np.ndindex(layers, heads)], norms=False).kept
-    left = torch.stack([one.map for one in kept.values()])[:, :, FIRST_QUERY - 1 :]  # (L * H, n, queries, T)
+    # (L * H, n, queries, T)
+    left = torch.stack([one.map for one in kept.values()])[:, :, FIRST_QUERY - 1 :]
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting

@@ -1,6 +1,8 @@
-"""What differs among the families of decoder models in transformers, and what `hf` needs to know of it.
+"""What differs among the families of decoder models in
+transformers, and what `hf` needs to know of it.
 
-`benchmarks/families.py` builds every family in small, holds it against dense attention and writes docs/families.md.
+`benchmarks/families.py` builds every family in small, holds it
+against dense attention and writes docs/families.md.
 """
 
 from __future__ import annotations
@@ -13,35 +15,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sinkutils.checks import require
 from sinkutils.model.flash import PositionMask
 from sinkutils.paths import LEDGER, read_yaml
 
-NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")  # in a class's name
-# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never calls it.
+# In a class's name
+NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")
+# In a module's path: what attends to an encoder's states, to images or to sound. Text alone never
+# calls it.
 NOT_TEXT = re.compile("encoder_attn|cross_?attn|cross_?attention|vision|visual|image|audio")
-PREFIX = {"paligemma"}  # by model_type: in their own use every token of a prompt sees the whole prompt
-REFUSED = read_yaml(LEDGER / "unmeasured.yaml")  # why a family cannot be measured, by its model_type
+# By model_type: in their own use every token of a prompt sees the whole prompt
+PREFIX = {"paligemma"}
+INTERFACE = (
+    "what is read are attention functions of transformers' AttentionInterface, or weights "
+    "(B, H, T, T) that modules named Attention return"
+)
+# Why a family cannot be measured, by its model_type
+REFUSED = read_yaml(LEDGER / "unmeasured.yaml")
 
 
-def attention_layers(base: nn.Module) -> tuple[nn.ModuleList, dict[nn.Module, int]]:
-    """The blocks of a model, and its softmax attention modules with the index of their block."""
+def attention_layers(
+    base: nn.Module,
+) -> tuple[nn.ModuleList, dict[nn.Module, int], dict[nn.Module, int]]:
+    """The blocks of a model; its softmax attention modules, counted; and the block of each."""
     modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
-    # GPT-Neo and others wrap one attention module in another: the innermost one computes.
-    leaves = [name for name in modules if not any(other.startswith(name + ".") for other in modules)]
-    places = [re.match(r"(.*?)\.?(\d+)\.", name) for name in leaves]
     kind = type(base).__name__
-    require(len(leaves) > 0, f"{kind} has no softmax attention layers, so it has no attention sink")
-    lists = {place[1] if place else "" for place in places}
-    require(
-        len(lists) == 1 and all(places),
-        f"{kind} has attention outside one list of blocks ({sorted(lists)}): give its text decoder",
-    )
-    indices = [int(place[2]) for place in places if place]
-    if len(set(indices)) < len(indices):  # LongCat-Flash has two in a block
-        indices = list(range(len(indices)))
-    layers = {modules[name]: index for name, index in zip(leaves, indices, strict=True)}
-    return base.get_submodule(lists.pop()), layers  # type: ignore[return-value]
+    if not modules:
+        reason = "has no softmax attention layers, so it has no attention sink"
+        if not type(base).__module__.startswith("transformers."):
+            reason = f"shows no attention module: {INTERFACE}"
+        raise ValueError(f"{kind} {reason}")
+    lists, places = set(), {}
+    for name, module in modules.items():
+        # GPT-Neo and others wrap one attention module in another: the innermost one computes.
+        if any(other.startswith(name + ".") for other in modules):
+            continue
+        place = re.match(r"(.*?)\.?(\d+)\.", name)
+        lists.add(place[1] if place else "")
+        places[module] = int(place[2]) if place else -1
+    if len(lists) != 1 or -1 in places.values():
+        raise ValueError(
+            f"{kind} has attention outside one list of blocks ({sorted(lists)}): "
+            "give its text decoder"
+        )
+    layers = places
+    if len(set(places.values())) < len(places):  # LongCat-Flash has two in a block
+        layers = {module: index for index, module in enumerate(places)}
+    blocks: Any = base.get_submodule(lists.pop())
+    return blocks, layers, places
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -63,9 +83,23 @@ def configurations(model: nn.Module) -> list[Any]:
 
 
 def is_of_transformers(function: Any) -> bool:
-    """Whether transformers' own code defines a function, and not somebody who registered it there."""
+    """Whether transformers' own code defines a function, and
+    not somebody who registered it there.
+    """
     function = getattr(function, "func", function)  # of a partial
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+
+def shown(mask: Tensor) -> Tensor:
+    """A mask as booleans; of one that is added to the logits, where it does not hide a key."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def widened(value: Any) -> Any:
+    """A tensor of floats in float64; anything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
 
 
 class Call(NamedTuple):
@@ -75,15 +109,29 @@ class Call(NamedTuple):
     q: Tensor  # (B, H, T, D)
     k: Tensor  # (B, H or fewer, T, D), as v; T and more with a cache in front
     v: Tensor
-    mask: Tensor | PositionMask | None  # a tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
+    # A tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
+    mask: Tensor | PositionMask | None
     kwargs: dict
     eager: Callable  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 
     @property
+    def rows(self) -> Tensor:
+        """The positions of all queries, (T,)."""
+        return torch.arange(self.q.shape[2], device=self.q.device)
+
+    def wide(self) -> Call:
+        """The same call in float64."""
+        kwargs = {name: widened(value) for name, value in self.kwargs.items()}
+        q, k, v, mask = map(widened, (self.q, self.k, self.v, self.mask))
+        return self._replace(q=q, k=k, v=v, mask=mask, kwargs=kwargs)
+
+    @property
     def kind(self) -> str:
         """The kind of mask, for `flash.trusted`."""
-        return "causal" if self.mask is None else "mask" if isinstance(self.mask, Tensor) else "window"
+        return (
+            "causal" if self.mask is None else "mask" if isinstance(self.mask, Tensor) else "window"
+        )
 
     @property
     def scale(self) -> float:
@@ -95,6 +143,16 @@ class Call(NamedTuple):
     def sink(self) -> Tensor | None:
         """The learned sink logit, if the module has one: (H,) or (B, H, T, 1)."""
         return self.kwargs.get("s_aux", self.kwargs.get("sinks"))
+
+    def blind(self) -> Tensor:
+        """The queries that no key up to their own is shown to, (T,).
+
+        Softmax gives such a row even weights over all keys, later ones too.
+        """
+        columns = torch.arange(self.k.shape[2], device=self.q.device)
+        seen = shown(self.mask_of(self.rows, columns)).tril()
+        in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
+        return ~in_any.any(dim=-1)
 
     def mask_of(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
@@ -111,51 +169,69 @@ class Call(NamedTuple):
 
 
 def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The family's eager attention for some queries, rows (R,): out (B, R, H, D) and weights (B, H, R, keys)."""
-    seen = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
-    if seen.dtype == torch.bool:  # eager functions add what they are given
-        seen = torch.zeros_like(seen, dtype=call.q.dtype).masked_fill(~seen, torch.finfo(call.q.dtype).min)
-    part = call._replace(q=call.q[:, :, rows], mask=seen if seen.ndim == 4 else seen[None, None])
-    out, weights = call.eager(*part[:5], **call.kwargs)
+    """The family's eager attention for some queries, rows (R,).
+
+    Returns the output (B, R, H, D) and the weights (B, H, R, keys).
+    """
+    mask = call.mask_of(rows, torch.arange(call.k.shape[2], device=rows.device))
+    if mask.dtype == torch.bool:  # eager functions add what they get
+        lowest = torch.finfo(call.q.dtype).min
+        mask = torch.zeros_like(mask, dtype=call.q.dtype).masked_fill(~mask, lowest)
+    if mask.ndim == 2:
+        mask = mask[None, None]
+    part = call._replace(q=call.q[:, :, rows], mask=mask)
+    out, weights = call.eager(call.module, part.q, part.k, part.v, mask, **call.kwargs)
     sink = call.sink
-    if sink is not None and sink.ndim == 1 and (weights.float().sum(dim=-1) - 1).abs().max() < 1e-3:
-        weights = _scaled_by_sink(part, sink, out, weights)
+    if sink is not None and sink.ndim == 1:
+        sums = weights.float().sum(dim=-1)
+        if (sums - 1).abs().max() < 1e-3:
+            weights = _scaled_by_sink(part, mask, sink, out, weights)
     return out, weights
 
 
 def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Output (B, T, H, D) and weights (B, H, T, T) of an attention function that somebody registered.
+    """Output (B, T, H, D) and weights (B, H, T, T) of a function that somebody registered.
 
     Raises ValueError where it returns no weights, or other ones than its output is made of.
     """
-    out, weights = function(*call[:5], **call.kwargs)
-    wanted = f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) beside the output"
+    out, weights = function(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+    wanted = (
+        f"attention {name!r} is none of transformers': it must return its weights (B, H, T, T) "
+        "beside the output"
+    )
     shape = (*call.q.shape[:3], call.k.shape[2])
-    require(isinstance(weights, Tensor) and weights.shape == shape, f"{wanted}, or choose eager or sdpa")
-    require(_is_product(out, weights, call.v), f"{wanted}, and its output is not these weights times the values")
+    if not isinstance(weights, Tensor) or weights.shape != shape:
+        raise ValueError(f"{wanted}, or choose eager or sdpa")
+    if not _is_product(out, weights, call.v):
+        raise ValueError(f"{wanted}, and its output is not these weights times the values")
     return out, weights
 
 
 def _is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
-    """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values (B, H or fewer, T, D)."""
-    expected = (weights @ repeat_heads(v, weights.shape[1]).to(weights.dtype)).transpose(1, 2)
+    """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values."""
+    values = repeat_heads(v, weights.shape[1]).to(weights.dtype)
+    expected = (weights @ values).transpose(1, 2)
     tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
-    return bool((out - expected).abs().max() <= tolerance * max(1.0, float(v.abs().max())))
+    size = max(1.0, float(v.abs().max()))
+    return bool((out - expected).abs().max() <= tolerance * size)
 
 
-def _scaled_by_sink(call: Call, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
-    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink logit takes of each.
+def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
+    """Weights (B, H, R, T) of rows that sum to one, less what a learned sink takes of each.
 
-    Granite's eager function scales the output by sigmoid(lse - sink) and returns the weights as they were before.
+    Granite's eager function scales the output by sigmoid(lse - sink), and returns the weights as
+    they were before.
     """
-    logits = call.q.float() @ repeat_heads(call.k, call.q.shape[1]).float().mT * call.scale
-    lse = (logits + call.mask.float()).logsumexp(dim=-1, keepdim=True)  # type: ignore[union-attr]
-    scaled = weights * torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1)).to(weights.dtype)
-    require(
-        _is_product(out, scaled, call.v),
-        f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights sum to one, its output "
-        "differs",
-    )
+    keys = repeat_heads(call.k, call.q.shape[1]).float()
+    logits = call.q.float() @ keys.mT * call.scale + mask.float()
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    left = torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1))
+    scaled = weights * left.to(weights.dtype)
+    if not _is_product(out, scaled, call.v):
+        raise ValueError(
+            f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
+            "sum to one, and its output differs"
+        )
     return scaled
 
 

@@ -1,4 +1,6 @@
-"""The fused path of a capture: a kernel's output and, by its log-sum-exp, A_ik = exp(s_ik - lse_i) of chosen keys."""
+"""The fused path of a capture: a kernel's output and, by its
+log-sum-exp, A_ik = exp(s_ik - lse_i) of chosen keys.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from sinkutils.measuring import families
 from sinkutils.measuring.families import Call, repeat_heads
 from sinkutils.model import flash
 
-CHECK_ROWS = 32  # queries, after each chosen key and all over the text, on which it is compared with the exact path
+# Queries, after each chosen key and all over the text, on which it is compared with the exact path
+CHECK_ROWS = 32
 MOST_KEYS = 64  # chosen keys, beyond which whole rows are cheaper
-# Keyword arguments that do not change what attention computes, that the fused path takes into account, or (of the keys
+# Keyword arguments that do not change what attention computes, that the fused path takes into
+# account, or (of the keys
 # that sparse attention chose) that the mask holds already.
 KNOWN = set(
     "dropout scaling is_causal s_aux sliding_window position_ids cache_position use_cache output_attentions "
@@ -30,41 +34,52 @@ class Fused(NamedTuple):
 
 
 def can_serve(call: Call, columns: Tensor) -> bool:
-    """Whether a kernel computes such a call: its arguments are known, and queries, keys and values are of one kind."""
-    known = all(value is None or name in KNOWN for name, value in call.kwargs.items())
-    alike = call.q.shape[-1] == call.v.shape[-1] and call.q.dtype == call.k.dtype == call.v.dtype
-    return known and alike and len(columns) <= MOST_KEYS
+    """Whether a kernel computes such a call."""
+    if len(columns) > MOST_KEYS or call.q.shape[-1] != call.v.shape[-1]:
+        return False
+    for name, value in call.kwargs.items():
+        if value is not None and name not in KNOWN:
+            return False
+    return call.q.dtype == call.k.dtype == call.v.dtype
 
 
 def fused(call: Call, columns: Tensor) -> Fused:
     """Output by a fused kernel, and the attention to the keys at `columns` (K,)."""
-    q, mask = call.q, call.mask
-    keys, values = repeat_heads(call.k, q.shape[1]), repeat_heads(call.v, q.shape[1])
-    if mask is None:
+    q, heads = call.q, call.q.shape[1]
+    keys = repeat_heads(call.k, heads)
+    values = repeat_heads(call.v, heads)
+    if call.mask is None:
         out, lse = flash.fused(q, keys, values, scale=call.scale)
     else:
-        out, lse = flash.fused_rows(q, keys, values, mask, call.scale)
+        out, lse = flash.fused_rows(q, keys, values, call.mask, call.scale)
     logits = q.float() @ keys[:, :, columns].float().mT * call.scale  # (B, H, T, K)
-    seen = call.mask_of(torch.arange(q.shape[2], device=q.device), columns)
-    if seen.dtype != torch.bool:
-        logits, seen = logits + seen, seen > torch.finfo(seen.dtype).min / 2
+    mask = call.mask_of(call.rows, columns)
+    if mask.dtype != torch.bool:
+        logits = logits + mask
     rest = None
-    if call.sink is not None:  # a learned sink logit joins the softmax through its log-sum-exp
+    if call.sink is not None:
+        # A learned sink logit joins the softmax through its log-sum-exp: the tokens keep
+        # exp(lse - logaddexp(lse, sink)) of each row.
         total = torch.logaddexp(lse, call.sink.float().reshape(1, -1, 1))
-        rest, lse = torch.exp(lse - total)[..., None], total
+        rest = torch.exp(lse - total)[..., None]
         out = out * rest.to(out.dtype)
-    shares = torch.exp(logits - lse[..., None]).masked_fill(~seen, 0)
+        lse = total
+    shares = torch.exp(logits - lse[..., None])
+    shares = shares.masked_fill(~families.shown(mask), 0)
     return Fused(out.transpose(1, 2).contiguous(), shares, rest)
 
 
-def proves_right(call: Call, found: Fused, columns: Tensor) -> bool:
+def proves_right(call: Call, result: Fused, columns: Tensor) -> bool:
     """Whether the first text's output and A_ik are those of the exact path, at some rows."""
     last, device = call.q.shape[2] - 1, columns.device
-    after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)  # a window hides the keys from most others
+    # The rows after each key, as a window hides it from most others, and some all over the text.
+    after = columns[:, None] + torch.arange(CHECK_ROWS, device=device)
     all_over = torch.linspace(0, last, CHECK_ROWS, device=device).long()
     rows = torch.cat([after.flatten(), all_over]).clamp(max=last).unique()
-    expected, weights = families.chunk(call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1]), rows)
-    tolerance = 2e-5 if found.out.dtype.itemsize >= 4 else 3e-2
-    gap = (found.shares[:1, :, rows] - weights[..., columns]).abs().max()
-    gap_of_out = (found.out[:1, rows] - expected).abs().max() / max(1.0, float(call.v.abs().max()))
-    return bool(gap <= tolerance) and bool(gap_of_out <= tolerance)
+    first = call._replace(q=call.q[:1], k=call.k[:1], v=call.v[:1])
+    out, weights = families.chunk(first, rows)
+    tolerance = 2e-5 if out.dtype.itemsize >= 4 else 3e-2
+    gap = (result.shares[:1, :, rows] - weights[..., columns]).abs().max()
+    gap_of_out = (result.out[:1, rows] - out).abs().max()
+    size = max(1.0, float(call.v.abs().max()))
+    return bool(gap <= tolerance) and bool(gap_of_out <= tolerance * size)

@@ -1,4 +1,6 @@
-"""Where the gradient of the loss gathers: its norm by position at the attention of each layer (Chen and Yao 2026)."""
+"""Where the gradient of the loss gathers: its norm by position at
+the attention of each layer (Chen and Yao 2026).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from sinkutils.model.decoder import Attention, TransformerLM
 
 
 def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
-    """The norm of the gradient of the mean next-token loss, by layer and position, as (L, T - 1) lists.
+    """The norm of the gradient of the mean next-token loss, by
+    layer and position, as (L, T - 1) lists.
 
-    ids: (n, T), on the model's device. The gradient is of what a layer's attention reads (after the norm before it),
-    summed over the n texts before its norm is taken, as an optimiser step sums it: what the texts share, such as their
-    first token, adds up. No parameter's gradient changes. An empty list where one is not finite, or where a text is
-    one token and nothing is predicted.
+    ids: (n, T), on the model's device. The gradient is of what a layer's attention reads (after the
+    norm before it), summed over the n texts before its norm is taken, as an optimiser step sums it:
+    what the texts share, such as their first token, adds up. No parameter's gradient changes. An
+    empty list where one is not finite, or where a text is one token and nothing is predicted.
     """
     if ids.shape[1] < 2:
         return []
@@ -25,7 +28,9 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
     with torch.enable_grad(), ExitStack() as hooks:
         for layer in model.modules():
             if isinstance(layer, Attention):
-                hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
+                hooks.enter_context(
+                    layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+                )
         loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text

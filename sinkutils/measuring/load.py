@@ -16,7 +16,7 @@ from torch import nn
 from sinkutils.checks import choice, first_line
 from sinkutils.checks import device as find_device
 from sinkutils.data.tokenizer import open_tokenizer
-from sinkutils.measuring.measure import special_ids
+from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
 from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
@@ -42,17 +42,18 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a recorded run that kept its weights
-        ("laptop/fixed_1/0", or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
+    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a
+        recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
+        any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
     trust_remote_code: run code from the hub; off unless asked for.
     runs: the folder of the records, if it is another one.
 
-    Weights are read from safetensors where a model has them; else from its .bin files, as tensors only, which is
-    what transformers allows. Raises ModelUnavailable (an OSError) with one line that says what to do, ValueError for
-    another device or dtype.
+    Weights are read from safetensors where a model has them; else from its .bin files, as
+    tensors only, which is what transformers allows. Raises ModelUnavailable (an OSError)
+    with one line that says what to do, ValueError for another device or dtype.
     """
     name, path = str(name_or_path), Path(name_or_path)
     kind: Any = dtype
@@ -69,6 +70,7 @@ def load_lm(
     if recorded is not None:
         return _load_record(recorded, find_device(target), kind)
     if here:
+        check_folder(path)
         where = name
     elif real:
         where = str(installed(name.lower()))
@@ -84,11 +86,14 @@ def load_lm(
         where = table.get(name.lower(), name)
     model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
     if real:
-        model.name_or_path = model.config.name_or_path = name.lower()  # reports show it; no folder of the cache
+        # Reports show it; no folder of the cache
+        model.name_or_path = model.config.name_or_path = name.lower()
     return model, tokenizer
 
 
-def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) -> tuple[TransformerLM, Any]:
+def _load_record(
+    folder: Path, device: torch.device, dtype: torch.dtype | None
+) -> tuple[TransformerLM, Any]:
     which = f"the record {short_name(folder)}"
     try:
         record = read_record(folder)
@@ -105,13 +110,21 @@ def _load_record(folder: Path, device: torch.device, dtype: torch.dtype | None) 
         model = TransformerLM(from_dict(LMConfig, record.config["model"]))
         model.load_state_dict(weights)
     except (TypeError, ValueError, RuntimeError) as error:
-        why = f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
+        why = (
+            f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
+        )
         raise ModelUnavailable(why) from error
-    return model.to(device, dtype or torch.float32).eval(), open_tokenizer(folder / "tokenizer.json")
+    return model.to(device, dtype or torch.float32).eval(), open_tokenizer(
+        folder / "tokenizer.json"
+    )
 
 
 def _load_transformers(
-    name: str, target: torch.device | None, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
+    name: str,
+    target: torch.device | None,
+    dtype: torch.dtype | None,
+    revision: str | None,
+    trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,46 +140,105 @@ def _load_transformers(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
             device_map="auto" if target is None else None,
             **common,
         )
-        model, found = loaded
+        model, info = loaded
         tokenizer: Any = WithoutTokenizer(model)
-        if not local or any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
+        if not local or any(
+            file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)
+        ):
             tokenizer = AutoTokenizer.from_pretrained(name, **common)
-    except Exception as error:  # files of others fail in every way: unpickling, shapes, JSON, a missing package
+    except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
-    missing, unused = (sorted(found[which]) for which in ("missing_keys", "unexpected_keys"))
-    says = (
-        f"the weights of {name!r} are not those of its config.json: "
-        f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
-    )
-    lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, such as "model.layers."
-    if missing or any(NUMBER.split(key)[0] in lists for key in unused):  # they would be random, or left out
-        raise ModelUnavailable(f"{says}; rename them in the file, or mend config.json")
-    if unused:  # such as those of another head
-        warnings.warn(says, stacklevel=3)
+    check_loaded(name, model, info)
     if target:
         model.to(target)
     return model.eval(), tokenizer
 
 
+def check_folder(path: Path) -> None:
+    """Raise ModelUnavailable for a path that is not the folder of a model, saying which is."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelUnavailable(f"{str(path)!r} is a file: give the folder that holds it")
+        return
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.stat().st_size < 1024:
+            if file.read_bytes().startswith(b"version https://git-lfs"):
+                raise ModelUnavailable(
+                    f"{str(path)!r} has git-lfs pointers in place of files ({file.name}): "
+                    "run `git lfs pull` in it"
+                )
+    known = ("config.json", "adapter_config.json", "*.gguf")
+    if any(file for pattern in known for file in path.glob(pattern)):
+        return
+    inner = [file.parent for file in path.glob("*/config.json")]
+    if inner:
+        newest = max(inner, key=lambda folder: folder.stat().st_mtime)
+        raise ModelUnavailable(
+            f"{str(path)!r} holds no model itself, but {len(inner)} folders of models: "
+            f"give one of them, {str(newest)!r} for instance"
+        )
+    raise ModelUnavailable(f"{str(path)!r} has no config.json: is it the folder of a model?")
+
+
+def check_loaded(name: str, model: Any, info: dict) -> None:
+    """Raise ModelUnavailable for weights that are not those of the configuration.
+
+    Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
+    """
+    for key, in_file, in_model in sorted(info.get("mismatched_keys", ())):
+        raise ModelUnavailable(
+            f"the weights of {name!r} are not those of its config.json: {key} is "
+            f"{tuple(in_file)} in the file and {tuple(in_model)} by config.json (and "
+            f"{len(info['mismatched_keys']) - 1} more): was the vocabulary resized without saving?"
+        )
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    message = (
+        f"the weights of {name!r} are not those of its config.json: "
+        f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    )
+    lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, as "model.layers."
+    config = model.config.get_text_config()
+    last = getattr(config, "num_hidden_layers", 0) - 1
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0
+    for key in unused:
+        number = NUMBER.search(key)
+        if NUMBER.split(key)[0] in lists and number:  # a block's, that would be left out
+            if not last < int(number[0][:-1]) <= last + further:
+                missing.append(key)
+    if missing:  # they would be random
+        raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
+    if unused:
+        warnings.warn(message, stacklevel=4)
+
+
 class WithoutTokenizer:
-    """In place of the tokenizer of a folder that has none: enough for probes of random and of repeated ids."""
+    """In place of the tokenizer of a folder that has none:
+    enough for probes of random and of repeated ids.
+    """
 
     bos_token_id = None
 
     def __init__(self, model: Any) -> None:
-        self.vocabulary = {f"<{i}>": i for i in range(len(model.get_input_embeddings().weight))}
-        special = [special_ids(model, f"{role}_token_id") for role in ("bos", "eos", "pad")]
+        if isinstance(model, TransformerLM):
+            size = model.config.vocab_size
+        else:
+            size = len(model.get_input_embeddings().weight)
+        self.vocabulary = {f"<{i}>": i for i in range(size)}
+        special = [token_ids(model, f"{role}_token_id") for role in ("bos", "eos", "pad")]
         self.all_special_ids = set().union(*special)
 
     def get_vocab(self) -> dict[str, int]:
         return self.vocabulary
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise ValueError("this folder has no tokenizer files, so only random and repeated ids can be made of it")
+        raise ValueError(
+            "this folder has no tokenizer files, so only random and repeated ids can be made of it"
+        )
 
     def decode(self, ids: Any, **_: Any) -> str:
         return " ".join(f"<{int(i)}>" for i in ids)
@@ -186,14 +258,25 @@ def hub_reachable() -> bool:
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """One line on why a model did not load: transformers' own, but where that says nothing or too much."""
+    """One line on why a model did not load: transformers' own,
+    but where that says nothing or too much.
+    """
     said, path = " ".join(str(error).split()), Path(name)
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return f"{name!r} is a GGUF file: measure what AutoModelForCausalLM.from_pretrained(folder, gguf_file=..) loads"
     if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
-    if "weights_only" in said or isinstance(error, pickle.UnpicklingError):
-        return f"{name!r} has weights in a .bin file that holds more than tensors, which could run any code: not loaded"
+    if re.search("Unsupported (global|class)", said):
+        return (
+            f"{name!r} has weights in a .bin file that holds more than tensors, which could run any "
+            "code: not loaded"
+        )
+    if "weights_only" in said or isinstance(error, pickle.UnpicklingError | EOFError):
+        return (
+            f"{name!r} has a .bin file that torch.save did not write, or a cut one: fetch it again"
+        )
+    if "deserializing header" in said:
+        return f"{name!r} could not be loaded: {said[:200]} (is its .safetensors file cut?)"
     if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", said):
         return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:

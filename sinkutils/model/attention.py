@@ -1,11 +1,12 @@
 """The attention algebra of Section 7 and Appendix C, dense and in the order of the formulas.
 
-    s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      kernel phi, position term g (Section 7.4, Eqs. 29, 43)
-    A_ij = alpha * f(s_ij) / Z_i                            similarity f, scale alpha, normaliser Z
+    s_ij = <phi(q_i), phi(k_j)> / sqrt(d_h) + g(i - j)      Section 7.4, Eqs. 29, 43
+    A_ij = alpha * f(s_ij) / Z_i
     out_i = sum_j A_ij v_j
 
-A bias (Table 4) is one more key and value that every query sees, or a vector added to the output; a sink logit one more
-key without value. `fast` is tested against this module.
+phi is the kernel, g the position term, f the similarity, alpha the scale, Z the normaliser. A bias
+(Table 4) is one more key and value that every query sees, or a vector added to the output. A sink
+logit is one more key without value. `fast` is tested against this module.
 """
 
 from __future__ import annotations
@@ -22,24 +23,32 @@ from sinkutils.checks import choice, instance, integer, real, require
 
 Map = Callable[[Tensor], Tensor]
 
+
+def elu_plus_one(s: Tensor) -> Tensor:
+    """e^s below 0, 1 + s above. PyTorch's elu is e^s - 1, to which adding 1 gives 0 for s = -17."""
+    return torch.where(s < 0, s.clamp(max=0).exp(), s + 1)
+
+
 # f of Section 7.4, elementwise
 SIMILARITIES: dict[str, Map] = {
     "exp": torch.exp,
     "sigmoid": torch.sigmoid,
-    "elu": lambda s: F.elu(s) + 1,
+    "elu": elu_plus_one,
     "linear": lambda s: s,  # the one that can be negative
     "relu": torch.relu,
     # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
     "softpick": lambda s: torch.expm1(s).relu(),
 }
-# log f without overflow, of every f that is positive: what FlexAttention takes in place of the logits
+# log f without overflow, of every f that is positive; FlexAttention takes it in place of the logits
 LOGARITHMS = {
     "exp": lambda s: s,
-    "sigmoid": lambda s: -F.softplus(-s),
+    # beyond its threshold softplus(x) is x, which is wrong by e^-x: nothing in float64 from 40 on
+    "sigmoid": lambda s: -F.softplus(-s, threshold=40),
     "elu": lambda s: torch.where(s < 0, s, torch.log1p(s.clamp(min=0))),
 }
-# phi of Section 7.4, on queries and keys; "mlp" is learned
-KERNELS = {"identity": lambda x: x, "elu": lambda x: F.elu(x) + 1}
+# phi of Section 7.4, on queries and keys; "mlp" is learned. In float64, as the product of two small
+# phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
+KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
 CHOICES = {
     "similarity": tuple(SIMILARITIES),
     "kernel": (*KERNELS, "mlp"),
@@ -51,7 +60,10 @@ CHOICES = {
 
 
 def check_fields(config: Any, choices: dict) -> None:
-    """Raise ValueError, naming the field, unless each has one of its choices, or is a bool or a count of at least 1."""
+    """Raise ValueError, naming the field, unless each has one of its choices, or its type.
+
+    A field of type int is a count of at least 1.
+    """
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if name in choices:
@@ -70,20 +82,26 @@ class AttentionSpec:
     """
 
     similarity: str = "exp"  # f: exp, sigmoid, elu (plus one), linear, relu, softpick
-    kernel: str = "identity"  # phi on q and k: identity, elu (plus one), mlp (shared by q, k and heads)
-    normalizer: str = "sum"  # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
+    # phi on q and k: identity, elu (plus one), mlp (shared by q, k and heads)
+    kernel: str = "identity"
+    # Z: sum of f, none (1), max_abs_sum: max(|sum f|, 1), p_norm: (sum f^p)^(1/p), length
+    normalizer: str = "sum"
     p: float = 1.0  # the p of p_norm (Eq. 43)
     scale: float = 1.0  # alpha (Eq. 29): the weights sum to it
     bias: str = "none"  # Table 4: kv (k*, v*), k (k*, fixed v*), v (v* added to the output)
     bias_shared: bool = False  # one bias for all heads of a block (Table 12 right)
-    bias_dims: int | None = None  # d_a: learnable dimensions of k*, the others are zero (Table 13)
-    fixed_value: str = "zero"  # v* of K biases (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
+    # d_a: learnable dimensions of k*, the others are zero (Table 13)
+    bias_dims: int | None = None
+    # v* of K biases (Table 5): zero, first m[1,0,..,0], uniform m[1,..,1]/sqrt(d_h)
+    fixed_value: str = "zero"
     fixed_value_norm: float = 1.0  # m
     window: int | None = None  # w: each query sees itself and the w - 1 before it (Section 6)
     prefix: int = 1  # p: every query also sees the first p keys (Section 6)
     logit_bias: float = 0.0  # b of f(s + b) for sigmoid: -log C (Ramapuram et al. 2024)
-    sink_logit: str = "none"  # one more logit without key and value: zero (softmax plus one), learned (a head's own)
-    differential: bool = False  # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
+    # one more logit without key and value: zero (softmax plus one), learned (a head's own)
+    sink_logit: str = "none"
+    # A = A_1 - lambda A_2 of the even and the odd dimensions of q and k (Ye et al. 2024)
+    differential: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, CHOICES)
@@ -91,27 +109,37 @@ class AttentionSpec:
             real(name, getattr(self, name), "positive and finite", more=True)
         real("logit_bias", self.logit_bias, "finite", least=-torch.inf)
         real("fixed_value_norm", self.fixed_value_norm, "finite and not negative")
-        linear, has_bias = self.similarity == "linear", self.bias != "none"
+        linear = self.similarity == "linear"
+        has_bias = self.bias != "none"
+        divided = self.normalizer not in ("none", "max_abs_sum")
         special = (self.sink_logit != "none") + self.differential
-        without_meaning = {
-            "window and prefix cannot be combined: use one": self.window is not None and self.prefix > 1,
-            "p other than 1 needs normalizer='p_norm'": self.p != 1 and self.normalizer != "p_norm",
-            "kernel other than 'identity' needs similarity='linear'": self.kernel != "identity" and not linear,
-            "similarity='linear' can be negative with this kernel and its sum zero: normalizer must be 'none' or "
-            "'max_abs_sum'": self.signed and self.normalizer not in ("none", "max_abs_sum"),
-            "logit_bias needs similarity='sigmoid'": self.logit_bias != 0 and self.similarity != "sigmoid",
-            "similarity='softpick' needs normalizer='sum'": self.similarity == "softpick" and self.normalizer != "sum",
-            "sink_logit and differential need a softmax: similarity='exp', normalizer='sum'": (
-                special > 0 and not self.is_softmax
-            ),
-            "bias, sink_logit and differential cannot be combined: use one": special + has_bias > 1,
-            "bias='v' needs rows of weights, which similarity='linear' has not": self.bias == "v" and linear,
-            "bias_shared needs a bias: 'k', 'kv' or 'v'": self.bias_shared and not has_bias,
-            "bias_dims needs a key bias: 'k' or 'kv'": self.bias_dims is not None and not self.has_key_bias,
-            "fixed_value other than 'zero' needs bias='k'": self.fixed_value != "zero" and self.bias != "k",
-        }
-        for message, holds in without_meaning.items():
-            require(not holds, message)
+        if self.window is not None and self.prefix > 1:
+            raise ValueError("window and prefix cannot be combined: use one")
+        if self.p != 1 and self.normalizer != "p_norm":
+            raise ValueError("p other than 1 needs normalizer='p_norm'")
+        if self.kernel != "identity" and not linear:
+            raise ValueError("kernel other than 'identity' needs similarity='linear'")
+        if self.signed and divided:
+            raise ValueError(
+                "similarity='linear' can be negative with this kernel and its sum zero: "
+                "normalizer must be 'none' or 'max_abs_sum'"
+            )
+        if self.logit_bias != 0 and self.similarity != "sigmoid":
+            raise ValueError("logit_bias needs similarity='sigmoid'")
+        if self.similarity == "softpick" and self.normalizer != "sum":
+            raise ValueError("similarity='softpick' needs normalizer='sum'")
+        if special > 0 and not self.is_softmax:
+            raise ValueError("sink_logit and differential need a softmax: similarity='exp', normalizer='sum'")
+        if special + has_bias > 1:
+            raise ValueError("bias, sink_logit and differential cannot be combined: use one")
+        if self.bias == "v" and linear:
+            raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
+        if self.bias_shared and not has_bias:
+            raise ValueError("bias_shared needs a bias: 'k', 'kv' or 'v'")
+        if self.bias_dims is not None and not self.has_key_bias:
+            raise ValueError("bias_dims needs a key bias: 'k' or 'kv'")
+        if self.fixed_value != "zero" and self.bias != "k":
+            raise ValueError("fixed_value other than 'zero' needs bias='k'")
 
     @property
     def is_softmax(self) -> bool:
@@ -120,12 +148,12 @@ class AttentionSpec:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether a key k* stands before the sequence's own keys (its weight is reported as Sink_*)."""
+        """Whether a key k* stands before the sequence's own keys: its weight is Sink_*."""
         return self.bias in ("k", "kv")
 
     @property
     def has_star(self) -> bool:
-        """Whether column 0 of the weights is not a key of the sequence: k*, or what the sink logit takes."""
+        """Whether column 0 of the weights is no key of the sequence: k*, or a sink logit."""
         return self.has_key_bias or self.sink_logit != "none"
 
     def f(self, logits: Tensor) -> Tensor:
@@ -147,20 +175,22 @@ SOFTMAX = AttentionSpec()
 
 
 class Extras(NamedTuple):
-    """What an operation takes beside q, k and v, by the names of `attend`'s keyword arguments; each may be None."""
+    """What an operation takes beside q, k and v, by the names of `attend`'s keyword arguments."""
 
     distance_bias: Tensor | None = None  # (1 or H, >= T): g of Appendix A by distance i - j
     key_bias: Tensor | None = None  # (H, D): k* of bias 'k' and 'kv'
-    value_bias: Tensor | None = None  # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
+    # (H, D): v* of bias 'v' and 'kv', and of a fixed value that is not zero
+    value_bias: Tensor | None = None
     mlp: Map | None = None  # the kernel of kernel='mlp', (..., D) -> (..., D)
     sink_logit: Tensor | None = None  # (H,), of sink_logit='learned'
     mix: Tensor | None = None  # lambda of differential attention, a scalar
 
 
 def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
-    """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, positions from 0; elementwise.
+    """The mask M of Eq. 4: whether the query at `row` sees the key at `column`, elementwise.
 
-    Causal, within the window w, and the first p keys always (Section 6), as k* at position -1.
+    Positions are from 0. Causal, within the window w, and the first p keys always (Section 6), as
+    k* at position -1.
     """
     before = row >= column
     if spec.window is None:
@@ -172,65 +202,82 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **ext
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
-    Returns out (B, H, T, D) and weights (B, H, T, S): S = T, or 1 + T where column 0 is k* or takes the sink logit.
-    A row that sees nothing, or whose sum is zero, has zero weights. Raises ValueError on wrong shapes.
+    Returns out (B, H, T, D) and weights (B, H, T, S) in the dtype of v. S is T, or 1 + T where
+    column 0 is k* or takes the sink logit. A row that sees nothing, or whose sum is zero, has zero
+    weights. Raises ValueError on wrong shapes.
     """
     return operate(_dense, q, k, v, spec, Extras(**extras))  # type: ignore[return-value]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Output and weights of queries and keys after phi, with k* in front of the keys if there is one."""
-    added, hidden = added_to_logits(q, k, spec, distance_bias)
-    logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij
-    weights = normalise(logits, ~hidden, spec)
-    return weights.to(v.dtype) @ v, weights  # a position term may be wider than v
+    """Output and weights of queries and keys after phi, k* in front of the keys if there is one.
 
-
-def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, ...]:
-    """What a form of attention, such as `_dense`, returns for an operation: the output, and after it what it likes.
-
-    A form gets what `prepared` returns, the operation and its position term; what it does not know of is done here.
+    In float32 at least, whatever the inputs: a logit of 100 has no fractions in bfloat16.
     """
-    check_inputs(q, k, v, spec, given)
-    if given.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
-        plain, rest = replace(spec, differential=False), Extras(given.distance_bias)
-        maps = [operate(form, half, k, v, plain, rest) for half in halves(q)]
-        return tuple(first - given.mix.to(first.dtype) * second for first, second in zip(*maps, strict=True))
-    out, *more = form(*prepared(q, k, v, spec, given), spec, given.distance_bias)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.to(wide), k.to(wide)
+        added, hidden = added_to_logits(q, k, spec, distance_bias)
+        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij
+        weights = normalise(logits, ~hidden, spec)
+        out = weights @ v.to(weights.dtype)
+    return out.to(v.dtype), weights.to(v.dtype)
+
+
+def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, ...]:
+    """What a form of attention, such as `_dense`, returns for an operation: the output first.
+
+    A form gets what `prepared` returns, the operation and its position term. What it does not know
+    of, differences of maps, sink logits and V biases, is done here.
+    """
+    check_inputs(q, k, v, spec, extras)
+    if extras.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
+        softmax = replace(spec, differential=False)
+        positions = Extras(extras.distance_bias)
+        first, second = (operate(form, half, k, v, softmax, positions) for half in halves(q))
+        mix = extras.mix
+        return tuple(x - mix.to(x.dtype) * y for x, y in zip(first, second, strict=True))
+    out, *more = form(*prepared(q, k, v, spec, extras), spec, extras.distance_bias)
     if spec.sink_logit != "none":
         out = out[..., :-1]
     if spec.bias == "v":
-        out = out + given.value_bias[:, None]  # type: ignore[index]
+        out = out + extras.value_bias[:, None]  # type: ignore[index]
     return out, *more
 
 
-def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys after the kernel phi, as the authors do after rotary, with k* and v* in front: S = 1 + T keys.
+def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys after the kernel phi, as the authors do after rotary; k* and v* in front.
 
-    A v* that is not given is zero. A sink logit is a k* in one more dimension, in which queries are 1 and the
-    sequence's own keys and values are 0.
+    There are then S = 1 + T keys. A v* that is not given is zero. A sink logit is a k* in one more
+    dimension, in which queries are 1 and the sequence's own keys and values are 0.
     """
-    star, value = given.key_bias, given.value_bias
+    star, value = extras.key_bias, extras.value_bias
     if spec.sink_logit != "none":
-        sink = q.new_zeros(q.shape[1]) if given.sink_logit is None else given.sink_logit
+        sink = extras.sink_logit
+        if sink is None:
+            sink = q.new_zeros(q.shape[1])
         wider = q.shape[-1] + 1
-        q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay what they were
+        q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
         star = F.pad((sink * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
         q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
     if star is not None:
         k, v = prepend(star, k), prepend(value, v)
-    phi = given.mlp or KERNELS[spec.kernel]
+    phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
 
 
 def added_to_logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """g, and -inf (0 where f(0) = 0) at hidden keys, (1 or H, T, S); and which keys are hidden, (T, S)."""
+    """What is added to the logits, (1 or H, T, S), and which keys are hidden, (T, S).
+
+    Added is g, and -inf at hidden keys, or 0 where f(0) = 0.
+    """
     length, star = q.shape[2], k.shape[2] - q.shape[2]
     positions = torch.arange(length, device=q.device)
     hidden = F.pad(~visible(positions[:, None], positions, spec), (star, 0))  # every query sees k*
     added = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
-        # g(i - j) is constant along diagonals: windows on one line of it, whose backward is a sum, not a scatter.
+        # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
+        # backward is a sum, not a scatter.
         line = distance_bias[:, torch.arange(1 - length, length, device=q.device).clamp(min=0)]
         added = added + F.pad(line.unfold(-1, length, 1).flip(-1), (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
@@ -248,7 +295,8 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
     """The queries of the two maps of differential attention, of the even and of the odd dimensions.
 
-    A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their number in 1/sqrt(D).
+    A query without its odd (even) dimensions ignores those of the keys; sqrt 2 makes up for their
+    number in 1/sqrt(D).
     """
     odd = torch.arange(q.shape[-1], device=q.device) % 2 == 1
     wider = q * 2**0.5
@@ -258,68 +306,95 @@ def halves(q: Tensor) -> tuple[Tensor, Tensor]:
 def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
     """A_ij = alpha f(s_ij) / Z_i (Eqs. 29, 43) over the keys that `seen` allows; 0 elsewhere.
 
-    logits (..., R, S); seen (R, S) boolean. The row maximum is taken out of exp before it can overflow: it
-    cancels in `sum` and in `p_norm`.
+    logits (..., R, S); seen (R, S) boolean.
     """
-    if spec.similarity == "exp" and spec.normalizer in ("sum", "p_norm"):
-        peak = logits.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).detach()
-        logits = logits - peak.masked_fill(~peak.isfinite(), 0)
+    logits = logits.masked_fill(~seen, 0 if spec.hidden_is_zero else -torch.inf)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
-        logits = logits.masked_fill(~seen, 0)
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
         sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
         return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
-    # Masked before f too: exp of a hidden logit could overflow, and its gradient would be nan.
-    sim = spec.f(logits.masked_fill(~seen, 0)).masked_fill(~seen, 0)
-    return spec.scale * divide(sim, normalizer(sim, seen, spec))
+    sim, one = in_range(logits, spec)
+    return spec.scale * divide(sim, normalizer(sim, seen, spec, one))
 
 
-def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor | None:
-    """Z_i of Section 7.4 and Eq. 43 from similarities (..., R, S), as (..., R, 1); None stands for Z = 1."""
+def in_range(logits: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """f(s_ij) over a number of its row, which cancels in A_ij; and 1 over it, for max_abs_sum.
+
+    logits (..., R, S) are -inf, or 0 where f(0) = 0, at hidden keys. As they are, sigmoid(-100) and
+    its powers are nothing in float32, and e^100 is too much. An operation without a sum keeps
+    f(s_ij) itself, and overflows where that does.
+    """
+    if spec.normalizer in ("none", "length"):
+        return spec.f(logits), None
+    if spec.similarity not in LOGARITHMS:
+        sim = spec.f(logits)
+        if spec.normalizer == "p_norm":
+            sim = divide(sim, sim.amax(-1, keepdim=True).detach())
+        return sim, sim.new_ones(())
+    logs = LOGARITHMS[spec.similarity](logits + spec.logit_bias)
+    peak = logs.amax(-1, keepdim=True).detach()
+    peak = peak.masked_fill(~peak.isfinite(), 0)  # a row that sees nothing
+    if spec.normalizer == "max_abs_sum":  # where the sum is below 1 it is not what divides
+        peak = peak.clamp(min=0)
+    return (logs - peak).exp(), (-peak).exp()
+
+
+def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | None) -> Tensor | None:
+    """Z_i (Section 7.4, Eq. 43) from what `in_range` returns: (..., R, 1), or None for Z = 1."""
     if spec.normalizer == "none":
         return None
     if spec.normalizer == "length":
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
-        # A similarity of exactly zero (a hidden key) has no gradient for p < 1: keep it out of the power.
+        # x^p has no gradient at 0 for p < 1: keep a hidden key, whose x is 0, out of the power.
         powers = torch.where(sim > 0, sim, 1).pow(spec.p).masked_fill(sim <= 0, 0)
         total = powers.sum(-1, keepdim=True)
         return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
     total = sim.sum(-1, keepdim=True)
-    return total.abs().clamp(min=1) if spec.normalizer == "max_abs_sum" else total
+    return total.abs().clamp(min=one) if spec.normalizer == "max_abs_sum" else total
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:
-    """sim / total with 0 where the total is 0, without a nan in the gradient; total None stands for 1."""
+    """sim / total, 0 where the total is 0, without a nan in the gradient; None stands for 1."""
     if total is None:
         return sim
     empty = total == 0
     return (sim / total.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, given: Extras) -> None:
-    """Raise ValueError, naming the argument and the shape it should have, when the inputs do not fit."""
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> None:
+    """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     require(
         shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
     _, heads, length, head_dim = shapes[0]
-    require(not spec.differential or head_dim % 2 == 0, "differential attention needs an even head dimension (D of q)")
-    require((spec.kernel == "mlp") == (given.mlp is not None), "mlp is the callable of kernel='mlp', and of no other")
-    wanted = {
+    require(
+        not spec.differential or head_dim % 2 == 0,
+        "differential attention needs an even head dimension (D of q)",
+    )
+    require(
+        (spec.kernel == "mlp") == (extras.mlp is not None),
+        "mlp is the callable of kernel='mlp', and of no other",
+    )
+    has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
+    sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
-        "value_bias": (heads, head_dim) if spec.bias in ("kv", "v") or spec.fixed_value != "zero" else None,
+        "value_bias": (heads, head_dim) if has_value else None,
         "sink_logit": (heads,) if spec.sink_logit == "learned" else None,
         "mix": () if spec.differential else None,
     }
-    for name, size in wanted.items():
-        x = getattr(given, name)
-        found = None if x is None else tuple(x.shape)
-        require(found == size, f"the operation takes {name} of shape {size} (None: leave it out), got {found}")
-    if given.distance_bias is not None:
-        found = tuple(given.distance_bias.shape)
+    for name, size in sizes.items():
+        x = getattr(extras, name)
+        shape = None if x is None else tuple(x.shape)
         require(
-            len(found) == 2 and found[0] in (1, heads) and found[1] >= length,
-            f"distance_bias must have shape (1 or {heads}, at least {length}), got {found}",
+            shape == size,
+            f"the operation takes {name} of shape {size} (None: leave it out), got {shape}",
+        )
+    if extras.distance_bias is not None:
+        shape = tuple(extras.distance_bias.shape)
+        require(
+            len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length,
+            f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}",
         )

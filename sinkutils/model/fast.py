@@ -81,7 +81,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
     q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    if distance_bias is not None and q.dtype != wide:  # bfloat16 has no odd distances beyond 256
+    # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
+    # queries and keys may be in float64 already.
+    by_logarithm = spec.similarity in ("sigmoid", "elu") and spec.normalizer not in ("none", "length")
+    widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
+    if widened and (q.dtype, v.dtype) != (wide, wide):
         with torch.autocast(q.device.type, enabled=False):
             return _dense(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias).to(v.dtype)
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
@@ -97,9 +101,5 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
         logits = logits.masked_fill(hidden, 0)
     if spec.similarity == "softpick":
         return attention.normalise(logits, ~hidden, replace(spec, scale=1.0)).to(v.dtype) @ v
-    if spec.similarity == "exp" and spec.normalizer == "p_norm":
-        # A position term of -inf can hide a whole row: as in `attention.normalise`, its output is zero.
-        peak = logits.amax(dim=-1, keepdim=True).detach()
-        logits = logits - peak.masked_fill(~peak.isfinite(), 0)
-    similarity = spec.f(logits)
-    return divide(similarity @ v, attention.normalizer(similarity, ~hidden, spec))
+    similarity, one = attention.in_range(logits, spec)
+    return divide(similarity @ v, attention.normalizer(similarity, ~hidden, spec, one))

@@ -1,7 +1,9 @@
-"""Pictures that answer to hands, with no kernel and no network: attention along training, and in every head of a model.
+"""Pictures that answer to hands, with no kernel and no network:
+attention along training, and in every head of a model.
 
-A notebook keeps each as a PNG and as HTML with a script (interactive.js) that draws it anew, in JupyterLab, nbviewer
-and the book alike. Where scripts are stripped (an untrusted notebook, a PDF), the PNG stays.
+A notebook keeps each as a PNG and as HTML with a script (interactive.js)
+that draws it anew, in JupyterLab, nbviewer and the book alike. Where
+scripts are stripped (an untrusted notebook, a PDF), the PNG stays.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from sinkutils.plots.theme import COLORS, STYLE, alt_text, png
 
 MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are compressed
 FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
-PALETTE = [to_hex(color) for color in mpl.colormaps[SHADES](np.linspace(0, 1, 33))]  # of shares from 0 to 1
+# Of shares from 0 to 1
+PALETTE = [to_hex(color) for color in mpl.colormaps[SHADES](np.linspace(0, 1, 33))]
 PAGE = Template("""
 <figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">
 <div style="overflow-x:auto">
@@ -43,7 +46,9 @@ $script)(document.currentScript.parentElement,"$kind",$data)</script></figure>
 
 @dataclass(frozen=True)
 class Interactive:
-    """A still figure, with an alt text (`alt_text`), a caption, and what the script needs to bring it to life."""
+    """A still figure, with an alt text (`alt_text`), a caption,
+    and what the script needs to bring it to life.
+    """
 
     kind: str  # of `kinds` in interactive.js
     data: Mapping[str, Any]
@@ -59,15 +64,18 @@ class Interactive:
             caption=html.escape(self.caption, quote=False),
             script=Path(__file__).with_name("interactive.js").read_text(encoding="utf-8"),
             kind=self.kind,
-            data=data.replace("</", "<\\/"),  # "</script>" in a token would end the script
+            # "</script>" in a token would end the script, and "<!--" could swallow the page.
+            data=data.replace("<", "\\u003c"),
         )
         return {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}, {"image/png": {"alt": alt}}
 
 
 def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1") -> Interactive:
-    """Play back how a sink emerges: every head's mean attention to one key along training, one row per run.
+    """Play back how a sink emerges: every head's mean
+    attention to one key along training, one row per run.
 
-    courses: by title, (evaluations, layers, heads), such as `record.arrays["curve"][:, 0]`, which is of token 1.
+    courses: by title, (evaluations, layers, heads), such as
+    `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
     runs = []
@@ -108,12 +116,14 @@ def explore(
     length: int = 32,
     head: tuple[int, int] | None = None,
 ) -> Interactive:
-    """Show where a model looks: choose a head by its alpha_1, see its attention map with tokens, follow a query.
+    """Show where a model looks: choose a head by its alpha_1,
+    see its attention map with tokens, follow a query.
 
-    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
-    output can carry. tokenizer: names the tokens, else their ids do. A still picture where scripts do not run.
-    head: (block, head), from 1, at which it starts; None: that with the largest alpha_1 of the first text.
-    Raises ValueError as `measure` does, for a length that is no positive integer, and for a head that is not there.
+    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as
+    many texts as one output can carry. tokenizer: names the tokens, else their ids do. A still
+    picture where scripts do not run. head: (block, head), from 1, at which it starts; None: that
+    with the largest alpha_1 of the first text. Raises ValueError as `measure` does, for a length
+    that is no positive integer, and for a head that is not there.
     """
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)

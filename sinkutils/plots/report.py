@@ -1,4 +1,6 @@
-"""One page about a model: its sink on several inputs, head by head, block by block, beside models we know."""
+"""One page about a model: its sink on several inputs, head by
+head, block by block, beside models we know.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import hashlib
 import html
 import io
 import json
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -22,10 +25,11 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor, nn
 
 from sinkutils.checks import require
-from sinkutils.data.probes import KINDS, encode, probe
+from sinkutils.data.probes import encode, probe
 from sinkutils.data.tokenizer import bos_id
+from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.report import Report, norm_ratio
+from sinkutils.measuring.report import Report, excess, norm_ratio
 from sinkutils.paths import OPEN_LMS
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
 from sinkutils.plots.theme import COLORS, STYLE
@@ -40,6 +44,8 @@ INK = "#010203"  # what a figure draws in this colour takes that of the page's t
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24
+EPS = 0.3  # of Sink_1 on the page
+PACKAGES = ("sinkutils", "torch", "transformers")
 ABSENT = "–"
 
 
@@ -54,24 +60,33 @@ def report_model(
 ) -> str:
     """Measure a model on the three probes, with and without a BOS, and write its page.
 
-    texts: natural text of one's own. n, length: texts per probe and tokens per text. beside: of `report_page`.
+    tokenizer: None where there is none; the page is of random and repeated ids then.
+    texts: natural text of one's own, cut into windows. n, length: texts per probe and
+        tokens per text. beside: of `report_page`.
     Raises ValueError as `probe` and `measure` do.
     """
     own = None if texts is None else list(texts)
+    if tokenizer is None:
+        tokenizer = WithoutTokenizer(model)
     inputs = _inputs(tokenizer, own, n, length)
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))
     size = sum(parameter.numel() for parameter in model.parameters())
+    words = {True: "given by the user", False: "docstrings"}[bool(own)]
     facts = {
         "model": f"{type(model).__name__}, {size:,} parameters, {next(model.parameters()).dtype}",
         "weights": f"SHA-256 {_digest(dict(model.named_parameters()))}",
-        "inputs": f"{n} texts of {length} tokens for each; the numbers on top are of {title}",
-        "natural text": "given by the user" if own else "docstrings",
-        "token ids": f"SHA-256 {_digest({'': inputs[title]})} ({title})",
+        "inputs": f"{main.samples} texts of {length} tokens; the numbers on top are of {title}",
+        "natural text": "none: there is no tokenizer" if _silent(tokenizer) else words,
+        "token ids": f"SHA-256 {main.digest} ({title})",
         "attention": main.path,
-        "versions": ", ".join(f"{package} {version(package)}" for package in ("sinkutils", "torch", "transformers")),
+        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
-    maps = _maps(model, tokenizer, own[0] if own else SAMPLE, "BOS" in title, main)
+    ids = inputs[title][0]
+    if not _silent(tokenizer):
+        start = [bos_id(tokenizer)] if "BOS" in title else []
+        ids = torch.tensor(start + encode(tokenizer, own[0] if own else SAMPLE))
+    maps = _maps(model, tokenizer, ids[:MAP_TOKENS], main)
     return report_page(reports, name, beside, facts, maps)
 
 
@@ -82,21 +97,25 @@ def report_page(
     facts: Mapping[str, Any] | None = None,
     maps: str = "",
 ) -> str:
-    """One self-contained HTML page about a model, without scripts or network; its numbers are also inside, as JSON.
+    """One self-contained HTML page about a model, without
+    scripts or network; its numbers are also inside, as JSON.
 
-    reports: of one kind of input, or several by title, the main one first. beside: reports of other models by name.
-    facts: how it was measured. maps: figures of attention maps, as SVG.
-    Raises ValueError where the first token was not among the targets, and for another model of the same name.
+    reports: of one kind of input, or several by title, the
+    main one first. beside: reports of other models by name.
+    facts: how it was measured. maps: figures of attention maps, as SVG. Raises ValueError
+    where the first token was not among the targets, and for another model of the same name.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
+    beside = dict(beside or {})
     main = next(iter(reports.values()))
     require(1 in main.targets, f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}")
     name = name or main.name or "a model"
-    require(name not in (beside or {}), f"two models are called {name!r}: give one another name")
-    summaries = {title: report.to_dict() for title, report in reports.items()}
-    rows = {title: _row(summary) for title, summary in summaries.items()}
+    require(name not in beside, f"two models are called {name!r}: give one another name")
+    rows = {title: _row(report) for title, report in reports.items()}
     own = next(iter(rows.values()))
-    others = {other: _row(report.to_dict()) for other, report in (beside or {}).items()}
+    models = {name: own}
+    for other, report in beside.items():
+        models[other] = _row(report)
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         page = {
             "name": html.escape(name),
@@ -109,16 +128,41 @@ def report_page(
             ),
             "maps": maps or ABSENT,
             "norms": _norms(main) or ABSENT,
-            "models": _table({name: own} | others | _references()),
+            "models": _table(models | _references(name)),
             "facts": _table({key: {" ": value} for key, value in (facts or {}).items()}),
         }
-    written = json.dumps({"name": name, "reports": summaries, "facts": facts}, separators=(",", ":"))
+    summaries = {title: report.to_dict() for title, report in reports.items()}
+    contents = {"name": name, "reports": summaries, "facts": facts}
+    written = json.dumps(contents, separators=(",", ":"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
 
 
+def natural(tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False) -> Tensor:
+    """Natural text: the first tokens of documents, or windows of one's own, n of them if there are.
+
+    A book is one text, and has many windows.
+    """
+    if texts is None:
+        return probe("natural", tokenizer, n, length, bos=bos)
+    windows = probe(None, tokenizer, None, length, bos=bos, texts=texts)
+    if len(windows) <= n:
+        return windows
+    return probe(None, tokenizer, n, length, bos=bos, texts=texts)
+
+
+def _silent(tokenizer: Any) -> bool:
+    """Whether there are no tokens to be made of text."""
+    return isinstance(tokenizer, WithoutTokenizer)
+
+
 def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dict[str, Tensor]:
-    """Every probe without and, where the tokenizer has one, with a BOS; first the natural one that it makes itself."""
+    """Every probe without and, where the tokenizer has one, with a BOS.
+
+    First the natural one as the tokenizer itself makes it; without a tokenizer, random ids.
+    """
+    if _silent(tokenizer):
+        return {kind: probe(kind, tokenizer, n, length) for kind in ("random", "repeat")}
     starts = [False]
     try:
         bos = bos_id(tokenizer)
@@ -128,15 +172,19 @@ def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dic
         ids = tokenizer.encode("a")
         own = getattr(ids, "ids", ids)[0] == bos
         starts = [own, not own]
-    return {
-        kind + ", BOS first" * start: probe(kind, tokenizer, n, length, bos=start, texts=texts)
-        for start in starts
-        for kind in KINDS
-    }
+    inputs = {}
+    for start in starts:
+        suffix = ", BOS first" if start else ""
+        inputs["natural" + suffix] = natural(tokenizer, texts, n, length, start)
+        for kind in ("random", "repeat"):
+            inputs[kind + suffix] = probe(kind, tokenizer, n, length, bos=start)
+    return inputs
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names and bytes, the first 16 digits; of plain tensors in memory, not offloaded ones."""
+    """SHA-256 over names and bytes, the first 16 digits; of
+    plain tensors in memory, not offloaded ones.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if type(tensor.data) is Tensor and not tensor.is_meta:
@@ -145,52 +193,75 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _maps(model: nn.Module, tokenizer: Any, text: str, bos: bool, report: Report) -> str:
-    """Maps of the heads with the most attention to the first token, the least, and two between, on a text."""
-    ids = [bos_id(tokenizer)] * bos + encode(tokenizer, text)[:MAP_TOKENS]
-    alpha = report.alpha[:, 0].mean(dim=0)
+def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
+    """Maps of the heads with the most attention to the first token, the least, and two between."""
+    alpha = report.of(1).mean(dim=0)  # (layers, heads)
     order = alpha.flatten().argsort(descending=True)
     picks = order[torch.linspace(0, len(order) - 1, 4).long().unique()].tolist()
-    heads = [(report.layers[pick // alpha.shape[1]], pick % alpha.shape[1]) for pick in picks]
-    kept = measure(model, torch.tensor([ids]), heads=heads, norms=False).kept
+    heads = []
+    for pick in picks:
+        layer, head = divmod(pick, alpha.shape[1])
+        heads.append((report.layers[layer], head))
+    with warnings.catch_warnings():  # a short text, of which no Sink_1 is shown
+        warnings.simplefilter("ignore")
+        kept = measure(model, ids[None], heads=heads, norms=False).kept
+    tokens = [token_label(token, tokenizer) for token in ids.tolist()]
     drawn = ""
     for layer, head in heads:
         title = f"block {layer + 1}, head {head + 1}"
-        tokens = [token_label(token, tokenizer) for token in ids]
         ax = attention_map(kept[layer, head].map[0], tokens, _axes(4.2, 4.2))
         ax.set_title(title)
         drawn += _svg(ax, f"Attention map, {title}")
     return drawn
 
 
-def _row(summary: Mapping) -> dict[str, str]:
-    """The numbers of one model, from `Report.to_dict` or a part of it."""
-    alpha = np.array(summary["alpha"][list(summary.get("targets", [1])).index(1)])
-    uniform = summary["floor"]
-    excess = ((alpha - uniform) / (1 - uniform)).mean(axis=1)
-    low, high = summary["interval"]["1"]["0.3"]
-    row = {"Sink<sub>1</sub>": f"{summary['sink']['1']['0.3']:.1f} %", "95 % interval": f"{low:.1f} to {high:.1f}"}
-    if "sink_star" in summary:  # of a learned sink, a key of its own or a sink token
-        row["Sink<sub>*</sub>"] = f"{summary['sink_star']['0.3']:.1f} %"
-    first = 1 + summary.get("layers", [0])[0]  # of a hybrid model the first block that has attention
-    row[f"excess in block {first}"] = f"{excess[0]:z.2f}"
-    row["excess in later blocks"] = f"{excess[1:].mean():z.2f}" if len(excess) > 1 else ABSENT
-    if "hidden_norms" in summary:
+def _row(report: Report) -> dict[str, str]:
+    """The numbers of one model."""
+    first, *later = report.excess_by_layer()
+    row = _shares(report.sink(1, EPS), report.interval(1, EPS), first, later, 1 + report.layers[0])
+    if report.star is not None:  # of a learned sink, a key of its own or a sink token
+        row["Sink<sub>*</sub>"] = f"{report.sink_star(EPS):.1f} %"
+    if report.hidden_norms is not None and report.length > 1:
         # The last block's state is about the next token: its norms are another matter.
-        *ratios, last = norm_ratio(summary["hidden_norms"])
-        row["norm of h<sub>1</sub> / others, largest"] = f"{max(ratios or [last]):.1f}"
-    if "hidden_peaks" in summary:
-        row["element of h<sub>1</sub> / median, largest"] = f"{max(peaks[0] for peaks in summary['hidden_peaks']):,.0f}"
+        ratios = norm_ratio(report.hidden_norms)
+        largest = max(ratios[:-1] if len(ratios) > 1 else ratios)
+        row["norm of h<sub>1</sub> / others, largest"] = f"{largest:.1f}"
+    if report.hidden_peaks is not None:
+        largest = float(report.hidden_peaks[:, 0].max())
+        row["element of h<sub>1</sub> / median, largest"] = f"{largest:,.0f}"
     return row
 
 
-def _references() -> dict[str, dict]:
-    """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout."""
+def _shares(sink: float, interval: Sequence[float], first: float, later: Sequence[float], block: int) -> dict[str, str]:
+    """The columns of attention to the first token; of a hybrid
+    model `block` is its first with any.
+    """
+    low, high = interval
+    return {
+        "Sink<sub>1</sub>": f"{sink:.1f} %",
+        "95 % interval": f"{low:.1f} to {high:.1f}",
+        f"excess in block {block}": f"{first:z.2f}",
+        "excess in later blocks": f"{np.mean(later):z.2f}" if later else ABSENT,
+    }
+
+
+def _references(name: str) -> dict[str, dict]:
+    """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout.
+
+    Not the one that the page is about.
+    """
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        first = "BOS" if kept["about"]["trained_with_bos"] else "text"
-        rows[f"{kept['about']['title']} (reference)"] = _row(kept["probes"]["natural"][first])
+        if kept["about"]["model"] == name.lower():
+            continue
+        start = "BOS" if kept["about"]["trained_with_bos"] else "text"
+        numbers = kept["probes"]["natural"][start]
+        by_layer = excess(np.array(numbers["alpha"][0]), numbers["floor"]).mean(axis=1).tolist()
+        interval, sink = numbers["interval"]["1"]["0.3"], numbers["sink"]["1"]["0.3"]
+        row = _shares(sink, interval, by_layer[0], by_layer[1:], 1)
+        row["norm of h<sub>1</sub> / others, largest"] = f"{max(norm_ratio(numbers['hidden_norms'])[:-1]):.1f}"
+        rows[f"{kept['about']['title']} (reference)"] = row
     return rows
 
 
@@ -206,16 +277,22 @@ def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
 
 
 def _norms(report: Report) -> str:
-    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1; what was not measured is out."""
+    """Two figures by block: norm ratios of h, k and v, and the
+    largest element of h_1; what was not measured is out.
+    """
     norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
-    ratios = {of: norm_ratio(rows) for of, rows in norms.items() if rows is not None}
+    ratios = {}
+    for of, rows in norms.items():
+        if rows is not None and report.length > 1:
+            ratios[of] = norm_ratio(rows)
     peaks = {} if report.hidden_peaks is None else {"h": report.hidden_peaks[:, 0].tolist()}
     drawn = ""
     for label, curves in (("norm of token 1 / others", ratios), ("largest element of token 1 / median", peaks)):
         if not curves:
             continue
         ax = _axes()
-        for of, values in curves.items():  # not every block of a hybrid model has attention, keys and values
+        # Not every block of a hybrid model has attention, keys and values
+        for of, values in curves.items():
             blocks = range(len(values)) if of == "h" else report.layers
             ax.plot(np.add(blocks, 1), values, "o-", markersize=4, color=CURVES[of], label=of)
         low, high = ax.dataLim.intervaly

@@ -30,20 +30,19 @@ STYLE = read_yaml(Path(__file__).with_name("style.yaml"))
 def theme() -> dict[str, str]:
     """Set the style of all figures, once, at the top of a notebook; returns the named colours.
 
-    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`). NumPy's global generator, which
-    jitters dots, is seeded: a page of which nothing changed keeps its pictures.
+    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`), and NumPy's global generator,
+    which jitters dots, is seeded: a page of which nothing changed keeps its pictures. Elsewhere it is left alone.
     """
     import matplotlib.pyplot as plt
     import numpy as np
     import seaborn as sns
-
-    np.random.seed(0)  # noqa: NPY002
 
     # Orange is the first token and green a key of its own, wherever they stand: so neither is in the cycle.
     cycle = [COLORS["other"], "#222222", "#949494", "#c8c8c8"]
     sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
+        np.random.seed(0)  # noqa: NPY002
         plt.switch_backend(mpl.get_backend())  # loads the inline backend, which sets its own formatters when it loads
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,15 @@ from sinkutils.model.config import LMConfig
 Json = dict[str, Any]  # a config, a record's metrics, a report
 PRECISIONS = ("fp32", "bf16")
 LARGEST_SEED = 2**63 - 1  # what every generator takes
+NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.@-]{0,98}[A-Za-z0-9_])?")
+
+
+def check_name(what: str, name: str) -> None:
+    """Hold that a name is that of a folder, on every system, and no path to one."""
+    require(
+        NAME.fullmatch(name) is not None,
+        f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, got {name!r:.60}",
+    )
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.fields(self, seed=0)
+        check_name("experiment", self.experiment)
+        check_name("preset", self.preset)
         require(self.seed <= LARGEST_SEED, f"seed must be at most {LARGEST_SEED}, got {self.seed}")
         length, longest = self.train.eval_length, self.model.context_length
         require(length <= longest, f"eval_length {length} is longer than context_length {longest}")

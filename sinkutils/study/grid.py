@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from sinkutils.checks import integer
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment, scaled
 from sinkutils.study.presets import Preset, preset
@@ -36,7 +37,8 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Where two experiments coincide at this preset, both give the run of the first, under its name (`resolve`).
     Raises ValueError for unknown names, and with the reason where the preset cannot hold the experiment.
     """
-    run = dataclasses.replace(_build(resolve(name, preset), preset), seed=seed)
+    integer("seed", seed, least=0)
+    run = dataclasses.replace(_build(resolve(name, preset), preset), seed=int(seed))  # also of a table's column
     if isinstance(run, FinetuneConfig):
         return dataclasses.replace(run, start_sha256=config_hash(config(run.start, preset, seed)))
     return run

@@ -8,6 +8,8 @@ data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
     SHA256SUMS        a digest of every file above and of itself
     model.safetensors, tokenizer.json   only for the few runs that notebooks open, and what fine-tunings start from;
                       the weights may be deleted to save space, which makes it a record without weights
+
+The digests are of text with line ends as here, LF: a copy with those of Windows is the same record.
 """
 
 from __future__ import annotations
@@ -18,40 +20,49 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import tokenizers
 import torch
-from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from sinkutils import paths
-from sinkutils.checks import require
+from sinkutils.checks import first_line, instance, require
 from sinkutils.data.corpus import Identity, public_name
-from sinkutils.study.config import Json, RunConfig
+from sinkutils.data.tokenizer import open_tokenizer
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
+from sinkutils.study.files import beside, not_saved, put_in_place, remove, set_aside, write_synced
+from sinkutils.study.schema import Metrics, check_config, check_metrics
+
+if TYPE_CHECKING:
+    from sinkutils.model.decoder import TransformerLM
 
 RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
 RULES = 4  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
-LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 SUMS = "SHA256SUMS"
 ALPHA = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+JSONS = ("config.json", "metrics.json", "provenance.json")
+FILES = frozenset((*JSONS, ALPHA, WEIGHTS, TOKENIZER, SUMS))  # all that a record may hold
 Tensors = dict[str, Tensor]
 Folder = Path | str | None  # of records; None: data/runs
-ADVICE = "delete the folder and train the run again"
+ADVICE = "bring the folder back from where it came, or train the run again"
 
 
 class CorruptRecord(RuntimeError):
-    """A file of a record or a checkpoint is missing, truncated or changed; the message names it."""
+    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the message names it."""
 
 
 class RunLocked(RuntimeError):
@@ -60,13 +71,16 @@ class RunLocked(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run, as read from its folder. digests: SHA-256 of each file by its name."""
+    """One finished run, as read from its folder. Each file is checked when it is read.
+
+    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why it is no result of
+    the study, as a status, "stale" or "corrupt", and a reason.
+    """
 
     folder: Path
     config: Json
-    metrics: Json
-    provenance: Json
     digests: dict[str, str] = field(repr=False)
+    problem: tuple[str, str] | None = None
 
     @property
     def experiment(self) -> str:
@@ -79,17 +93,44 @@ class Record:
     @property
     def status(self) -> str:
         """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or "corrupt"."""
-        return self.metrics["status"]
+        return self.problem[0] if self.problem else self.metrics["status"]
 
     @property
     def reason(self) -> str | None:
         """Why it is not done."""
-        return self.metrics["reason"]
+        return self.problem[1] if self.problem else self.metrics["reason"]
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        metrics = self._json("metrics.json")
+        with _explained(self.folder, "metrics.json"):
+            check_metrics(metrics)
+        return metrics
+
+    @cached_property
+    def provenance(self) -> Json:
+        provenance = self._json("provenance.json")
+        with _explained(self.folder, "provenance.json"):
+            instance("it", provenance, dict)
+        return provenance
 
     @property
     def arrays(self) -> Tensors:
         """What alpha.safetensors holds, "curve" above all; empty where there is none."""
-        return load_tensors(_intact(self.folder, ALPHA, self.digests)) if ALPHA in self.digests else {}
+        if ALPHA not in self.digests:
+            return {}
+        model = self.config["model"]
+        with _explained(self.folder, ALPHA):
+            arrays = load_tensors(_intact(self.folder, ALPHA, self.digests))
+            for name, alpha in arrays.items():
+                least, most = alpha.aminmax()  # nan if any is
+                require(bool(least >= 0) and bool(most <= 1), f"{name} is not within 0 to 1")
+            if "curve" in arrays:
+                evaluations, *_, layers, heads = arrays["curve"].shape
+                require(arrays["curve"].ndim == 4, "curve has not four dimensions")
+                require(evaluations == len(self.metrics["curve"]), "curve is not as long as that of metrics.json")
+                require((layers, heads) == (model["num_layers"], model["num_heads"]), "curve is of another model")
+        return arrays
 
     @property
     def weights(self) -> Path | None:
@@ -97,9 +138,37 @@ class Record:
         path = self.folder / WEIGHTS
         return path if path.exists() else None
 
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer that was kept with the weights. Raises `CorruptRecord` where there is none."""
+        _intact(self.folder, TOKENIZER, self.digests)
+        return open_tokenizer(self.folder / TOKENIZER)
+
     def load_weights(self) -> Tensors:
         """The trained weights by name. Raises `CorruptRecord` where their file is missing or has changed."""
-        return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
+        with _explained(self.folder, WEIGHTS):
+            return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
+
+    def load_model(self) -> TransformerLM:
+        """The trained model, on the CPU in float32. Raises `CorruptRecord` where its weights were not kept."""
+        from sinkutils.model.config import LMConfig
+        from sinkutils.model.decoder import TransformerLM  # which tables of records do without
+
+        weights = self.load_weights()
+        with _explained(self.folder, WEIGHTS):
+            model = TransformerLM(from_dict(LMConfig, self.config["model"]))
+            model.load_state_dict(weights)
+        return model.eval()
+
+    def check(self) -> None:
+        """Read all but the weights. Raises `CorruptRecord` for a file that is not as it was written."""
+        _ = self.metrics, self.provenance, self.arrays
+        if TOKENIZER in self.digests:
+            _intact(self.folder, TOKENIZER, self.digests)
+
+    def _json(self, name: str) -> Any:
+        with _explained(self.folder, name):
+            return json.loads(_intact(self.folder, name, self.digests), parse_constant=_no_number)
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
@@ -112,11 +181,6 @@ def short_name(target: Path) -> str:
     return "/".join(target.parts[-3:])
 
 
-def partial_folder(target: Path) -> Path:
-    """Where an unfinished run keeps its checkpoint and its lock, beside the record it will become."""
-    return target.with_name(target.name + ".partial")
-
-
 def config_dict(config: RunConfig) -> Json:
     """What config.json holds beside the corpus that the run was made on: the config and the recipe's number.
 
@@ -127,6 +191,31 @@ def config_dict(config: RunConfig) -> Json:
         if part.get(name):
             part[name] = public_name(part[name])
     return values
+
+
+DEFAULTS = {cls: config_dict(cls("any", "any")) for cls in (RunConfig, FinetuneConfig)}
+for _defaults in DEFAULTS.values():  # what names a run has none
+    for _name in ("experiment", "preset", "seed", "recipe"):
+        del _defaults[_name]
+
+
+def upgrade(config: Json) -> Json:
+    """A record's config by today's fields: one that came later has its default, as older runs did not have it.
+
+    A field that has gone since, `bos`, was always False.
+    """
+    whole = _filled(config, DEFAULTS[FinetuneConfig if "start" in config else RunConfig])
+    if whole["data"].get("bos") is False:
+        del whole["data"]["bos"]
+    return whole
+
+
+def _filled(values: Json, defaults: Json) -> Json:
+    whole = defaults | values
+    for name, default in defaults.items():
+        if isinstance(default, dict):
+            whole[name] = _filled(whole[name], default)
+    return whole
 
 
 def config_hash(config: RunConfig) -> str:
@@ -151,38 +240,67 @@ def write_record(
     corpus: Identity | None = None,
     arrays: Tensors | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there is replaced only once the new one is on disk.
+    """Write a record whole or not at all; one that was there stays until the new one is on disk and was read.
 
     metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text; None: the config's
     own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError with advice when the disk is full.
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
-    parts = {"config": values, "metrics": rounded(metrics), "provenance": provenance | versions()}
     files = {}
-    for name, part in parts.items():
-        files[f"{name}.json"] = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
-    for name, tensors in {ALPHA: arrays, WEIGHTS: weights}.items():
-        if tensors:
-            files[name] = dump_tensors(tensors)
+    for name, part in zip(JSONS, (values, rounded(metrics), provenance | versions()), strict=True):
+        files[name] = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+    if arrays:
+        files[ALPHA] = dump_tensors(arrays)
+    if weights:
+        files[WEIGHTS] = dump_tensors(weights)
     if tokenizer is not None:
-        files["tokenizer.json"] = tokenizer.to_str().encode()
+        files[TOKENIZER] = tokenizer.to_str().encode()
     sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
     files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
-    new = target.with_name(f".{target.name}.tmp")  # whoever holds the run's lock is its only writer
-    shutil.rmtree(new, ignore_errors=True)
+    new = beside(target, "tmp")  # whoever holds the run's lock is its only writer
     try:
+        remove(new, FILES)
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(new, target)
-        sync_folder(target.parent)
+        read_record(new)
+        put_in_place(new, target)
+        discard_old(target)
     except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(new, FILES)
         raise not_saved(f"record {short_name(target)}", error) from error
     return read_record(target)
+
+
+def discard_old(target: Path) -> None:
+    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of work, is kept."""
+    old = beside(target, "old")
+    if not old.exists():
+        return
+    try:
+        if (old / WEIGHTS).exists():
+            read_record(old)
+        remove(old, FILES)
+    except (CorruptRecord, OSError) as error:
+        place = set_aside(old, target)
+        warnings.warn(f"{error}; it is kept as {short_name(place)}", stacklevel=2)
+
+
+def finish_replacement(target: Path) -> None:
+    """Do what a process that died while it replaced a record had still to do. For who holds the run's lock."""
+    new, old = beside(target, "tmp"), beside(target, "old")
+    if new.exists():
+        try:
+            read_record(new)
+        except CorruptRecord:  # it died while it wrote
+            remove(new, FILES)
+        else:
+            put_in_place(new, target)
+    if old.exists() and not target.exists():
+        os.replace(old, target)
+    discard_old(target)
 
 
 def rounded(value: Any) -> Any:
@@ -202,66 +320,78 @@ def versions() -> Json:
 
 
 def read_record(target: Path) -> Record:
-    """Read a record, each file but the weights against its digest. Raises `CorruptRecord`, which names the file."""
+    """Read a record and check all of it but the weights. Raises `CorruptRecord`, which names the file."""
+    record = open_record(target)
+    record.check()
+    return record
+
+
+def open_record(target: Path) -> Record:
+    """A record of which only the config is read, and the other files when they are asked for."""
+    digests = _digests(target)
+    config = Record(target, {}, digests)._json("config.json")
+    with _explained(target, "config.json"):
+        config = upgrade(config)
+        check_config(config)
+    return Record(target, config, digests)
+
+
+def _digests(target: Path) -> dict[str, str]:
+    """What SHA256SUMS says: the digest of each file by its name."""
     try:
-        *lines, own = (target / SUMS).read_bytes().decode().splitlines(keepends=True)
+        require((target / SUMS).is_file(), "not there")  # nor a pipe, which would be waited for
+        *lines, own = _text((target / SUMS).read_bytes()).decode().splitlines(keepends=True)
         require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
         digests = dict(line.split()[::-1] for line in lines)
     except (OSError, ValueError) as error:
         raise CorruptRecord(f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}") from error
-    files = {name: _intact(target, name, digests) for name in digests if name != WEIGHTS}
-    config, metrics, provenance = (json.loads(files[f"{part}.json"]) for part in ("config", "metrics", "provenance"))
-    return Record(target, config, metrics, provenance, digests)
+    with _explained(target, SUMS):
+        lacking = set(JSONS) - digests.keys()
+        require(not lacking, f"it does not list {', '.join(sorted(lacking))}")
+        strange = digests.keys() - FILES
+        require(not strange, f"it lists {', '.join(sorted(strange))}")
+    return digests
 
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
+    """What a file of a record holds, if it is as it was written."""
     path = target / name
-    data = path.read_bytes() if path.is_file() else b""
+    try:
+        data = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        reason = f"record {short_name(target)}: {name} cannot be read ({error.strerror})"
+        raise CorruptRecord(reason) from error
+    if not name.endswith(".safetensors"):
+        data = _text(data)
     if _sha256(data) != digests.get(name):
         raise CorruptRecord(f"record {short_name(target)}: {name} is missing, truncated or changed: {ADVICE}")
     return data
 
 
 @contextlib.contextmanager
-def run_lock(target: Path) -> Iterator[None]:
-    """Hold the run of `target` for this process; raises `RunLocked` if another one has it.
-
-    The kernel drops the lock with the process that held it.
-    """
-    partial = partial_folder(target)
-    partial.mkdir(parents=True, exist_ok=True)
+def _explained(target: Path, name: str) -> Iterator[None]:
+    """Make `CorruptRecord` of what Python raises about a file that is as it was written, yet not of a run of ours."""
     try:
-        lock = FileLock(partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
-    except (Timeout, FileNotFoundError) as error:  # not there: its last owner is removing the folder
-        raise RunLocked(f"{short_name(target)} is being trained by another process") from error
-    with lock:
         yield
-        if target.exists():
-            shutil.rmtree(partial, ignore_errors=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, SafetensorError) as error:
+        if isinstance(error, CorruptRecord):
+            raise
+        reason = str(error) if isinstance(error, ValueError) else first_line(error)
+        message = f"record {short_name(target)}: {name} is whole, and not of a run of this package: {reason}"
+        raise CorruptRecord(" ".join(message.split())) from error
+
+
+def _text(data: bytes) -> bytes:
+    """A text file with line ends as they were written, whatever a checkout or a zip tool made of them.
+
+    Nothing is lost by it: inside the strings of JSON a line end is written as two letters.
+    """
+    return data.replace(b"\r\n", b"\n")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def not_saved(what: str, error: OSError) -> OSError:
-    return OSError(
-        error.errno,
-        f"could not save {what} ({error.strerror}): free some space and run the same command again; what was saved "
-        "before is intact",
-    )

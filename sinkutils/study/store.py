@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import warnings
@@ -10,12 +12,121 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sinkutils import paths
+from sinkutils.checks import integer
 from sinkutils.data.corpus import Identity, public_name
-from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.grid import config, plan
+from sinkutils.study.config import RunConfig, check_name
+from sinkutils.study.experiments import BY_NAME
+from sinkutils.study.files import remove
+from sinkutils.study.grid import config, plan, resolve
+from sinkutils.study.presets import PRESETS
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import RECIPE, SUMS, CorruptRecord, Folder, Record, config_dict, read_record, record_folder
+from sinkutils.study.record import (
+    FILES,
+    SUMS,
+    CorruptRecord,
+    Folder,
+    Record,
+    RunLocked,
+    config_dict,
+    finish_replacement,
+    open_record,
+    read_record,
+    record_folder,
+    short_name,
+)
+
+LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")  # all that the folder of an unfinished run may hold
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on one text: where its record is or will be, its lock and its checkpoint.
+
+    corpus: a `Corpus.identity`; None: any text of the config's name.
+    """
+
+    config: RunConfig
+    corpus: Identity | None
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return short_name(self.folder)
+
+    @property
+    def partial(self) -> Path:
+        """Where the unfinished run keeps its checkpoint and its lock, beside the record that it will become."""
+        return self.folder.with_name(self.folder.name + ".partial")
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.partial / "checkpoint.pt"
+
+    def record(self, weights: bool = False) -> Record | None:
+        """The record of this very config and text; None where it is missing, damaged, stale, or lacks weights that are
+        wanted.
+        """
+        record = _read(self.folder)
+        if record is None or not is_of(record, self.config, self.corpus) or (weights and not record.weights):
+            return None
+        return record
+
+    def check_free(self) -> None:
+        """Hold that a record may be written here: nothing stands there, or nothing but files of a record."""
+        what = None
+        if self.folder.is_symlink():
+            what = "is a symbolic link"
+        elif self.folder.exists() and not self.folder.is_dir():
+            what = "is a file"
+        elif self.folder.exists():
+            others = sorted({path.name for path in self.folder.iterdir()} - FILES)
+            if others:
+                what = f"holds {', '.join(others[:3])}, which no record does"
+        if what:
+            advice = "move it away, or give --runs another folder"
+            raise FileExistsError(f"{self.folder} {what}, and is not replaced: {advice}")
+
+    def locked(self) -> bool:
+        """Whether a process trains this run now."""
+        lock = self.partial / "lock"
+        try:
+            if lock.exists():
+                with FileLock(lock, timeout=0):
+                    return False
+        except Timeout:
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process. Raises `RunLocked` if another one has it, OSError where there are no locks.
+
+        The kernel drops the lock with the process that held it. What such a process had still to do is done first. A
+        checkpoint goes when this is left without an error.
+        """
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
+        except (Timeout, FileNotFoundError) as error:  # not there: its last owner is removing the folder
+            raise RunLocked(f"{self.name} is being trained by another process") from error
+        except OSError as error:
+            what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
+            reason = f"{what} below {self.folder.parent} ({error.strerror}): give --runs a folder on another disk"
+            raise OSError(error.errno, reason) from error
+        with lock:
+            try:
+                finish_replacement(self.folder)
+                yield
+                self.checkpoint.unlink(missing_ok=True)
+            finally:
+                if not self.checkpoint.exists():
+                    with contextlib.suppress(OSError):
+                        remove(self.partial, UNFINISHED)
 
 
 @dataclass(frozen=True)
@@ -28,28 +139,22 @@ class Runs:
     def folder(self) -> Path:
         return Path(self.root or paths.RUNS)
 
-    def place(self, run: RunConfig, corpus: Identity | None = None) -> Path:
-        """Where the record of a run on a text lives; `corpus` is a `Corpus.identity`, None the preset's own.
+    def of(self, run: RunConfig, corpus: Identity | None = None) -> RunFolder:
+        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the config's name.
 
         On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
         version of Python makes) where the study has a record on its own: that is never replaced.
         """
-        study = record_folder(run.preset, run.experiment, run.seed, self.folder)
+        study = RunFolder(run, corpus, record_folder(run.preset, run.experiment, run.seed, self.folder))
         if corpus is None:
             return study
         if corpus["name"] == public_name(run.data.corpus):
-            record = _read(study, run)
-            if record is None or record.config["corpus"] == corpus:
+            record = _read(study.folder)
+            if record is None or not is_of(record, run) or record.config["corpus"] == corpus:
                 return study
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])
-        return record_folder(f"{run.preset}@{slug}-{corpus['sha256'][:8]}", run.experiment, run.seed, self.folder)
-
-    def get(self, run: RunConfig, corpus: Identity | None = None, weights: bool = False) -> Record | None:
-        """The record of this very config and corpus (None: on any text of the config's name); None where it is
-        missing, damaged, stale, or has no weights where they are wanted.
-        """
-        record = _read(self.place(run, corpus), run, corpus)
-        return record if record is not None and (record.weights or not weights) else None
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
+        apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
+        return RunFolder(run, corpus, record_folder(apart, run.experiment, run.seed, self.folder))
 
     def named(self, name: str | Path) -> Path | None:
         """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
@@ -64,7 +169,7 @@ class Runs:
         only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
-        return [run for run in plan(preset, seeds, only) if self.get(run, corpus) is None]
+        return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
 
     def entries(self, preset: str) -> Iterator[Record]:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a warning is given.
@@ -73,53 +178,77 @@ class Runs:
         is named: "laptop@path-mine-0123abcd".
         """
         find_preset(preset.partition("@")[0])
-        folders = [path for path in (self.folder / preset).glob("*/*") if path.name.isdigit()]
+        check_name("preset", preset)
+        folders = [path for path in (self.folder / preset).glob("*/*") if re.fullmatch("0|[1-9][0-9]*", path.name)]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            state = frozenset((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in os.scandir(folder))
-            record = _judged(folder, state)
+            record = _judged(folder, _stamp(folder))
             if record.status == "corrupt":
                 warnings.warn(str(record.reason), stacklevel=2)
             yield record
 
 
+def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
+    """One record: of an experiment ("base": the preset's base), or of a name of one's own.
+
+    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs. Raises
+    FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
+    """
+    base = preset.partition("@")[0]
+    if base in PRESETS and (name == "base" or name in BY_NAME):
+        name = resolve(name, base)
+    check_name("preset", preset)
+    check_name("experiment", name)
+    integer("seed", seed, least=0)
+    target = record_folder(preset, name, seed, folder)
+    if not os.path.lexists(target):
+        advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
+        raise FileNotFoundError(f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}")
+    found = _judged(target, _stamp(target))
+    if found.status == "corrupt":
+        raise CorruptRecord(found.reason)
+    return found
+
+
+def _stamp(folder: Path) -> frozenset:
+    """What changes when a file of a record does; empty where it cannot be looked at, as reading it will say."""
+    try:
+        stats = [(file.name, file.stat()) for file in os.scandir(folder)]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+
+
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
 def _judged(folder: Path, state: frozenset) -> Record:
-    """A record with its status of `Runs.entries`. state: what changes when a file of it does."""
+    """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
     base, apart, _ = folder.parts[-3].partition("@")
     try:
-        record = read_record(folder)
+        record = open_record(folder)
+        reason = "the experiment or the recipe has changed since: train it again"
+        try:
+            run = config(record.experiment, base, record.seed)
+        except ValueError as error:  # no such experiment at this preset
+            return replace(record, problem=("stale", str(error)))
+        if not is_of(record, run, record.config["corpus"] if apart else None):
+            return replace(record, problem=("stale", reason))
+        record.check()
+        return record
     except CorruptRecord as error:
-        return Record(folder, {}, {"status": "corrupt", "reason": str(error)}, {}, {})
-    reason = "the experiment or the recipe has changed since: train it again"
-    try:
-        if is_of(record, config(record.experiment, base, record.seed), record.config["corpus"] if apart else None):
-            return record
-    except ValueError as error:  # no such experiment at this preset
-        reason = str(error)
-    return replace(record, metrics=record.metrics | {"status": "stale", "reason": reason})
+        return Record(folder, {}, {}, ("corrupt", str(error)))
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
-    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name.
+    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name."""
+    values = dict(record.config)
+    text = values.pop("corpus")
+    wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
+    return text == wanted and values == config_dict(run)
 
-    A field that came after the record counts with its default: what a new field adds, older runs did not have. One that
-    has gone since, `bos`, was always False.
-    """
-    values = {name: value for name, value in record.config.items() if name not in ("corpus", "recipe")}
-    values["data"] = {name: value for name, value in values["data"].items() if (name, value) != ("bos", False)}
+
+def _read(folder: Path) -> Record | None:
+    """The record in a folder; of a damaged one a warning says that it counts as missing."""
     try:
-        found = from_dict(type(run), values)
-        same = found == run or config_dict(found) == config_dict(run)
-    except (TypeError, ValueError):  # of another kind, or with a field that there is no more
-        return False
-    wanted = corpus or record.config["corpus"] | {"name": public_name(run.data.corpus)}
-    return same and record.config["recipe"] == RECIPE and record.config["corpus"] == wanted
-
-
-def _read(folder: Path, run: RunConfig, corpus: Identity | None = None) -> Record | None:
-    try:
-        record = read_record(folder) if folder.exists() else None
+        return read_record(folder) if folder.exists() else None
     except CorruptRecord as error:
-        warnings.warn(f"{error}; it counts as missing", stacklevel=3)
+        warnings.warn(f"{error}; it counts as missing", stacklevel=4)
         return None
-    return record if record is not None and is_of(record, run, corpus) else None

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
 from sinkutils.study.config import Json
-from sinkutils.study.record import CorruptRecord, config_hash, not_saved, sync_folder, write_synced
+from sinkutils.study.files import not_saved, sync_folder, write_synced
+from sinkutils.study.record import CorruptRecord, config_hash
 
 if TYPE_CHECKING:
     from sinkutils.training.run import Run

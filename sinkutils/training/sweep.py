@@ -1,7 +1,7 @@
 """Many runs: what is missing, most informative first, by as many workers as asked for, here or on a cluster.
 
 Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any moment and started
-twice at once.
+twice at once. A worker on this machine ends with the sweep that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,28 +28,74 @@ from sinkutils.checks import choice, first_line, integer, real, require
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.grid import config
 from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.store import Folder, RunFolder, Runs
 
 POLL_SECONDS = 0.2
 LOCKED = 3  # the exit status of `sinkutils train` where another process has the run
 SAID = "sinkutils: "  # how messages of the command line begin
+PARENT = "SINKUTILS_PARENT"  # the variable by which a worker knows the process that started it
+STOP_SECONDS = 10.0  # which a worker has to end after TERM
 LEAST_ROOM = 2**16  # in bytes: with less a log may lack its last message
 AGAIN = "training starts again"  # of those the one of a checkpoint that could not be used
 
 
+class Worker:
+    """`python -m sinkutils train` in a process of its own, with its output added to `log`; looks like a future."""
+
+    def __init__(self, arguments: tuple[str, ...], log: str) -> None:
+        # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**os.environ, **threads, PARENT: str(os.getpid())}
+        command = [sys.executable, "-m", "sinkutils", "train", *arguments]
+        self.log = Path(log)
+        with open(log, "ab") as output:
+            self.begin = output.tell()
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+    def done(self) -> bool:
+        return self.process.poll() is not None
+
+    def result(self) -> tuple[int, list[str]]:
+        """Its exit status, once it has ended, and its messages."""
+        status = self.process.wait()
+        output = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        # Some messages stand behind a progress bar.
+        return status, [line.partition(SAID)[2] for line in output.splitlines() if SAID in line]
+
+
+def stop(workers: list[Worker]) -> None:
+    """End workers; what they have saved stays."""
+    for worker in workers:
+        worker.process.terminate()
+    until = time.monotonic() + STOP_SECONDS
+    for worker in workers:
+        try:
+            worker.process.wait(max(0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()
+
+
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
-    """`python -m sinkutils train` in a process of its own, with its output added to `log`: exit status and messages."""
-    # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sinkutils", "train", *arguments]
-    with open(log, "ab") as output:
-        size = output.tell()
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
-    said = Path(log).read_bytes()[size:].decode(errors="replace")
-    # Some messages stand behind a progress bar.
-    return status, [line.partition(SAID)[2] for line in said.splitlines() if SAID in line]
+    """A run from its beginning to its end, where an engine has sent it: exit status and messages."""
+    return Worker(arguments, log).result()
+
+
+def end_with_parent() -> None:
+    """Of a worker: end when the sweep that started this process has ended, also if that was killed."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
@@ -65,7 +112,7 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
 
 
 def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
-    """What starts `run_one` with the arguments it is given and returns a future. gpu: each run needs one.
+    """What starts a run with the arguments of `run_one` and returns a future. gpu: each run needs one.
 
     slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the cluster that
     RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a missing package, and ValueError where
@@ -73,7 +120,7 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
     """
     choice("engine", name, ("local", "slurm", "ray"))
     if name == "local":
-        return partial(ThreadPoolExecutor(jobs).submit, run_one)  # type: ignore[call-arg]
+        return Worker
     if name == "slurm":
         import submitit
 
@@ -95,9 +142,9 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of a sweep ended: done, failed (recorded), elsewhere (another worker has it) or crashed.
+    """How one run of a sweep ended: done, failed (recorded) or crashed.
 
-    detail: why it failed or crashed, or that it had to start again.
+    detail: why it failed or crashed, that it had to start again, or that another process trained it.
     """
 
     experiment: str
@@ -110,32 +157,31 @@ class Outcome:
 class Job:
     """A run that an engine has."""
 
-    run: RunConfig
+    run: RunFolder
     device: str
-    folder: Path
     log: Path
     future: Any
 
     def steps(self) -> int:
         """The step at which the run is, as the last progress bar in its log says."""
         said = self.log.read_text(errors="replace") if self.log.exists() else ""
-        bar = rf"{re.escape(self.run.experiment)} seed {self.run.seed}: [^\r]*?(\d+)/\d+ \["
+        bar = rf"{re.escape(self.run.config.experiment)} seed {self.run.config.seed}: [^\r]*?(\d+)/\d+ \["
         return int((re.findall(bar, said) or [0])[-1])
 
-    def outcome(self) -> Outcome:
-        """How the run ended, once its future is done."""
-        end = partial(Outcome, self.run.experiment, self.run.seed)
+    def outcome(self) -> Outcome | None:
+        """How the run ended, once its future is done; None where another process has it."""
+        end = partial(Outcome, self.run.config.experiment, self.run.config.seed)
         where = f"see {self.log.parent.name}/{self.log.name}"
         try:
             status, messages = self.future.result()
-            record = read_record(self.folder) if status == 0 else None
+            record = read_record(self.run.folder) if status == 0 else None
         except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
             return end("crashed", f"{first_line(error)}; {where}")
         if record is not None:
             reasons = [record.reason, *(message for message in messages if AGAIN in message)]
             return end(record.status, "; ".join(filter(None, reasons)))
         if status == LOCKED:
-            return end("elsewhere", "another worker holds its lock")
+            return None
         if not messages and shutil.disk_usage(self.log.parent).free < LEAST_ROOM:
             messages = ["the disk is full: free some space and run the same command again"]
         return end("crashed", "; ".join([f"exit status {status}", *messages[-1:], where]))
@@ -156,7 +202,9 @@ def sweep(
 ) -> list[Outcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
-    A fine-tuning waits until the run that it starts from has ended. Logs go to logs/<preset> inside `runs`.
+    A fine-tuning waits until the run that it starts from has ended, and a run that another process trains until that
+    has ended: then it is trained here if there is no record. An exception, KeyboardInterrupt above all, stops the
+    workers on this machine. Logs go to logs/<preset> inside `runs`.
 
     jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
     corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
@@ -181,29 +229,65 @@ def sweep(
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
     options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
     running = list[Job]()
+    elsewhere = list[RunConfig]()  # what another process trains
     outcomes = list[Outcome]()
     ended = 0
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
-        while queue or running:
-            while free and (run := _next(queue, [job.run for job in running])):
-                queue.remove(run)
-                log = logs / f"{run.experiment}-{run.seed}.log"
-                where = free.popleft()
-                future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
-                running.append(Job(run, where, store.place(run, text), log, future))
-                if engine_name == "slurm":
-                    bar.write(f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep")
-            finished = [job for job in running if job.future.done()]
-            for job in finished:
-                running.remove(job)
-                free.append(job.device)
-                outcomes.append(job.outcome())
-                ended += job.run.train.steps
-            bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
-            bar.update(ended + sum(job.steps() for job in running) - bar.n)
-            if not finished:
-                time.sleep(POLL_SECONDS)
+        try:
+            while queue or running or elsewhere:
+                while free and (run := _next(queue, [*elsewhere, *(job.run.config for job in running)])):
+                    queue.remove(run)
+                    place = store.of(run, text)
+                    if _locked(place, store):
+                        elsewhere.append(run)
+                        bar.write(
+                            f"{run.experiment} seed {run.seed}: waiting for the process that trains it", sys.stderr
+                        )
+                        continue
+                    log = logs / f"{run.experiment}-{run.seed}.log"
+                    where = free.popleft()
+                    future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
+                    running.append(Job(place, where, log, future))
+                    if engine_name == "slurm":
+                        bar.write(f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep")
+                finished = [job for job in running if job.future.done()]
+                for job in finished:
+                    running.remove(job)
+                    free.append(job.device)
+                    outcome = job.outcome()
+                    if outcome is None:
+                        elsewhere.append(job.run.config)
+                        continue
+                    outcomes.append(outcome)
+                    ended += job.run.config.train.steps
+                for run in [run for run in elsewhere if not _locked(store.of(run, text), store)]:
+                    elsewhere.remove(run)
+                    record = store.of(run, text).record()
+                    if record is None:
+                        queue.append(run)
+                        continue
+                    outcomes.append(Outcome(run.experiment, run.seed, record.status, "by another process"))
+                    ended += run.train.steps
+                bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
+                bar.update(ended + sum(job.steps() for job in running) - bar.n)
+                if not finished:
+                    time.sleep(POLL_SECONDS)
+        except BaseException:
+            workers = [job.future for job in running if isinstance(job.future, Worker)]
+            stop(workers)
+            if workers:
+                bar.write(f"{SAID}stopped {len(workers)} runs; what they have saved stays", file=sys.stderr)
+            raise
     return outcomes
+
+
+def _locked(place: RunFolder, store: Runs) -> bool:
+    """Whether another process trains the run, or what it starts from."""
+    run = place.config
+    if isinstance(run, FinetuneConfig):
+        start = store.of(config(run.start, run.preset, run.seed), place.corpus)
+        return place.locked() or start.locked()
+    return place.locked()
 
 
 def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None:

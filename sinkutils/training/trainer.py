@@ -24,8 +24,8 @@ from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, RunConfig
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CHECKPOINT_SECONDS, Record, partial_folder, run_lock, short_name, write_record
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.record import CHECKPOINT_SECONDS, Record, write_record
+from sinkutils.study.store import Folder, RunFolder, Runs
 from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
@@ -58,7 +58,7 @@ def train(
     .jsonl file) and another `experiment`, under which the record then stands.
 
     corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place of the config's
-    own. Only a record on that very text is then returned, and the run's own stands apart (`study.store.Runs.place`).
+    own. Only a record on that very text is then returned, and the run's own stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
     graph: make each step one CUDA graph (`training.graph`); None: on a GPU, where the run allows it.
     group: the processes that train this run together, each of which calls `train` (see `group.joined`).
@@ -67,7 +67,7 @@ def train(
     store = Runs(runs)
     target = find_device(device)
     if corpus is None:  # a record is found without opening the text
-        done = group.once(store.get, config, None, keep_weights)
+        done = group.once(store.of(config).record, keep_weights)
         if done is not None:
             return done
     group.check_batch(config.train.batch_size, config.train.micro_batch)
@@ -80,8 +80,8 @@ def train(
         group.once(getattr, text, "fingerprint") == text.fingerprint,
         f"the processes do not agree on the corpus {text.name!r}",
     )
-    folder = group.once(store.place, config, text.identity)
-    _check_text(text, config, folder, store.place(config))
+    place = group.once(store.of, config, text.identity)
+    _check_text(text, place, usual=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
         compile = target.type == "cpu" and config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
     start = None
@@ -100,35 +100,37 @@ def train(
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
-        group.once(stack.enter_context, run_lock(folder))
-        done = group.once(store.get, config, text.identity, keep_weights)  # also by whoever held the lock before
+        group.once(stack.enter_context, place.lock())
+        done = group.once(place.record, keep_weights)  # also by whoever held the lock before
         if done is not None:
             return done
+        group.once(place.check_free)
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
-        checkpoint = partial_folder(folder) / "checkpoint.pt"
         if graph is None:
             graph = may_graph(run) and not compile
-        reason, report = _to_its_end(run, checkpoint, checkpoint_seconds, progress, compile, graph)
+        reason, report = _to_its_end(run, place.checkpoint, checkpoint_seconds, progress, compile, graph)
         weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
         tokenizer = run.tokenizer if keep_weights else None
         arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
         metrics = summary(run, report, reason)
         provenance = run.provenance()
-        return group.once(write_record, folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays)
+        return group.once(
+            write_record, place.folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays
+        )
 
 
-def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) -> None:
+def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
     """Warn where a run is not on the text that its config means, and say where its record will be.
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
-    size, most = corpus.vocab_size, config.model.vocab_size
+    size, most = corpus.vocab_size, place.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(size <= most, f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer")
-    if folder != usual or size != most:
+    if place.folder != usual.folder or size != most:
         warnings.warn(
-            f"training on {what} in place of {public_name(config.data.corpus)!r} with {most}, its own text: "
-            f"the record is {short_name(folder)}",
+            f"training on {what} in place of {public_name(place.config.data.corpus)!r} with {most}, its own "
+            f"text: the record is {place.name}",
             stacklevel=3,
         )
 
@@ -136,7 +138,7 @@ def _check_text(corpus: Corpus, config: RunConfig, folder: Path, usual: Path) ->
 def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
     """The record that a fine-tuning starts from, with its weights; trained, with these options, if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(lambda: store.get(before, text.identity) or store.get(before))
+    start = group.once(lambda: store.of(before, text.identity).record() or store.of(before).record())
     if start is None or (start.status == "done" and start.weights is None):
         start = train(before, store.root, keep_weights=True, group=group, **options)
     require(
@@ -233,20 +235,21 @@ def reproducible(device: torch.device) -> Iterator[None]:
     warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
     """
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic  # whose stubs lack the setting
+    filled = deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.set_deterministic_debug_mode("warn")
         # It would write NaN into each new tensor, a kernel more for most of a step's.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = filled
 
 
 def device_name(device: torch.device) -> str:

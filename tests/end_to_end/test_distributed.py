@@ -207,4 +207,4 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpu
     record = read_record(record_folder("smoke", "fixed_1", 0, runs))
     assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
     run = dataclasses.replace(config("fixed_1", "smoke"), train=dataclasses.replace(SMOKE.train, steps=200))
-    assert Runs(runs).get(run), "the record is the preset's: its config has not changed"
+    assert Runs(runs).of(run).record(), "the record is the preset's: its config has not changed"

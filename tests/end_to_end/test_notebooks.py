@@ -42,6 +42,31 @@ def test_a_page_begins_with_its_parameters_was_run_from_top_to_bottom_and_is_sma
         assert "image/png" in data or "<svg" not in data.get("text/html", ""), "a picture that PDF and slides lose"
 
 
+NUMBER = r"(?<![\w.])\d+\.?\d*(?:[eE][-+]?\d+)?"
+BOUND = f"below {NUMBER}"  # a bound is written by a person, and no machine rounds it
+PICTURES = r'(?s)<script>.*?</script>|data:image/png;base64,[^"]+'
+
+
+def rounding_in(output):
+    """The numbers of an output's text that are not 0 and yet below 1e-9, as what is left by rounding is."""
+    data = output.get("data", {})
+    texts = [output.get("text", ""), data.get("text/plain", ""), data.get("text/html", "")]
+    text = re.sub(f"{PICTURES}|{BOUND}", "", "\n".join(texts))
+    return [number for number in re.findall(NUMBER, text) if 0 < float(number) < 1e-9]
+
+
+def test_rounding_is_told_from_small_numbers_and_from_bounds():
+    shown = {"text": "1e-15 -2.5e-16 0.00000000001 0.0 1e-8 12 T_1e-15 below 1e-12, <script>1e-20</script>"}
+    assert rounding_in(shown) == ["1e-15", "2.5e-16", "0.00000000001"]
+    assert rounding_in({"data": {"text/html": "<td>4e-15</td>"}}) == ["4e-15"]
+
+
+@each(PATHS)
+def test_a_page_shows_no_number_that_rounding_made(path):
+    """Such a number has other digits on another processor, and the page's outputs are compared there."""
+    assert [n for cell in cells(path, "code") for out in cell.outputs for n in rounding_in(out)] == []
+
+
 def only_calls_the_package(source):
     """Whether a code cell leaves all the work to sinkutils, apart from showing what comes back."""
     called = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]

@@ -10,7 +10,7 @@ import transformers as tf
 from helpers import Largest, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 
-from sinkutils.measuring import hf, masks
+from sinkutils.measuring import masks, passes
 from sinkutils.measuring.families import attention_layers
 from sinkutils.measuring.measure import measure
 from sinkutils.model import flash
@@ -226,7 +226,7 @@ def test_chunks_of_queries_change_nothing(monkeypatch):
         model, ids = build(family), tokens()
         whole = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
         with monkeypatch.context() as patch:
-            patch.setattr(hf, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
+            patch.setattr(passes, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
             pieces = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
         for name in ("alpha", "hidden_norms"):
             torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)

@@ -2,13 +2,15 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pandas as pd
 import pytest
+from helpers import made_up
 
-from sinkutils import __version__, config, load_lm, measure, probe, train
+from sinkutils import __version__, config, experiments, load_lm, measure, probe, train
 from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
@@ -49,8 +51,11 @@ REFUSED = {
     "measure x --device banana": "device must be cpu, cuda",
     "train base --preset smoke --checkpoint-seconds nan": "checkpoint_seconds must be a finite number of at least 0",
     "run --in-place -p n 3 --only 02": "leave out -p, or --in-place",
+    "run -p n {": "-p n: '{' is not a value in YAML",
+    "run -p n !!python/object/apply:os.system": "is not a value in YAML",
+    "report ./nothing -o ./no/folder/x.html": "there is no folder no/folder",
     "run --only 99": "starts with 99; there are 00_quickstart",
-    "run --only 07 -p colour red": "07_after_pretraining has no parameter colour; it has preset",
+    "run --only 07 -p colour red": "07_how_a_sink_is_made has no parameter colour; it has preset, texts",
     "": "the following arguments are required: command",
     "dance": "invalid choice: 'dance' (choose from 'list', 'train'",
 }
@@ -84,6 +89,49 @@ def test_every_command_has_help_that_names_each_default_once(capsys):
         text = " ".join(capsys.readouterr().out.split())
         assert stop.value.code == 0
         assert not re.search(r"default: (None|False|\[\])|\(default: [^()]*\) \(default", text)
+
+
+def test_the_record_that_help_names_is_there(capsys):
+    for command in ("measure", "report"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        (name,) = re.findall(r"\w+/\w+/\d", capsys.readouterr().out)
+        assert Runs().named(name)
+
+
+@pytest.mark.parametrize("command", ["list", "claims"])
+def test_a_folder_without_records_is_named(capsys, tmp_path, command):
+    assert main([command, "--runs", str(tmp_path / "nowhere")]) == 0
+    assert f"there are no records in {tmp_path / 'nowhere'}: give --runs" in capsys.readouterr().err
+
+
+def test_list_says_how_many_records_do_not_count_and_shows_whole_titles(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    record = made_up(tmp_path, "k_bias")
+    made_up(tmp_path, "nope")
+    shutil.move(record.folder, tmp_path / "smoke" / "nope" / "7")  # another run than its folder says
+    (tmp_path / "smoke" / "k_bias" / "1").mkdir(parents=True)
+    out = said(capsys, "list", "--preset", "smoke", "--runs", tmp_path)
+    assert "not counted: 1 records that are stale" in out and "not counted: 1 records that are corrupt" in out
+    assert [row.title for row in experiments() if "".join(row.title.split()) not in "".join(out.split())] == []
+
+
+@pytest.mark.slow
+def test_a_report_takes_a_book_of_one_text(capsys, runs, tmp_path, monkeypatch):
+    pages = []
+
+    def report_model(model, tokenizer, name, texts, n, length, beside):
+        pages.append((n, length, len(texts) > 20))
+        return "<html>"
+
+    monkeypatch.setattr("sinkutils.plots.report.report_model", report_model)
+    (tmp_path / "book.txt").write_text("attention sink token head query key " * 2000)
+    usual = ("report", runs / "smoke" / "k_bias" / "0", "--text", tmp_path / "book.txt", "-o", tmp_path / "x.html")
+    said(capsys, *usual, "-T", 16)
+    said(capsys, *usual, "-T", 16, "-n", 3)
+    assert (tmp_path / "x.html").read_text() == "<html>" and pages[1] == (3, 16, True)
+    assert pages[0] == (min(100, pages[0][0]), 16, True) and pages[0][0] > 3
+    assert {path.name for path in tmp_path.iterdir()} == {"book.txt", "x.html"}
 
 
 @pytest.mark.slow
@@ -145,7 +193,7 @@ def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(capsys, corp
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
         said(capsys, *usual, "--seed", seed, *options)
-    found = [Runs(tmp_path).get(config("v_bias", "smoke", seed)) for seed in (0, 1)]
+    found = [Runs(tmp_path).of(config("v_bias", "smoke", seed)).record() for seed in (0, 1)]
     assert [record.weights is not None for record in found] == [False, True] and texts == ["docstrings", "path:mine"]
 
 
@@ -187,7 +235,7 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
 def test_the_names_of_the_contract_are_there_whatever_is_imported_first():
     code = (
         "import sinkutils.study.record, sinkutils.ledger.table, sinkutils.study.grid, sinkutils as su\n"
-        "names = 'LMConfig TransformerLM attend AttentionSpec load_lm probe measure experiments records claims'\n"
+        "names = 'LMConfig TransformerLM attend AttentionSpec load_lm probe measure experiments runs record claims'\n"
         "assert all(callable(getattr(su, name)) for name in names.split())\n"
         "assert len(su.experiments()) > 100 and len(su.experiments('6')) > 10\n"
     )

@@ -1,6 +1,7 @@
 """Corpora: splits by document, the text kept as it is, caches whole or rebuilt, clear words when text is missing."""
 
 import ast
+import errno
 import importlib
 import itertools
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -20,7 +22,7 @@ from helpers import refuses
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
-from sinkutils.data.cache import pack_corpus
+from sinkutils.data.cache import pack_corpus, write_meta, written_whole
 from sinkutils.data.corpus import NAMES, SPLITS, load_corpus
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import train_tokenizer
@@ -406,3 +408,58 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
         refuses("is not a complete file of pack_corpus", load, f"packed:{file}", tmp_path / "none")
     refuses(r"nowhere\.tar\.xz", load, "packed:nowhere.tar.xz", tmp_path / "none", kind=FileNotFoundError)
     assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_a_damaged_cache_that_cannot_be_written_is_named_with_what_to_do(text_folder, tmp_path, monkeypatch):
+    folder = load(f"path:{text_folder}", tmp_path).folder
+    (folder / "valid.bin").write_bytes(b"")
+    refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".build-x"))
+    monkeypatch.setattr("tempfile.mkdtemp", Mock(side_effect=refused))
+    with pytest.warns(UserWarning, match="is damaged and is built again"):
+        refuses(f"cannot write token files below {tmp_path} .*set SINKUTILS_CACHE", load, f"path:{text_folder}",
+                tmp_path, kind=OSError)  # fmt: skip
+    assert folder.is_dir(), "what is damaged stays until there is another"
+
+
+def test_a_damaged_cache_that_another_process_has_built_meanwhile_is_left_as_it_is(tmp_path):
+    folder = tmp_path / "text"
+    for content in (b"first", b"second"):
+        with written_whole(folder) as new:
+            (new / "train.bin").write_bytes(content)
+            write_meta(new, {"name": "text"})
+    assert (folder / "train.bin").read_bytes() == b"first"
+    (folder / "train.bin").write_bytes(b"damage")
+    with written_whole(folder) as new:
+        (new / "train.bin").write_bytes(b"third")
+        write_meta(new, {"name": "text"})
+    assert (folder / "train.bin").read_bytes() == b"third"
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_text_that_cannot_be_read_is_named_and_not_the_cache(text_folder, tmp_path, monkeypatch):
+    bad, really = sorted(text_folder.iterdir())[20], Path.read_bytes
+
+    def read(path):
+        if path == bad:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return really(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read)
+        with pytest.raises(PermissionError) as error:
+            load(f"path:{text_folder}", tmp_path / "cache")
+        assert bad.name in str(error.value) and "token files" not in str(error.value)
+        patch.setattr(Path, "read_text", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(PermissionError):  # rather than another text
+            embedded.text_of(bad)
+    assert embedded.text_of(tmp_path / "nowhere.py") == ""
+
+
+def test_a_text_saved_on_windows_is_the_same_text_and_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert external.read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
+    (tmp_path / "b.jsonl").write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
+    refuses("b.jsonl, line 1 is not UTF-8 text", external.read_texts, tmp_path / "b.jsonl")
+    (tmp_path / "c.py").write_text("x = 1")
+    refuses(r"c\.py: the name of a file of text ends with one of \.txt", external.read_texts, tmp_path / "c.py",
+            kind=FileNotFoundError)  # fmt: skip

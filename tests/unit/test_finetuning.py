@@ -220,7 +220,7 @@ def started(corpus, tmp_path_factory):
 
 
 def state_of(run, runs, corpus) -> FinetuneRun:
-    start = Runs(runs).get(config(run.start, run.preset, run.seed))
+    start = Runs(runs).of(config(run.start, run.preset, run.seed)).record()
     return FinetuneRun(run, corpus, CPU, start=start)
 
 
@@ -287,7 +287,7 @@ def test_a_missing_start_is_trained_first_and_a_failed_one_is_refused(tmp_path, 
     run, start = small("sft_sigmoid", chats, steps=2), config("sigmoid", "smoke")
     made_up(tmp_path, "sigmoid")
     record = train(run, tmp_path, corpus=corpus, progress=False)
-    trained = Runs(tmp_path).get(start, corpus.identity)
+    trained = Runs(tmp_path).of(start, corpus.identity).record()
     assert record.status == "done" and trained is not None, "on this text, which the study's record is not of"
     assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
     made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")

@@ -39,9 +39,9 @@ def trained(tmp_path, *callbacks, steps=4):
 
 def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
     plain, weights = trained(tmp_path)
-    watched, same = trained(tmp_path, su.SinkCallback(IDS, every=2))
+    watched, same = trained(tmp_path, su.SinkCallback(IDS, every=3))
     measured = [row for row in watched if "sink/sink_1" in row]
-    assert [row["step"] for row in measured] == [2, 4]
+    assert [row["step"] for row in measured] == [0, 3, 4]  # at both ends, too
     assert {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"} <= set(measured[0])
     losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
     assert losses[0] == losses[1] and all(torch.equal(weights[name], same[name]) for name in weights)
@@ -50,7 +50,8 @@ def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
 def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "sinkutils"):
         log, _ = trained(tmp_path, su.SinkCallback(IDS + 1000, every=2))
-    assert "the sink was not measured at step 2" in caplog.text
+    assert caplog.text.count("the sink was not measured at step 0: ids must be in") == 1
+    assert len(caplog.records) == 1
     assert len([row for row in log if "loss" in row]) == 4 and not any("sink/sink_1" in row for row in log)
     refuses(r"shape \(samples, T\)", su.SinkCallback, IDS[0])
 
@@ -70,8 +71,13 @@ def test_a_comparison_is_paired_over_the_texts():
 def test_reports_that_are_not_of_the_same_texts_are_not_compared():
     model = build("llama")
     report = su.measure(model, IDS)
-    for other, message in ((su.measure(model, IDS[:3]), "4 samples"), (su.measure(model, IDS[:, :8]), "12 tokens")):
-        refuses(message, su.compare, report, other)
+    refuses("12 tokens and", su.compare, report, su.measure(model, IDS[:, :10]))
+    with pytest.warns(UserWarning, match="different token ids: nothing is paired"):
+        table = su.compare(report, su.measure(model, IDS.flip(1)), by="model")
+    before, after = (su.measure(model, ids).alpha.double().mean(dim=(1, 2, 3)) for ids in (IDS, IDS.flip(1)))
+    low, high = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
+    assert (table.low.item(), table.high.item()) == pytest.approx((low, high))
+    refuses("first must be of type Report, got LlamaForCausalLM", su.compare, model, model)
     refuses("alpha_3 was not measured", su.compare, report, report, k=3)
 
 
@@ -82,7 +88,10 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     config = tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES)
-    known, load = {"su": su, "pd": pd, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer}, su.load_lm
+    known, load = (
+        {"su": su, "pd": pd, "torch": torch, "model": tf.LlamaForCausalLM(config), "tokenizer": tokenizer},
+        su.load_lm,
+    )
     for step in (500, 1000, 1500):
         for part in ("model", "tokenizer"):
             known[part].save_pretrained(f"run/checkpoint-{step}")

@@ -15,6 +15,7 @@ import transformers as tf
 from helpers import alpha_by_definition, refuses
 from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -346,7 +347,7 @@ def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
 def test_several_streams_have_no_one_h_1(family):
     model, ids = build(family), tokens(3, 4)
-    refuses("several streams", surgery.set_back, model, ids, 0, (4, 9))
+    refuses("residual streams", surgery.set_back, model, ids, 0, (4, 9))
 
 
 # --- several threads, several models
@@ -411,6 +412,144 @@ def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(imp
         first.model.layers[0].register_forward_hook(lambda *_: seen.append(second(ids, use_cache=False).logits))
         torch.testing.assert_close(measure(first, ids).alpha, right, **close)
     assert all(torch.allclose(one, logits, atol=1e-5) for one in seen) and seen
+
+
+# --- rounding, streams, blocks that replace, skip or rename
+
+
+class Coarse(TorchFunctionMode):
+    """Products of float32 are of bfloat16, as on hardware with set_float32_matmul_precision("medium")."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        named = getattr(function, "__name__", "") in ("matmul", "__matmul__", "linear", "addmm")
+        if named and args[0].dtype == torch.float32:
+            args = tuple(x.bfloat16().float() if isinstance(x, Tensor) else x for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_products_that_are_rounded_are_no_reason_to_refuse(family):
+    model, ids = build(family), tokens()
+    with Coarse():
+        expected = eager_alpha(model, ids, TARGETS)
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(measure(model, ids, TARGETS).alpha, expected, atol=5e-3, rtol=0)
+
+
+def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
+    model, ids = build("qwen4_exp"), tokens(3, 9)
+    seen: list = []
+    block = model.model.layers[0]
+    block.register_forward_hook(lambda _, __, out: seen.append(out if isinstance(out, Tensor) else out[0]))
+    report = measure(model, ids)
+    width = model.config.get_text_config().hidden_size
+    streams = seen[-1].unflatten(-1, (-1, width))  # (B, T, S, d)
+    assert streams.shape[2] > 1 and report.first_elements.shape[1] == width
+    torch.testing.assert_close(report.hidden_norms[0], streams.norm(dim=-1).mean(dim=(0, 2)))
+    refuses("residual streams", surgery.set_back, model, ids, 0, 2)
+
+
+def test_block_sparse_attention_is_refused_before_the_model_changes_itself():
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = tf.BigBirdConfig(vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4)
+    model = tf.BigBirdForCausalLM(config).eval()
+    refuses(r"random blocks .*set_attention_type\('original_full'\)", measure, model, tokens())
+    assert model.bert.attention_type == "block_sparse"
+    model.base_model.set_attention_type("original_full")
+    torch.testing.assert_close(measure(model, tokens()).alpha, eager_alpha(model, tokens(), (1,)), **close)
+
+
+def test_attention_that_is_replaced_during_the_pass_is_refused():
+    model = build("llama")
+
+    def replace(block, _):
+        block.self_attn = copy.deepcopy(block.self_attn)
+
+    model.model.layers[1].register_forward_pre_hook(replace)
+    refuses("replaces its attention modules while it runs", measure, model, tokens())
+
+
+def test_blocks_behind_an_early_exit_are_left_out_and_one_that_is_skipped_is_named():
+    model, ids = build("llama", num_hidden_layers=4, layer_types=None), tokens()
+    whole = measure(model, ids, TARGETS)
+    model.config.num_hidden_layers = 2
+    report = measure(model, ids, TARGETS)
+    torch.testing.assert_close(report.alpha, whole.alpha[:, :, :2], **close)
+    torch.testing.assert_close(report.hidden_norms, whole.hidden_norms[:2], **close)
+    skipping = build("gpt2")
+    skipping.transformer.forward = lambda input_ids, **_: skipping.transformer.h[1](skipping.transformer.wte(input_ids))
+    refuses("skips block 1", measure, skipping, ids)
+
+
+@pytest.mark.parametrize("form", ["keyword", "dict"])
+def test_blocks_may_take_and_return_hidden_states_in_any_form(form):
+    model, ids = TinyLM(tf.LlamaConfig(vocab_size=96, num_hidden_layers=2)).eval(), tokens()
+    plain = measure(model, ids)
+    for block in model.blocks:
+        inner = block["SelfAttention"]
+        block.forward = lambda states, inner=inner: {"out": [states + inner(states)[0]]}
+
+    def forward(input_ids, labels=None):
+        x = model.embed(input_ids)
+        for block in model.blocks:
+            x = (block(states=x) if form == "keyword" else block(x))["out"][0]
+        return x
+
+    model.forward = forward
+    report = measure(model, ids)
+    torch.testing.assert_close(report.alpha, plain.alpha)
+    torch.testing.assert_close(report.hidden_norms, plain.hidden_norms)
+    for block in model.blocks:
+        block.forward = lambda states, inner=block["SelfAttention"]: {"out": [inner(states)[0][..., None, None]]}
+    model.forward = lambda input_ids: [block(model.embed(input_ids)) for block in model.blocks]
+    refuses("no hidden states .*norms=False", measure, model, ids)
+
+
+def test_an_attention_module_that_goes_by_another_name_is_not_said_to_be_missing():
+    model = TinyLM(tf.LlamaConfig(vocab_size=96, num_hidden_layers=2)).eval()
+    for block in model.blocks:
+        block["SelfAttention"].__class__ = type("Mixer", (TinyAttention,), {})
+    refuses("shows no attention module: what is read", measure, model, tokens())
+
+
+def test_what_is_not_finite_is_said_to_be_the_weights_or_the_activations():
+    model = build("llama")
+    with torch.no_grad():
+        for name in ("up_proj", "down_proj"):
+            getattr(model.model.layers[0].mlp, name).weight.mul_(5000)
+    assert measure(model, tokens()).alpha.isfinite().all()
+    refuses("every weight is finite and activations overflow float16", measure, model.half(), tokens())
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = model.model.norm.weight[0] = model.model.layers[0].input_layernorm.weight[0] = (
+            torch.nan
+        )
+    refuses("weights hold nan or infinite values", measure, model.float(), tokens())
+
+
+def test_an_index_error_of_a_hook_is_its_own():
+    model = build("llama")
+    model.model.layers[0].register_forward_hook(lambda *_: [][3])
+    with pytest.raises(IndexError, match="list index out of range"):
+        measure(model, tokens())
+
+
+def test_two_bos_short_texts_and_too_many_positions_are_warned_of():
+    model, ids = build("llama"), tokens()
+    twice = ids.clone()
+    twice[:, :2] = model.config.bos_token_id
+    for batch, message in ((twice, "begins with two BOS"), (ids[:, :8], "8 tokens are too short for eps = 0.3")):
+        with pytest.warns(UserWarning, match=message):
+            measure(model, batch)
+    with pytest.warns(UserWarning, match="24 positions, and the model was made for 20"):
+        measure(build("llama", max_position_embeddings=20), ids)
+
+
+def test_what_a_tokenizer_returns_is_measured_with_its_mask():
+    model, ids = build("llama"), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    batch = tf.BatchEncoding({"input_ids": ids, "attention_mask": mask})
+    torch.testing.assert_close(measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha)
 
 
 def test_an_old_transformers_is_told_apart():

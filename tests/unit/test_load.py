@@ -10,6 +10,7 @@ import transformers as tf
 from helpers import DONE, refuses, word_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import build
+from tokenizers import processors
 
 from sinkutils import LMConfig, TransformerLM, measure, paths, probe
 from sinkutils import __main__ as cli
@@ -78,7 +79,11 @@ BROKEN = {
     "malicious": "has weights in a .bin file that holds more than tensors",
     "cut": "could not be loaded: Error while deserializing header",
     "vit": "is no causal language model: transformers has none for ViTConfig",
-    "shapes": "could not be loaded",
+    "shapes": r"lm_head.weight is \(96, 32\) in the file and \(96, 64\) by config.json \(and 20 more\)",
+    "no pickle": "that torch.save did not write, or a cut one",
+    "empty": "that torch.save did not write, or a cut one",
+    "git-lfs": r"has git-lfs pointers in place of files \(model.safetensors\): run `git lfs pull`",
+    "no config": "has no config.json",
     "tokenizer": "could not be loaded",
 }
 
@@ -104,6 +109,13 @@ def broken(way: str, folder: Path) -> None:
     if way == "malicious":
         weights.unlink()
         torch.save({"lm_head.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
+    if way in ("no pickle", "empty"):
+        weights.unlink()
+        (folder / "pytorch_model.bin").write_text("" if way == "empty" else "<html>not found</html>")
+    if way == "git-lfs":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    if way == "no config":
+        (folder / "config.json").unlink()
     if way == "cut":
         weights.write_bytes(weights.read_bytes()[:-10])
     if way == "shapes":
@@ -120,6 +132,27 @@ def test_a_broken_folder_is_one_clear_line_and_runs_nothing(tmp_path, way):
         load_lm(tmp_path / "model")
     assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
     assert not (tmp_path / "model" / "mark").exists()
+
+
+def test_a_path_beside_the_folder_of_a_model_says_which_is_meant(tmp_path):
+    saved(tmp_path / "checkpoint-10")
+    says = r"holds no model itself, but 1 folders of models: give one of them, '.*checkpoint-10'"
+    refuses(says, load_lm, tmp_path, kind=ModelUnavailable)
+    for file in ("config.json", "model.safetensors"):
+        path = tmp_path / "checkpoint-10" / file
+        refuses("is a file: give the folder that holds it", load_lm, path, kind=ModelUnavailable)
+
+
+def test_a_layer_that_predicts_further_tokens_is_unused_and_warned_of(tmp_path):
+    saved(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    more = {k.replace("layers.1", "layers.2"): v.clone() for k, v in weights.items() if "layers.1" in k}
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    refuses("with 9 unused", load_lm, tmp_path, kind=ModelUnavailable)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with pytest.warns(UserWarning, match="with 9 unused .*layers.2"):
+        load_lm(tmp_path)
 
 
 def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_path):
@@ -186,6 +219,38 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
     assert cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"]) == 0
     with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
         probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_model_that_was_trained_with_a_bos_is_shown_with_and_without_it_unasked(adds, tmp_path, capsys):
+    raw = word_tokenizer(90)
+    if adds:
+        raw.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+    build("llama").save_pretrained(tmp_path)
+    tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>").save_pretrained(tmp_path)
+    command = ["measure", str(tmp_path), "--probe", "random", "-n", "3", "-T", "16"]
+    assert cli.main([*command, "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert [*reports] == (["random", "random, BOS first"] if adds else ["random"])
+    assert reports["random"]["name"].endswith("text first")
+    if adds:
+        assert reports["random, BOS first"]["name"].endswith("BOS first")
+        assert reports["random"]["alpha"] != reports["random, BOS first"]["alpha"]
+    assert cli.main([*command, "--bos", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)] == ["random"]
+
+
+def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, capsys, monkeypatch):
+    build("llama").save_pretrained(tmp_path / "model")
+    there = tmp_path / "page.html"
+    command = ["report", str(tmp_path / "model"), "-o"]
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "load_lm", Mock(side_effect=AssertionError("loaded before the folder is looked at")))
+        assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    there.write_text("an older page")
+    assert cli.main([*command, str(there)]) == 0
+    assert "random" in there.read_text() and [*tmp_path.glob("*.tmp")] == []
 
 
 def test_a_gguf_file_and_an_adapter_say_how_they_are_read(tmp_path, monkeypatch):

@@ -141,11 +141,66 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
         torch.testing.assert_close(got, rotate(normed, *tables.values()))
 
 
-def test_sandwich_norm_norms_what_a_sublayer_adds():
-    block = own_model(1.0, norm="sandwich").blocks[0]
-    small = 1e-3 * torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    step = block.after_1(block.attention(block.norm_1(small), {}))
-    torch.testing.assert_close(step.square().mean(-1), torch.ones(2, 5), rtol=2e-2, atol=0)
+def by_plain_matrices(model: TransformerLM, ids: Tensor, norm: str) -> Tensor:
+    """Logits from the model's matrices alone: Eq. 2 (pre), Eq. 3 (post), or norms on both sides of a sublayer."""
+
+    def ln(x: Tensor, gain: Tensor) -> Tensor:
+        return gain * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    def attention(x: Tensor, name: str) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        heads = []
+        for head in range(2):
+            rows = slice(8 * head, 8 * head + 8)
+            q, k, v = (x @ part[rows].T for part in w[f"{name}.qkv.weight"].split(16))
+            logits = (q @ k.mT / 8**0.5).masked_fill(hidden, -math.inf)
+            heads.append(logits.softmax(-1) @ v)
+        return torch.cat(heads, dim=-1) @ w[f"{name}.out.weight"].T
+
+    def ffn(x: Tensor, name: str) -> Tensor:
+        gate, up = (x @ part.T for part in w[f"{name}.up.weight"].split(24))
+        return (gate * torch.sigmoid(gate) * up) @ w[f"{name}.down.weight"].T
+
+    w = dict(model.named_parameters())
+    h = w["embed.weight"][ids]
+    for layer in range(2):
+        name = f"blocks.{layer}"
+        first, second = w[f"{name}.norm_1.weight"], w[f"{name}.norm_2.weight"]
+        if norm == "pre":
+            middle = attention(ln(h, first), f"{name}.attention") + h
+            h = ffn(ln(middle, second), f"{name}.ffn") + middle
+        elif norm == "post":
+            middle = ln(attention(h, f"{name}.attention") + h, first)
+            h = ln(ffn(middle, f"{name}.ffn") + middle, second)
+        else:
+            added = attention(ln(h, first), f"{name}.attention")
+            middle = ln(added, w[f"{name}.after_1.weight"]) + h
+            added = ffn(ln(middle, second), f"{name}.ffn")
+            h = ln(added, w[f"{name}.after_2.weight"]) + middle
+    return ln(h, w["norm.weight"]) @ w["unembed.weight"].T
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "sandwich"])
+def test_a_block_is_its_equation_in_plain_matrices(norm):
+    model, ids = own_model(1.0, norm=norm, position="nope").double(), tokens(2, 9)
+    with torch.no_grad():
+        for index, parameter in enumerate(p for p in model.parameters() if p.ndim == 1):
+            gains = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+            parameter.copy_(gains.roll(index))  # no two norms have the same
+    torch.testing.assert_close(model(ids), by_plain_matrices(model, ids, norm), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", ["k", "kv", "v"])
+def test_a_shared_bias_is_one_for_all_heads_of_a_block(bias):
+    """Table 12 right: the rows of a bias are its heads', or there is one row."""
+    for shared, rows in ((True, 1), (False, 2)):
+        model = own_model(attention=AttentionSpec(bias=bias, bias_shared=shared))
+        layers = [block.attention for block in model.blocks]
+        for name in [n for n in ("key_bias", "value_bias") if hasattr(layers[0], n)]:
+            assert getattr(layers[0], name).shape == (rows, 8)
+            by_head = layers[0].extras({}, torch.float32)[name]
+            assert torch.equal(by_head[0], by_head[1]) == shared
+            assert not torch.equal(getattr(layers[0], name), getattr(layers[1], name))
 
 
 def test_positions_turn_and_are_embedded_at_the_papers_frequencies():

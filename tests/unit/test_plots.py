@@ -1,6 +1,7 @@
 """The shared figures show what they are given; interactive pictures keep a PNG; the page about a model is whole."""
 
 import base64
+import dataclasses
 import json
 import re
 import subprocess
@@ -43,6 +44,14 @@ def ids():
 
 
 # --- the theme -------------------------------------------------------------------------------------------------------
+
+
+def test_a_style_leaves_the_random_numbers_of_a_script_alone():
+    np.random.seed(3)  # noqa: NPY002
+    expected = np.random.rand()  # noqa: NPY002
+    np.random.seed(3)  # noqa: NPY002
+    su.theme()
+    assert np.random.rand() == expected  # noqa: NPY002
 
 
 def test_the_same_figure_is_saved_as_the_same_small_file(tmp_path, monkeypatch):
@@ -212,9 +221,30 @@ def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
 
-def test_the_excess_of_a_page_is_that_of_the_report(model, ids):
-    report = measure(model, ids)
-    assert "excess in block 3" in _row(report.to_dict() | {"layers": [2]})  # of a hybrid model
-    row = _row(report.to_dict())
-    blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
-    assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
+def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(model, ids):
+    windowed = own_model(attention=su.AttentionSpec(window=4))
+    for one in (model, windowed):
+        report = measure(one, ids[:, :32], epsilons=(0.2,))
+        row = _row(report)
+        blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
+        assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
+        assert su.report_page(report, "ours")
+    assert "excess in block 3" in _row(dataclasses.replace(report, layers=(2, 3)))  # of a hybrid model
+
+
+def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
+    html = su.report_model(own_model(), None, "ours", n=3, length=16)
+    assert [*numbers_of(html)["reports"]] == ["random", "repeat"] and html.count("<svg") == 7
+    assert "none: there is no tokenizer" in html
+
+
+def test_one_long_text_is_windows_of_a_page():
+    html = su.report_model(own_model(), word_tokenizer(57), "ours", ["w1 w2 w3 w4 " * 40], n=100, length=16)
+    assert numbers_of(html)["reports"]["natural"]["samples"] == 10
+
+
+def test_a_token_that_opens_a_comment_swallows_nothing(ids):
+    tokens = word_tokenizer(58, ("<!--", "<script>"))
+    html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0]["text/html"]
+    script = html.partition("<script>")[2]
+    assert "<!--" not in script and "<script>" not in script and "\\u003c!--" in script

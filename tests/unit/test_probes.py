@@ -3,11 +3,12 @@
 import json
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
 from helpers import refuses, word_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from sinkutils.data.external import read_texts
@@ -65,13 +66,24 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
     refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
+    frame = pd.DataFrame({"text": ["a", "b"], "id": [1, 2]})
+    refuses(r"got a DataFrame: give one of its columns \(text, id\)", probe, texts=frame, tokenizer=RAW)
+    refuses(r"got a dict: give one of its columns \(text\)", probe, texts={"text": ["a"]}, tokenizer=RAW)
+    refuses("number 2 of 3 is None", probe, texts=["a", None, "b"], tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):
     (tmp_path / "a.md").write_text("long " * 1000)
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
     assert read_texts(tmp_path / "b.jsonl") == ["one", "two"]
-    assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two"]
+    (tmp_path / "windows").mkdir()
+    (tmp_path / "windows" / "c.txt").write_bytes(b"one\r\ntwo\r\n")
+    (tmp_path / "windows" / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')
+    assert read_texts(tmp_path / "windows") == ["one\ntwo\n", "three"]
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "façade"}'.encode("latin-1"))
+    refuses("latin.jsonl, line 1, is not UTF-8 text", read_texts, tmp_path / "latin.jsonl")
+    (tmp_path / "latin.jsonl").unlink()
+    assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two", "one\ntwo\n", "three"]
 
 
 def byte_level(tmp_path):
@@ -157,3 +169,19 @@ def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]).all()
     assert bos_id(tokenizer) == 1
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
+
+
+def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus):
+    def ask(texts):
+        return probe(None, corpus.tokenizer, length=4, texts=texts)
+
+    refuses(r"texts must be strings, and texts\[1\] is None", ask, ["a text", None])
+    refuses("of a DataFrame give the column", ask, pd.DataFrame({"text": ["a text"] * 3}))
+    refuses("texts must be several strings, a document each; got str", ask, "a text")
+    refuses("texts must be several strings, a document each; got int", ask, 3)
+
+
+def test_a_tokenizer_whose_pattern_does_not_end_is_refused_in_words():
+    tokenizer = word_tokenizer(5)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    refuses("the tokenizer cannot read a text: PanicException", encode, tokenizer, "a" * 40 + "b")

@@ -1,14 +1,22 @@
 """Surgery on small random models of five families, against plain recomputation."""
 
+import random
+import re
+
 import pytest
+import recall
 import torch
 from helpers import own_model, refuses, tokens
 from open_lms import rounded
 from small_models import build, eager_maps
 from transformers import DynamicCache
 
+import sinkutils
 from sinkutils.measuring.measure import measure
-from sinkutils.measuring.surgery import hide, set_back, stream, transplant, untouched
+from sinkutils.measuring.own import Subject
+from sinkutils.measuring.surgery import edit, hide, set_back, stream, transplant, untouched
+from sinkutils.model.attention import AttentionSpec, attend
+from sinkutils.model.positions import rotate
 
 # What makes three blocks of a family
 FAMILIES = {
@@ -20,10 +28,10 @@ FAMILIES = {
     },
 }
 LENGTH = 12
-pytestmark = pytest.mark.slow
+PLACES = ("block", "query", "key", "value", "neurons")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def model(request):
     built = build(request.param, **FAMILIES[request.param])
     built.set_attn_implementation("sdpa")  # as models come
@@ -107,7 +115,7 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     plain = untouched(model, ids)
     found = set_back(model, ids, 1, (4, 9))
     handle.remove()
-    h, edited = (x for x in seen if x.shape[:2] == ids.shape)
+    h, *_, edited = (x for x in seen if x.shape[:2] == ids.shape)  # of the first pass and the last
     over = h[:, 0].abs() / h.abs().flatten(1).median(dim=1).values[:, None]
     torch.testing.assert_close(sizes[1], over.mean(dim=0))
     torch.testing.assert_close(edited[:, 0, [4, 9]], h[:, 1:, [4, 9]].mean(dim=1))
@@ -136,11 +144,219 @@ def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got TransformerLM"):
-        untouched(own_model(), ids)
+    refuses("hide, stream and transplant need a KV cache, and TransformerLM has none: use edit", hide, own_model(), ids)
     refuses("BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids)
-    with pytest.raises(ValueError, match="needs a causal LM of transformers with a KV cache, got LlamaModel"):
+    with pytest.raises(ValueError, match="needs a TransformerLM or a causal LM of transformers, got LlamaModel"):
         untouched(build("llama").model, ids)
     refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
         refuses(f"dimension must be in 0..31, got {dimension}", set_back, build("llama"), ids, 0, (dimension,))
+
+
+# --- edit, on models of ours against the equations, written out here
+
+
+def by_hand(model, ids, place="", change=None, layers=()):
+    """Logits and attention maps of a rotary pre-norm model, with change(x) in place of x in some layers."""
+
+    def put(at, layer, x):
+        return change(x.clone()) if at == place and layer in layers else x
+
+    h, maps, cfg = model.embed(ids), [], model.config
+    for layer, block in enumerate(model.blocks):
+        x = block.norm_1(h)
+        qkv = block.attention.qkv(x).view(*ids.shape, 3, cfg.num_heads, cfg.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        cos, sin = (model.tables[name][: ids.shape[1]] for name in ("cos", "sin"))
+        q, k = put("query", layer, rotate(q, cos, sin)), put("key", layer, rotate(k, cos, sin))
+        extras = {"key_bias": block.attention.key_bias} if cfg.attention.has_key_bias else {}
+        out, weights = attend(q, k, put("value", layer, v), cfg.attention, **extras)
+        maps.append(weights)
+        h = h + block.attention.out(out.transpose(1, 2).flatten(2))
+        gate, up = block.ffn.up(block.norm_2(h)).chunk(2, dim=-1)
+        h = h + block.ffn.down(put("neurons", layer, torch.nn.functional.silu(gate) * up))
+        h = put("block", layer, h)
+    return model.unembed(model.norm(h)), torch.stack(maps, dim=1)
+
+
+def shrink_the_third(x):
+    """Of h or neurons (B, T, n) and of q, k, v (B, H, T, D) alike: half of what the third token has."""
+    x[..., 2, :] *= 0.5
+    return x
+
+
+@pytest.mark.parametrize("bias", ["none", "k"])
+@pytest.mark.parametrize("layers", [[0], [0, 1]])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edited_model_of_ours_computes_its_equations_with_the_change(place, layers, bias):
+    ours, ids = own_model(attention=AttentionSpec(bias=bias)), tokens(4, LENGTH)
+    with torch.no_grad():
+        logits, maps = by_hand(ours, ids, place, shrink_the_third, layers)
+        plain, _ = by_hand(ours, ids)
+    found = edit(ours, ids, place, shrink_the_third, layers)
+    log_p = logits.log_softmax(dim=-1)
+    expected = -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.predicted, logits[:, :-1].argmax(dim=-1))
+    first = maps[..., int(bias == "k")]  # k* stands before the first token's key
+    torch.testing.assert_close(found.report.alpha[:, 0], first.mean(dim=-1).float(), atol=1e-4, rtol=1e-4)
+    assert (logits - plain).abs().max() > 1e-3
+    with torch.no_grad():
+        assert torch.equal(ours(ids), own_like(ours)(ids))
+
+
+def own_like(model):
+    """A copy that no surgeon has seen."""
+    twin = type(model)(model.config)
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def test_setting_back_a_model_of_ours_is_the_edit_that_it_says():
+    ours, ids = own_model(), tokens(4, LENGTH)
+
+    def mean_of_others(h):
+        h[:, 0, [1, 5]] = h[:, 1:, [1, 5]].mean(dim=1)
+        return h
+
+    torch.testing.assert_close(
+        set_back(ours, ids, 0, (1, 5)).losses, edit(ours, ids, "block", mean_of_others, [0]).losses
+    )
+    assert (set_back(ours, ids, 0, (1, 5)).losses - untouched(ours, ids).losses).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("place", PLACES[:4])
+def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, ids, place):
+    """Layer 2 of three: its projections' outputs, where no rotation comes between, or its block's."""
+
+    def third_to_zero(x):
+        x[..., 2, :] = 0  # a zero stays one under a rotation and under norms of queries and keys
+        return x
+
+    found = edit(model, ids, place, third_to_zero, [1])
+    if place == "block":
+        blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
+
+        def hook(_, __, out):
+            if torch.is_tensor(out):
+                return third_to_zero(out.clone())
+            return third_to_zero(out[0].clone()), *out[1:]
+
+        handle = blocks[1].register_forward_hook(hook)
+    else:
+        named = dict(model.named_modules())
+        name = next((n for n in named if re.search(rf"\b1\..*{place[0]}_proj$", n)), None)
+        if name is None:
+            pytest.skip("queries, keys and values come from one projection")
+        handle = named[name].register_forward_hook(lambda _, __, out: third_to_zero(out.clone()))
+    expected = plain_losses(model, ids)
+    handle.remove()
+    torch.testing.assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
+    assert (found.losses - plain_losses(model, ids)).abs().max() > 1e-4
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_silent_neuron_is_a_column_of_zeros(family, ids):
+    model = build(family)
+
+    def silence(x):
+        x[:, :, 3] = 0
+        return x
+
+    found = edit(model, ids, "neurons", silence, [1])
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, 3] = 0
+    torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_key_hidden_late_is_seen_until_then(ids):
+    """Later queries are blind to x_1, and earlier ones are not, as a dense mask has it."""
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    late, plain = hide(model, ids, since=8), untouched(model, ids)
+    torch.testing.assert_close(late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5)  # tokens 2..7
+    mask = torch.ones(LENGTH, LENGTH).tril().bool()
+    mask[7:, 0] = False
+    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+    expected = plain_losses(model, ids, attention_mask=additive.expand(len(ids), -1, -1, -1))
+    torch.testing.assert_close(late.losses, expected, atol=1e-4, rtol=1e-4)
+    short = hide(model, ids, since=8, last=3)
+    torch.testing.assert_close(short.losses, late.losses[:, -3:])
+    assert torch.equal(short.predicted, late.predicted[:, -3:])
+
+
+def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
+    ours = own_model()
+    refuses("place must be", edit, ours, ids, "head", shrink_the_third)
+    refuses(r"layer must be in 0\.\.1, got 2", edit, ours, ids, "block", shrink_the_third, [2])
+    refuses("least 2|must be", hide, build("llama"), ids, 1)
+    refuses("ids must be int64", untouched, ours, ids[0])
+
+
+def test_surgery_is_public():
+    assert sinkutils.surgery.edit is edit and {"hide", "stream", "transplant", "set_back"} <= set(
+        dir(sinkutils.surgery)
+    )
+    assert "surgery" in dir(sinkutils)
+
+
+# --- benchmarks/recall.py
+
+
+class Words:
+    """A tokenizer of bytes, as `recall.encode` calls one."""
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": list(text.encode())}
+
+
+def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
+    filler = [0] * 300
+    for depth in recall.DEPTHS:
+        ids, question, answer = recall.prompt(Subject("", None, Words()), filler, depth, random.Random(3))
+        text = bytes(ids).decode()
+        number = text[-answer:]
+        name = re.search(r"The number that (\w+) keeps is$", text[:-answer])[1]
+        needle = f"\n{name} keeps the number{number} in a drawer.\n"
+        assert len(ids) == 300 and text.count(needle) == 1 and text[-answer - question] == "\n"
+        before = text.index(needle)
+        assert abs(before / (before + text[before + len(needle) :].count("\0")) - depth) < 0.01
+
+
+@pytest.mark.parametrize(("per_token", "exact"), [(False, 0), (True, 0), (False, 1)])
+def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
+    model = build("llama")
+    layer, x = model.model.layers[1].mlp.up_proj, torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    x[:, 0] *= 50
+    expected = x.clone()
+    for text in expected:
+        rest = text[exact:]
+        largest = rest.abs().amax(dim=1, keepdim=True) if per_token else rest.abs().max()
+        text[exact:] = (rest * 127 / largest).round() * largest / 127
+    plain = layer(x)
+    right = layer(expected)
+    handles = recall.round_inputs(model, per_token, exact)
+    rounded_, logits = layer(x), model.lm_head(x)
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(rounded_, right, atol=1e-4, rtol=1e-4)
+    assert (right - plain).abs().max() > 1e-3
+    assert torch.equal(logits, model.lm_head(x)), "the unembedding is left alone"
+
+
+@pytest.mark.parametrize("make", [own_model, lambda: build("llama")], ids=["ours", "llama"])
+def test_the_report_has_the_norms_of_what_was_changed(make):
+    lm, ids = make(), tokens(4, LENGTH, least=3)
+
+    def empty(h):
+        h[:, 0] = 0
+        return h
+
+    plain, changed = untouched(lm, ids).report, edit(lm, ids, "block", empty, [0]).report
+    assert changed.hidden_norms[0, 0] == 0 and plain.hidden_norms[0, 0] > 0.1
+    torch.testing.assert_close(changed.hidden_norms[0, 1:], plain.hidden_norms[0, 1:])
+    assert changed.value_norms[1, 0] == 0 and plain.value_norms[1, 0] > 0.1

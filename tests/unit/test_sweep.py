@@ -5,22 +5,26 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import interrupted, refuses
+from helpers import interrupted, made_up, refuses
 
-from sinkutils import config, load_corpus, train
+from sinkutils import config, load_corpus, paths, train
 from sinkutils.__main__ import main
 from sinkutils.commands import parser
 from sinkutils.study import record as records_module
-from sinkutils.study.record import RunLocked, partial_folder, read_record, record_folder, run_lock
+from sinkutils.study.record import RunLocked, read_record, record_folder
+from sinkutils.study.store import Runs
 from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
 from sinkutils.training.run import Run
@@ -29,23 +33,37 @@ from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sw
 pytestmark = pytest.mark.slow
 
 
+class FakeWorker:
+    """A worker whose run is a function, called when its end is asked for."""
+
+    def __init__(self, arguments, log):
+        self.arguments, self.log = arguments, log
+
+    def done(self):
+        return True
+
+    def result(self):
+        return self.run(self.arguments, self.log)
+
+
 @pytest.fixture
 def quick(monkeypatch, corpus, tmp_path):
     """Sweeps whose runs train a tiny model in this process, on the tests' corpus."""
 
-    def run_one(arguments, log):
-        asked = parser().parse_args(["train", *arguments])
-        if asked.experiment == "v_bias":
-            raise RuntimeError("the machine went away")
-        monkeypatch.chdir(tmp_path)  # a worker may be anywhere
-        run = config(asked.experiment, asked.preset, asked.seed)
-        try:
-            train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
-        except RunLocked:
-            return 3, []
-        return 0, []
+    class Here(FakeWorker):
+        def run(self, arguments, log):
+            asked = parser().parse_args(["train", *arguments])
+            if asked.experiment == "v_bias":
+                raise RuntimeError("the machine went away")
+            monkeypatch.chdir(tmp_path)  # a worker may be anywhere
+            run = config(asked.experiment, asked.preset, asked.seed)
+            try:
+                train(run, asked.runs, corpus=asked.corpus or corpus, progress=False)
+            except RunLocked:
+                return 3, []
+            return 0, []
 
-    monkeypatch.setattr(sweep_module, "run_one", run_one)
+    monkeypatch.setattr(sweep_module, "Worker", Here)
 
 
 ONLY = ("fixed_1", "k_bias", "sink_token")
@@ -71,13 +89,50 @@ def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_est
     assert [left.name for left in path.parent.iterdir()] == ["0"]
 
 
-def test_a_failing_run_stops_no_other_and_one_that_another_worker_holds_is_left_to_it(quick, runs):
-    with run_lock(record_folder("smoke", "k_bias", 0)):
-        outcomes = of_smoke("v_bias", "k_bias", "fixed_1")
-    ended = {outcome.experiment: outcome for outcome in outcomes}
-    statuses = {name: outcome.status for name, outcome in ended.items()}
-    assert statuses == {"v_bias": "crashed", "k_bias": "elsewhere", "fixed_1": "done"}
+def test_a_failing_run_stops_no_other(quick, runs):
+    ended = {outcome.experiment: outcome for outcome in of_smoke("v_bias", "fixed_1")}
+    assert {name: outcome.status for name, outcome in ended.items()} == {"v_bias": "crashed", "fixed_1": "done"}
     assert "the machine went away" in ended["v_bias"].detail
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_that_another_process_has_is_waited_for_and_trained_here_if_that_leaves_no_record(
+    quick, runs, tmp_path, recorded, monkeypatch, capsys
+):
+    """Also where the other process takes it just before our worker does."""
+    other, naps = Runs().of(config("k_bias", "smoke")), []
+    held = ExitStack()
+    held.enter_context(other.lock())
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            if recorded:
+                made_up(runs, "k_bias")
+            held.close()
+
+    monkeypatch.setattr(sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    ended = {outcome.experiment: (outcome.status, outcome.detail) for outcome in of_smoke("k_bias", "fixed_1")}
+    assert ended == {"k_bias": ("done", "by another process" if recorded else ""), "fixed_1": ("done", "")}
+    assert capsys.readouterr().err.count("k_bias seed 0: waiting for the process that trains it") == 1
+    assert len(naps) >= 3 and other.record()
+
+
+def test_a_fine_tuning_whose_start_another_process_trains_waits_for_it(quick, runs, monkeypatch):
+    start, naps = Runs().of(config("fixed_1", "smoke")), []
+    assert config("sft_softmax", "smoke").start == "fixed_1"
+
+    class Waited(Exception):
+        pass
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise Waited
+
+    monkeypatch.setattr(sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with start.lock(), pytest.raises(Waited):
+        of_smoke("sft_softmax")
 
 
 def test_another_text_is_found_first_and_has_records_of_its_own(quick, runs, tmp_path, text_folder, monkeypatch):
@@ -108,6 +163,11 @@ def undisturbed(text_folder, tmp_path_factory):
     return folder / "cache", [result(record.folder) for record in records]
 
 
+def ended(status):
+    """A process that has ended."""
+    return SimpleNamespace(poll=lambda: status, wait=lambda *_: status)
+
+
 class Command:
     """`sinkutils sweep` of an experiment's first seeds, whose runs are `sinkutils train` in this process."""
 
@@ -117,10 +177,11 @@ class Command:
         self.arguments = ["sweep", *options.split(), *map(str, range(seeds))]
 
     def train(self, command, stdout, **options):
+        """What stands for subprocess.Popen."""
         with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
             status = main(command[3:])
         stdout.write(said.getvalue().encode())
-        return SimpleNamespace(returncode=status)
+        return ended(status)
 
     def advance(self, run, forward, really=Run.advance):
         self.steps[run.config.seed] += 1
@@ -144,7 +205,7 @@ def command(undisturbed, text_folder, runs, monkeypatch):
     def make(seeds):
         command = Command(seeds, text_folder, runs)
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
-        monkeypatch.setattr(sweep_module, "subprocess", SimpleNamespace(run=command.train, STDOUT=None))
+        monkeypatch.setattr(sweep_module, "subprocess", SimpleNamespace(Popen=command.train, STDOUT=None))
         monkeypatch.setattr(Run, "advance", lambda run, forward: command.advance(run, forward))
         return command
 
@@ -174,7 +235,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(file, command, 
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
     assert re.fullmatch(said, capsys.readouterr().out)
-    partial = partial_folder(sweep.folder(0))
+    partial = sweep.folder(0).with_name("0.partial")
     assert {path.name for path in partial.parent.iterdir()} == {partial.name, "1"}
     assert {path.name for path in partial.iterdir()} == {"checkpoint.pt", "lock"}
     assert sweep.results(1) == expected[1:2]
@@ -185,7 +246,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(file, command, 
 
 def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(command, monkeypatch, capsys):
     sweep = command(1)
-    monkeypatch.setattr(sweep_module.subprocess, "run", lambda *_, **options: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(sweep_module.subprocess, "Popen", lambda *_, **options: ended(1))
     for free, said in ((0, "the disk is full: free some space and run the same command again; "), (2**30, "")):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
         assert sweep.status() == 1
@@ -197,7 +258,7 @@ def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(c
     with interrupted(50):
         assert sweep.status() == 1
     assert capsys.readouterr().out.count("crashed  exit status 130; stopped; run the same command again") == 3
-    flipped, cut, _ = (partial_folder(sweep.folder(seed)) / "checkpoint.pt" for seed in range(3))
+    flipped, cut, _ = (sweep.folder(seed).with_name(f"{seed}.partial") / "checkpoint.pt" for seed in range(3))
     blob = flipped.read_bytes()
     flipped.write_bytes(blob[:5000] + bytes(byte ^ 1 for byte in blob[5000:5010]) + blob[5010:])
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -262,7 +323,7 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
         def result(self):
             running.discard(self.device)
-            return 3, []
+            return 1, ["ended"]
 
     monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: Done(arguments[-1]))
     of_smoke(jobs=2, device="cuda")
@@ -274,9 +335,8 @@ def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_l
 
 
 def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
-    commands, asked, job = [], [], SimpleNamespace(done=lambda: True, result=lambda: (3, []))
-    ended = SimpleNamespace(returncode=0)
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append((command, options)) or ended)
+    commands, asked, job = [], [], SimpleNamespace(done=lambda: True, result=lambda: (1, ["ended"]))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append((command, options)) or ended(0))
     assert run_one(("k_bias",), str(tmp_path / "log")) == (0, [])
     ((command, options),) = commands
     assert command[1:] == ["-m", "sinkutils", "train", "k_bias"]
@@ -306,7 +366,7 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
 
 
 def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, capsys):
-    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: (3, []))
+    job = SimpleNamespace(job_id="4711", done=lambda: True, result=lambda: (1, ["ended"]))
     monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: job)
     of_smoke("k_bias", engine_name="slurm")
     assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
@@ -314,7 +374,7 @@ def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, ca
 
 def test_a_job_knows_its_step_by_its_log(tmp_path):
     log = tmp_path / "k_bias-0.log"
-    job = Job(config("k_bias", "smoke"), "cpu", tmp_path, log, None)
+    job = Job(Runs(tmp_path).of(config("k_bias", "smoke")), "cpu", log, None)
     assert job.steps() == 0
     earlier, other = "k_bias seed 0: 9%| | 9/60 [00:0", "instructions: 50%| | 84/168 [00:01<00:01]"
     log.write_text(f"{earlier}\r{other}\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]\r{other}")
@@ -332,3 +392,38 @@ def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(runs, tm
     finally:
         ray.shutdown()
     assert {(outcome.experiment, outcome.status) for outcome in outcomes} == {("fixed_1", "done"), ("k_bias", "done")}
+
+
+def wait_until(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)
+
+
+def gone(pid) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_sweep_that_is_stopped_leaves_no_worker_and_says_so(undisturbed, text_folder, tmp_path, number, status):
+    """Only the sweep's own process is told, as by kill, timeout or Slurm."""
+    environment = os.environ | {"SINKUTILS_CACHE": str(undisturbed[0]), "PYTHONPATH": str(paths.ROOT)}
+    command = [sys.executable, "-m", "sinkutils", "sweep", "--preset", "smoke", "--only", "k_bias", "--jobs", "2"]
+    command += ["--seeds", "0", "1", "--runs", str(tmp_path), "--corpus", f"path:{text_folder}"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = []
+    wait_until(lambda: len(list(tmp_path.glob("smoke@*/k_bias/*.partial/lock"))) == 2)
+    workers = children.read_text().split()
+    assert len(workers) >= 2
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == status
+    wait_until(lambda: all(map(gone, workers)), 15)
+    if number != signal.SIGKILL:
+        assert "sinkutils: stopped 2 runs; what they have saved stays" in error
+        assert error.strip().endswith("sinkutils: stopped; run the same command again to go on")

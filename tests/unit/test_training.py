@@ -21,7 +21,8 @@ from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import partial_folder, read_record, record_folder, rounded
+from sinkutils.study.record import read_record, rounded
+from sinkutils.study.store import Runs
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
@@ -188,7 +189,7 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
     assert {"corpus_train_tokens", "rules", "torch", "instruction_set"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
-    assert not partial_folder(record.folder).exists()
+    assert [path.name for path in record.folder.parent.iterdir()] == ["0"], "what was unfinished is gone"
     before = (record.folder / "provenance.json").read_bytes()
     assert train(tiny, tmp_path / "a", corpus=corpus, progress=False).metrics == record.metrics
     assert (record.folder / "provenance.json").read_bytes() == before, "a finished run was trained again"
@@ -278,9 +279,9 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
     run = advanced(tiny, corpus, 4)
     run.seconds = 7.5
     run.passed.clear()
-    folder = partial_folder(record_folder("test", "tiny", 0, tmp_path))
-    folder.mkdir(parents=True)
-    save_checkpoint(run, folder / "checkpoint.pt")
+    checkpoint = Runs(tmp_path).of(tiny).checkpoint
+    checkpoint.parent.mkdir(parents=True)
+    save_checkpoint(run, checkpoint)
     said = train(tiny, tmp_path, corpus=corpus, progress=False).provenance
     assert said["wall_seconds"] >= 7.5
     assert said["tokens_per_second"] == pytest.approx(12 * 4 * 32 / said["wall_seconds"], rel=0.05)

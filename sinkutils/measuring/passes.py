@@ -1,0 +1,183 @@
+"""What is done in a forward pass with the attention that a
+model shows: measure, check or operate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkutils.measuring import families
+from sinkutils.measuring.families import Call, widened
+from sinkutils.measuring.fused import can_serve, fused, proves_right
+from sinkutils.measuring.refusals import LATER
+from sinkutils.measuring.tally import Tally
+from sinkutils.model import flash
+
+EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
+CHECK_TOKENS = 16  # the longest text of a check
+
+
+class Pass:
+    """What a forward pass is for. This one looks at nothing."""
+
+    as_named = False  # whether the functions that the model names compute, with their own masks
+    looks = False  # whether hidden states are looked at
+    front = 0  # keys of a cache in front of the text
+
+    def attention(self, call: Call, layer: int) -> Tensor:
+        """The output (B, T, H, D) of an attention module, by its family's eager function."""
+        return families.chunk(call, call.rows)[0]
+
+    def weights(self, layer: int, weights: Tensor) -> None:
+        """Take in the weights (B, H, T, T) that an attention module returns."""
+
+    def embedding(self, hidden: Tensor) -> None:
+        """Take in what the first block reads, (B, S, T, d), of S streams."""
+
+    def block(self, layer: int, hidden: Tensor) -> None:
+        """Take in what a block returns, (B, S, T, d)."""
+
+
+class Measuring(Pass):
+    """Adds to a tally: by a fused kernel where one serves and proves right, else by whole rows."""
+
+    def __init__(self, tally: Tally, exact: bool = False) -> None:
+        self.tally, self.exact = tally, exact
+        self.looks = tally.norms
+        self.proved: dict[tuple[nn.Module, str], bool] = {}  # by module and kind of mask
+
+    def attention(self, call: Call, layer: int) -> Tensor:
+        self.tally.add_qkv(layer, call.q, call.k, call.v)
+        out = self._fused(call, layer)
+        return self._exact(call, layer) if out is None else out
+
+    def weights(self, layer: int, weights: Tensor) -> None:
+        self.tally.add_weights(layer, [weights])
+
+    def embedding(self, hidden: Tensor) -> None:
+        self.tally.add_norms("embedding", 0, hidden)
+
+    def block(self, layer: int, hidden: Tensor) -> None:
+        self.tally.add_hidden(layer, hidden)
+
+    def _fused(self, call: Call, layer: int) -> Tensor | None:
+        """Output by a fused kernel, and alpha by its
+        log-sum-exp; None where whole rows are needed.
+        """
+        q, columns = call.q, self.tally.columns(call.q.device)
+        if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
+            return None
+        place = (call.module, call.kind)
+        first = place not in self.proved
+        if first:
+            self.proved[place] = flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1])
+        if not self.proved[place]:
+            return None
+        result = fused(call, columns)
+        if first and not proves_right(call, result, columns):
+            self.proved[place] = False
+            return None
+        self.tally.add_shares(layer, result.shares, result.rest)
+        return result.out
+
+    def _exact(self, call: Call, layer: int) -> Tensor:
+        """Output and weights by the family's eager function, chunk by chunk of queries."""
+        batch, heads, length, _ = call.q.shape
+        step = max(1, EXACT_ELEMENTS // (batch * heads * length))
+        if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
+            step = length  # an argument by position that only the family knows how to cut
+        outs = []
+
+        def weights() -> Iterator[Tensor]:
+            for rows in call.rows.split(step):
+                out, part = families.chunk(call, rows)
+                outs.append(out)
+                yield part
+
+        star = call.sink is not None or self.front > 0
+        self.tally.add_weights(layer, weights(), star, self.front)
+        return torch.cat(outs, dim=1)
+
+
+class Operating(Measuring):
+    """Measures under surgery: keys are hidden or stand in
+    front of the text, or calls are changed.
+    """
+
+    def __init__(
+        self,
+        tally: Tally,
+        hidden: Tensor | None = None,
+        front: int = 0,
+        changed: Callable[[Call, int], Call] | None = None,
+    ) -> None:
+        super().__init__(tally, exact=True)
+        self.hidden = hidden  # (T, T): the keys j that queries i do not see
+        self.front = front
+        self.changed = changed  # what is computed in place of a layer's call
+
+    def attention(self, call: Call, layer: int) -> Tensor:
+        if self.changed is not None:
+            call = self.changed(call, layer)
+        return super().attention(call._replace(hidden=self.hidden), layer)
+
+
+class Checking(Pass):
+    """Looks for weights on later tokens and then, in a second pass, compares what is read with what
+    the functions that the model names compute of the same queries, keys and values."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind  # of the model
+        self.calls: dict[nn.Module, Call] = {}  # of the first pass, with our masks
+        self.differs: set[str] = set()  # names of functions that compute something else
+
+    def attention(self, call: Call, layer: int) -> Tensor:
+        out, weights = families.chunk(call, call.rows)
+        self.weights(layer, weights.masked_fill(call.blind()[:, None], 0))
+        self.calls[call.module] = call
+        return out
+
+    def weights(self, layer: int, weights: Tensor) -> None:
+        if weights.triu(1).abs().max() > 1e-6:
+            raise ValueError(f"{self.kind} {LATER}")
+
+    def compare(
+        self, name: str, function: Callable, module: nn.Module, *inputs: Any, **kwargs: Any
+    ) -> Any:
+        """In the second pass, in place of the function of that name: what it returns."""
+        if module in self.calls:
+            q, k, v, *_ = inputs
+            expected = self.calls[module]._replace(q=q, k=k, v=v)
+            if not computes_the_same(function, module, inputs, kwargs, expected):
+                self.differs.add(name)
+        return function(module, *inputs, **kwargs)
+
+
+def computes_the_same(
+    function: Callable, module: nn.Module, inputs: tuple, kwargs: dict, expected: Call
+) -> bool:
+    """Whether an attention function computes the output that is expected of a call.
+
+    In float64, so that rounding is no reason to differ: neither that of float32 products in lower
+    precision (torch.set_float32_matmul_precision) nor that of activations before them.
+    """
+    seeing = ~expected.blind()
+    wide = {name: widened(value) for name, value in kwargs.items()}
+    try:
+        out, *_ = function(module, *map(widened, inputs), **wide)
+        right, _ = families.chunk(expected.wide(), expected.rows)
+        return not _gaps(out, right)[:, seeing].max() > 1e-3  # nan is for another to refuse
+    except (RuntimeError, TypeError, ValueError):  # a kernel, or a device, without float64
+        out, *_ = function(module, *inputs, **kwargs)
+        right, _ = families.chunk(expected, expected.rows)
+        return not _gaps(out, right)[:, seeing].median() > 5e-2
+
+
+def _gaps(out: Tensor, right: Tensor) -> Tensor:
+    """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
+    size = right.float().norm(dim=-1)
+    return (out - right).float().norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)

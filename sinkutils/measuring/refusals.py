@@ -1,0 +1,193 @@
+"""Why a model of transformers cannot be measured. Each of these raises ValueError, in one line."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from sinkutils.checks import require
+from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call
+
+LATER = "sees later tokens: it is no causal LM (encoder-only?)"
+SILENT = "did not show their weights: was their forward replaced?"
+TWICE = (
+    "ran more than once in a pass: of a module in several places, give each place a copy "
+    "(copy.deepcopy)"
+)
+REPLACED = (
+    "replaces its attention modules while it runs: call it once on ids of this length, and measure "
+    "it then"
+)
+BLOCK_SPARSE = (
+    "attends to random blocks of keys, without weights over all of them, and to all keys only once "
+    "model.base_model.set_attention_type('original_full') was called"
+)
+IN_PARTS = "a process has only a part of each layer: load it whole to measure it"
+
+
+def check_kind(model: Any) -> None:
+    """Refuse what is no causal LM of transformers, and the families that have no alpha."""
+    kind, config = type(model).__name__, model.config
+    reason = REFUSED.get(config.model_type)
+    require(reason is None, f"{kind} cannot be measured: {reason}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} is an encoder-decoder model, not a causal LM")
+    if getattr(model.base_model, "attention_type", None) == "block_sparse":  # BigBird
+        raise ValueError(f"{kind} {BLOCK_SPARSE}")
+    if config.model_type in PREFIX:
+        warnings.warn(
+            f"{kind} is measured as a causal LM, although its own prompts see themselves whole",
+            stacklevel=5,
+        )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model of which this process has only a part, other than by FSDP2.
+
+    FSDP2 gathers the weights of a block whenever it runs, as long as all processes run it.
+    """
+    reason = cut_by(model)
+    require(reason is None, f"{type(model).__name__} is cut over processes by {reason}")
+
+
+def cut_by(model: nn.Module) -> str | None:
+    """How a model is cut over processes so that it cannot be measured, if it is."""
+    size = getattr(model, "tp_size", None) or 1
+    if size > 1:
+        return f"a tensor-parallel plan ({size} processes): {IN_PARTS}"
+    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if "FullyShardedDataParallel" in kinds:
+        return (
+            "FullyShardedDataParallel, whose weights lie flat in one piece: use fully_shard (FSDP2)"
+        )
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            return (
+                f"DeepSpeed's ZeRO-3, and its parameters are elsewhere between passes: {IN_PARTS}"
+            )
+        if hasattr(parameter, "placements") and "FSDPModule" not in kinds:  # a DTensor
+            if any(placement.is_shard() for placement in parameter.placements):
+                return f"tensor parallelism: {IN_PARTS}"
+    return None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards a model, so that every process has to take part in its passes."""
+    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    return "FSDPModule" in kinds
+
+
+def check_heads(model: Any, heads: int) -> None:
+    """Refuse attention modules that compute a part of the heads, the rest being elsewhere."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    config = model.config.get_text_config()
+    whole = getattr(config, "num_attention_heads", heads)
+    if isinstance(whole, int) and heads < whole and whole % heads == 0:
+        raise ValueError(
+            f"{type(model).__name__} computes {heads} of its {whole} heads in this process: "
+            f"{IN_PARTS}"
+        )
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that are nowhere (meta) or of a type that nothing is computed in (float8)."""
+    for path, module in model.named_modules():
+        offloaded = hasattr(module, "_hf_hook")  # accelerate's, which fetches the weights
+        for name, weight in module.named_parameters(path, recurse=False):
+            if weight.is_meta and not offloaded:
+                raise ValueError(
+                    f"model has weights on the meta device ({name}), without numbers: load it first"
+                )
+            coarse = weight.is_floating_point() and weight.dtype.itemsize == 1
+            if coarse and not getattr(model, "is_quantized", False):
+                raise ValueError(
+                    f"model has {weight.dtype} weights ({name}), too coarse to compute in: "
+                    "model.to(torch.bfloat16)"
+                )
+
+
+def check_positions(model: Any, table: Tensor, length: int) -> None:
+    """Refuse more positions than are learned: a look-up beyond them would end a GPU's use.
+
+    Where positions are not looked up but computed, more than the model was made for is a warning.
+    """
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or length <= limit:
+        return
+    for module in model.base_model.modules():
+        looked_up = isinstance(module, nn.Embedding) and module.weight is not table
+        if looked_up and limit <= module.num_embeddings <= limit + 2:
+            raise ValueError(
+                f"ids have {length} positions, and the model has learned {limit}: give fewer"
+            )
+    warnings.warn(
+        f"ids have {length} positions, and the model was made for {limit} "
+        "(max_position_embeddings): its numbers beyond them are those of a use it was not trained for",
+        stacklevel=5,
+    )
+
+
+def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
+    """Refuse a token without an embedding: on a GPU its
+    look-up would end the process's use of it.
+    """
+    low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"ids must be in 0..{vocabulary - 1}, which the model has embeddings for; "
+            f"got {low}..{high}"
+        )
+
+
+def check_call(call: Call, name: str, kind: str) -> None:
+    """Refuse what the named function of transformers computes of a call, where it has no alpha."""
+    module = call.module
+    causal = call.kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if call.mask is None and not causal:
+        raise ValueError(f"{type(module).__name__} {LATER}")
+    # Sparse attention writes its choice of keys into the masks of these two functions.
+    # The kernels of others are told of it.
+    chosen = call.kwargs.get("indices") is not None or call.kwargs.get("block_indices") is not None
+    if chosen and name not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{kind} chooses keys: measure it after model.set_attn_implementation('eager')"
+        )
+
+
+def check_calls(model: Any, calls: Mapping[str, int]) -> None:
+    """Refuse a model with attention modules that did not report once in the pass that ran.
+
+    calls: how often each of those in the blocks that ran did, by its name.
+    """
+    counts = Counter(calls.values())
+    silent = [name for name, count in calls.items() if count == 0]
+    twice = [name for name, count in calls.items() if count > 1]
+    for names, reason in (
+        (silent, f"{SILENT} Measure the model as it was loaded; {INTERFACE}"),
+        (twice, TWICE),
+    ):
+        if names:
+            raise ValueError(
+                f"{type(model).__name__} cannot be measured: {len(names)} of {counts.total()} "
+                f"attention modules ({names[0]}, ..) {reason}"
+            )
+
+
+def why_not_finite(model: nn.Module) -> str:
+    """What is not finite in a model whose attention is not."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
+            return f"the weights hold nan or infinite values ({name})"
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float16:
+        return "every weight is finite and activations overflow float16: use bfloat16 or float32"
+    return "every weight is finite, and activations are not: a layer overflows or divides by zero"

@@ -1,0 +1,129 @@
+"""`measure` leaves a model as it was, whenever it is interrupted, and runs what it was handed."""
+
+import sys
+import types
+
+import pytest
+import torch
+from helpers import refuses
+from small_models import build, eager_alpha, state_of, tokens
+
+from sinkutils import measure
+from sinkutils.measuring.state import ONE_AT_A_TIME
+
+close = {"atol": 1e-5, "rtol": 1e-4}
+
+
+def interrupt_at(line: int, work) -> bool:
+    """Do some work, with a KeyboardInterrupt at its n-th line of sinkutils or torch's hooks."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        watched = "/sinkutils/" in frame.f_code.co_filename or "/hooks.py" in frame.f_code.co_filename
+        if not watched:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bloom", "xglm"])
+def test_an_interrupt_at_any_line_leaves_modes_hooks_gradients_and_the_lock(family):
+    model, ids = build(family).train(), tokens(2, 8)
+    model.base_model.eval()  # a part of another mode
+    model.config._attn_implementation = "sdpa" if family == "llama" else "eager"
+    with torch.enable_grad():
+        measure(model, ids)
+        before, line, hits = state_of(model), 1, 0
+        while interrupt_at(line, lambda: measure(model, ids)):
+            assert state_of(model) == before and torch.is_grad_enabled(), line
+            assert ONE_AT_A_TIME.acquire(blocking=False)
+            ONE_AT_A_TIME.release()
+            hits, line = hits + 1, line + (1 if line < 60 else 7)
+    assert hits > 100
+
+
+def shifted(self, input_ids, **kwargs):
+    """Another forward of the causal LM: positions from 5 on."""
+    positions = torch.arange(input_ids.shape[1])[None] + 5
+    return types.SimpleNamespace(logits=self.model(input_ids, position_ids=positions).logits)
+
+
+def masked(_, args, kwargs):
+    mask = torch.ones_like(kwargs["input_ids"])
+    mask[:, 0] = 0
+    return args, kwargs | {"attention_mask": mask}
+
+
+def by_instance(model):
+    right = type(model).forward
+
+    def forward(self, input_ids, **kwargs):
+        mask = torch.ones_like(input_ids)
+        mask[:, 0] = 0
+        return right(self, input_ids, attention_mask=mask, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def by_class(model):
+    patched = by_instance(build("llama")).forward.__func__
+    model.__class__ = type("Patched", (type(model),), {"forward": patched})
+    return model
+
+
+def by_hook(model):
+    model.register_forward_pre_hook(masked, with_kwargs=True)
+    return model
+
+
+def compiled_after(model):
+    return torch.compile(by_instance(model))
+
+
+def compiled_and_hooked(model):
+    model = torch.compile(model)
+    model.register_forward_pre_hook(masked, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("way", [by_instance, by_class, by_hook, compiled_after, compiled_and_hooked])
+def test_what_is_done_to_the_causal_lm_itself_is_measured(way):
+    model, ids = build("llama"), tokens()
+    plain = measure(model, ids).alpha
+    hidden = measure(way(model), ids).alpha
+    assert hidden[..., 0].max() < 0.05 < plain.mean()  # nobody but x_1 itself sees x_1
+
+
+def test_a_forward_from_elsewhere_that_moves_positions_is_run():
+    model, ids, seen = build("gpt2"), tokens(), []
+    inner = model.transformer
+    model.forward = lambda input_ids, **_: inner(input_ids, position_ids=torch.arange(input_ids.shape[1])[None] + 40)
+    report = measure(model, ids)
+    inner.wpe.register_forward_pre_hook(lambda _, args: seen.append(int(args[0].min())))
+    measure(model, ids)
+    assert set(seen) == {40}
+    del model.forward
+    assert (measure(model, ids).alpha - report.alpha).abs().max() > 1e-3
+
+
+def test_a_library_that_only_wraps_is_looked_through():
+    model, ids = build("llama"), tokens()
+    right = eager_alpha(model, ids, (1,))
+    torch.testing.assert_close(measure(torch.compile(model), ids).alpha, right, **close)
+    holder = torch.nn.DataParallel(model)
+    refuses(r"got DataParallel: give its \.module", measure, holder, ids)

@@ -1,0 +1,198 @@
+"""A model among two processes: all take part where it is cut, nothing hangs, no number is of half a model."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import refuses
+from small_models import build, tokens
+
+from sinkutils import measure
+from sinkutils.measuring import refusals
+from sinkutils.paths import ROOT
+
+COMMON = """
+import logging, os, sys, types
+import torch, transformers as tf
+from torch import distributed
+sys.path[:0] = [r"{root}/tests", r"{root}/benchmarks"]
+import sinkutils as su
+from small_models import build, tokens
+
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+mesh = distributed.init_device_mesh("cpu", (2,))
+logging.basicConfig(level=logging.WARNING)
+ids = tokens(4, 12)
+
+
+def trainer(model, callback, steps=3):
+    "The loop of a trainer, as far as a callback sees it; returns what it logged."
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    control = types.SimpleNamespace(should_log=False, should_training_stop=False)
+    rows = []
+    su.measuring.callback.trainer_log = lambda: rows.append
+    callback.on_train_begin(None, state, control, model=model)
+    for step in range(1, steps + 1):
+        loss = model(input_ids=ids + rank, labels=ids + rank).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.global_step = step
+        control.should_training_stop = step == steps
+        callback.on_step_end(None, state, control, model=model)
+    assert model.training
+    return rows
+
+
+import sinkutils.measuring.callback
+right = su.measure(build("llama"), ids).summary()["sink_1"]
+"""
+WAYS = """
+def fully_shard():
+    from torch.distributed.fsdp import fully_shard
+    model = build("llama").train()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rows = trainer(model, su.SinkCallback(tokens(4, 12 + rank), every=2))  # other ids in each process
+    assert len(rows) == (3 if rank == 0 else 0), rows
+    if rank == 0:
+        assert rows[0]["sink/sink_1"] == right
+    whole = su.measure(model, ids)
+    assert whole.alpha.shape == (4, 1, 2, 4) and su.measure(model, ids).digest == whole.digest
+
+
+def a_shard_that_cannot_be_measured():
+    from torch.distributed.fsdp import fully_shard
+    model = build("llama").train()
+    model.set_attn_implementation("sdpa")
+    model.model.layers[1].self_attn.is_causal = False
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert trainer(model, su.SinkCallback(ids, every=1)) == []
+
+
+def a_shard_that_breaks_in_the_middle_of_a_pass():
+    from torch.distributed.fsdp import fully_shard
+    model = build("llama").train()
+
+    def stop(module, *_):
+        if not module.training:
+            raise ValueError("in the middle")
+
+    model.model.layers[0].mlp.register_forward_hook(stop)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert trainer(model, su.SinkCallback(ids, every=1)) == []
+
+
+def replicas():
+    model = build("llama").train()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    rows = trainer(model, su.SinkCallback(ids, every=2))
+    assert len(rows) == (3 if rank == 0 else 0)
+
+
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    model = build("llama")
+    for layer in model.model.layers:
+        plan = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
+        parallelize_module(layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel()})
+    try:
+        su.measure(model, ids)
+    except ValueError as error:
+        assert "is cut over processes by tensor parallelism" in str(error), error
+    else:
+        raise AssertionError("measured")
+    callback = su.SinkCallback(ids, every=1)
+    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    callback.on_train_begin(None, state, types.SimpleNamespace(should_log=False), model=model)
+    assert callback.why_not
+
+
+def a_plan_of_transformers():
+    folder = sys.argv[1]
+    if rank == 0:
+        build("llama").save_pretrained(folder)
+    distributed.barrier()
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=None)
+    try:
+        su.measure(model, ids)
+    except ValueError as error:
+        assert "is cut over processes by a tensor-parallel plan (2 processes)" in str(error), error
+    else:
+        raise AssertionError("measured")
+
+
+def the_older_FSDP():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    model = FullyShardedDataParallel(build("llama"), use_orig_params=True, device_id=torch.device("cpu"))
+    callback = su.SinkCallback(ids, every=1)
+    state = types.SimpleNamespace(global_step=0, is_world_process_zero=rank == 0)
+    callback.on_train_begin(None, state, types.SimpleNamespace(should_log=False), model=model)
+    assert "use fully_shard" in callback.why_not
+    try:
+        su.measure(model, ids)
+    except ValueError as error:
+        assert "FullyShardedDataParallel" in str(error) and "\\n" not in str(error)
+
+
+for way in (
+    fully_shard,
+    a_shard_that_cannot_be_measured,
+    a_shard_that_breaks_in_the_middle_of_a_pass,
+    replicas,
+    tensor_parallel,
+    a_plan_of_transformers,
+    the_older_FSDP,
+):
+    way()
+    distributed.barrier()
+    print(rank, way.__name__, 'done', flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_can_be_measured_and_never_hang(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(COMMON.format(root=ROOT) + WAYS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command += [str(script), str(tmp_path / "model")]
+    with subprocess.Popen(command, env=environment, **streams) as process:
+        try:
+            output, _ = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # and not kill: torchrun ends its processes with itself
+            raise
+    assert process.returncode == 0 and output.count("done") == 14, output[-3000:]
+    for line in (
+        "was not measured at step 0: FSDPLlamaForCausalLM computes something else",
+        "was not measured at step 0: in the middle",
+        "the model is cut by tensor parallelism",
+        "the model is cut by FullyShardedDataParallel",
+    ):
+        assert output.count(line) == 1, line
+    assert output.count("WARNING:sinkutils") == 4
+
+
+def test_a_model_of_which_deepspeed_has_a_part_is_refused_by_name():
+    model = build("llama")
+    next(model.parameters()).ds_id = 0
+    refuses("cut over processes by DeepSpeed's ZeRO-3", measure, model, tokens())
+
+
+def test_fewer_heads_than_the_configuration_has_are_refused_among_processes(monkeypatch):
+    model = build("llama")
+    model.config.num_attention_heads = 8
+    measure(model, tokens())  # alone it is a pruned model
+    monkeypatch.setattr(refusals.distributed, "is_initialized", lambda: True)
+    refuses("computes 4 of its 8 heads in this process", measure, model, tokens())
