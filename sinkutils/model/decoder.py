@@ -332,6 +332,7 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
         shape[0] > 0 and 1 <= shape[1] <= longest,
         f"ids must have a row and 1 to {longest} positions (context_length), got {shape}",
     )
-    if not ids.is_cuda:  # where a range check would wait for the device; the embedding itself refuses bad ids
+    # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding itself refuses bad ids.
+    if not (ids.is_cuda or torch._C._functorch.is_batchedtensor(ids)):
         low, high = ids.aminmax()
         require(bool(0 <= low and high <= last), f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

@@ -170,9 +170,10 @@
     },
 
     logits() {
-      const { names, low, high } = data, top = 44, bottom = 190, unit = 56, rows = [316, 402, 488];
+      const { names, low, high, values } = data, top = 44, bottom = 190, unit = 56, rows = [316, 402, 488];
       let logits = [...data.logits];
-      const at = (i) => 176 + 74 * i, y = (s) => bottom - (bottom - top) * (s - low) / (high - low);
+      const apart = 444 / names.length;  // of the columns
+      const at = (i) => 176 + apart * i, y = (s) => bottom - (bottom - top) * (s - low) / (high - low);
       const color = (i) => (i ? colors.other : colors.star), bold = { "font-weight": "bold" }, middle = { "text-anchor": "middle" };
       const softmax = (values) => {
         const powers = values.map(Math.exp), total = powers.reduce((sum, power) => sum + power, 0);
@@ -184,10 +185,13 @@
         write(title, 8, rows[row] - 18, bold);
         write("on text", 8, rows[row] + 2, { fill: GREY });
         line(140, rows[row], 590, rows[row]);
+        if (values) write("output", 8, rows[row] + 20, { fill: GREY });
         const columns = names.map((_, i) => row < 2 && !i ? null : [
           add(svg, "rect", { x: at(i) - 20, width: 40, fill: color(i) }), write("", at(i), 0, middle)]);
-        return { columns, sum: write("", 76, rows[row] + 2, bold) };
+        return { columns, sum: write("", 76, rows[row] + 2, bold), output: write("", 76, rows[row] + 20, bold) };
       });
+      const length = (shares) => Math.hypot(  // of the output: a sum of values, one for each name
+        ...values[0].map((_, d) => shares.reduce((sum, share, i) => sum + share * values[i][d], 0)));
       const handles = names.map((name, i) => {
         const stem = line(at(i), 0, at(i), y(0), { stroke: color(i), "stroke-width": 2 });
         const handle = add(svg, "circle", { cx: at(i), r: 9, fill: color(i), tabindex: 0, role: "slider",
@@ -221,12 +225,13 @@
             column[1].textContent = shares[i].toFixed(2);
           });
           bars[row].sum.textContent = shares.slice(1).reduce((total, share) => total + share, 0).toFixed(2);
+          if (values) bars[row].output.textContent = length(shares).toFixed(2);
         });
       };
-      button("nothing matches", () => { logits = [...data.logits]; show(); });
-      button("one key matches", () => { logits = [...data.logits]; logits[data.match] = data.matching; show(); });
+      button(data.match ? "nothing matches" : "all alike", () => { logits = [...data.logits]; show(); });
+      if (data.match) button("one key matches", () => { logits = [...data.logits]; logits[data.match] = data.matching; show(); });
       show();
-      finish(506);
+      finish(514);
     },
   };
   kinds[kind]();

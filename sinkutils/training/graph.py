@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sinkutils.training.run import Run
+    from sinkutils.training.stacked import Stack
 
 WARM_UP = 3  # steps before the recording: they make the optimiser's state and the libraries' workspaces
 
@@ -21,7 +22,7 @@ WARM_UP = 3  # steps before the recording: they make the optimiser's state and t
 class GraphedStep:
     """`run.update` by a graph. To be made after a checkpoint was loaded, as it changes the optimisers' groups."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run | Stack) -> None:
         self.run = run
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -32,7 +33,7 @@ class GraphedStep:
                 group["capturable"] = True
 
     def __call__(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm of one step on a batch (B, ..), as `run.update` gives them."""
+        """Loss and gradient norm of one step on a batch, as `run.update` gives them."""
         self.steps += 1
         if self.steps <= WARM_UP:
             return self.run.update(forward, batch)

@@ -28,7 +28,7 @@ from sinkutils.study.config import Json, RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.optimizers import make_optimizers
+from sinkutils.training.optimizers import make_optimizers, set_rate
 
 AHEAD = 16  # steps whose batches go to the device together
 EVALUATION_SEED = 0
@@ -125,7 +125,7 @@ class Run:
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
         self.trained = group.wrap(self.model, self.precision)  # the model itself, or what DDP puts around it
-        self.optimizers = make_optimizers(self.model, train, group)
+        self.optimizers = make_optimizers(dict(self.model.named_parameters()), train, group)
         self.chunks, valid = self.batches()
         self.ahead: Tensor | None = None  # the batches of this step and the next ones, on the device
         self.graph: GraphedStep | None = None  # how a step is made on a GPU, if not one kernel at a time
@@ -192,21 +192,12 @@ class Run:
         forward: the loss as a function of model, micro-batch and unscored positions; compiled or not.
         """
         batch = self.group.share(self.batch())
-        self.set_rate(learning_rate(self.config.train, self.step))
+        set_rate(self.optimizers, learning_rate(self.config.train, self.step))
         update = self.graph or self.update
         total, norm = update(forward, batch)
         self.step += 1
         self.passed.append((total, norm))
         return total
-
-    def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step; of a graph into the tensor that it reads."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
 
     def update(self, forward: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         """The weights after one batch: its loss, and the norm of the gradient before clipping."""

@@ -22,7 +22,7 @@ from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
 from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
-from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CHECKPOINT_SECONDS, Record, write_record
 from sinkutils.study.store import Folder, RunFolder, Runs
@@ -109,14 +109,17 @@ def train(
         if graph is None:
             graph = may_graph(run) and not compile
         reason, report = _to_its_end(run, place.checkpoint, checkpoint_seconds, progress, compile, graph)
-        weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
-        tokenizer = run.tokenizer if keep_weights else None
-        arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-        metrics = summary(run, report, reason)
-        provenance = run.provenance()
-        return group.once(
-            write_record, place.folder, config, metrics, provenance, weights, tokenizer, text.identity, arrays
-        )
+        return save(run, place.folder, reason, report, keep_weights)
+
+
+def save(run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool) -> Record:
+    """Write the record of a run that has ended; reason: of its failure, report: of its last evaluation."""
+    weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
+    tokenizer = run.tokenizer if keep_weights else None
+    arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
+    metrics, provenance = summary(run, report, reason), run.provenance()
+    identity = run.corpus.identity
+    return run.group.once(write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays)
 
 
 def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
@@ -159,15 +162,9 @@ def _to_its_end(
         flex_serves(model.attention, run.device, dtype, model.head_dim)
     forward = torch.compile(run.loss) if compile else run.loss
     load_checkpoint(run, checkpoint)
-    way = {
-        "device": device_name(run.device),
-        "compiled": compile,
-        "precision_used": run.precision,
-        "instruction_set": instruction_set(),
-    }
     if graph:
         run.graph = GraphedStep(run)
-        way["graph"] = True
+    way = how(run, compile, graph)
     if run.parts[-1:] != [way]:
         run.parts.append(way)
     # Without a step it is an untrained control: what position terms and biases do by themselves.
@@ -182,18 +179,39 @@ def _to_its_end(
             bar.update()
             if run.step % run.config.train.eval_every and run.step < steps:
                 continue
-            losses = run.losses()
-            reason = divergence(losses, 2 * math.log(model.vocab_size))
-            report = run.evaluate(losses) if reason is None else None
+            reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
-            if report is None:
-                return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
+            if reason is not None:
+                return reason, None
             bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
             # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
             due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
             if run.group.once(bool, due):
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
+    return None, report
+
+
+def how(run: Run, compiled: bool, graph: bool) -> Json:
+    """On what and in which way a run is trained, for its provenance."""
+    way: Json = {
+        "device": device_name(run.device),
+        "compiled": compiled,
+        "precision_used": run.precision,
+        "instruction_set": instruction_set(),
+    }
+    if graph:
+        way["graph"] = True
+    return way
+
+
+def evaluated(run: Run) -> tuple[str | None, Report | None]:
+    """Why a run has failed by this step, or None; and its report at this step where it has not."""
+    losses = run.losses()
+    reason = divergence(losses, 2 * math.log(run.config.model.vocab_size))
+    report = run.evaluate(losses) if reason is None else None
+    if report is None:
+        return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
     return None, report
 
 

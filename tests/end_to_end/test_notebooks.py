@@ -6,10 +6,12 @@ import re
 import subprocess
 
 import nbformat
+import pandas as pd
 import pytest
 
 from sinkutils import experiments, pages
 from sinkutils.pages import NOTEBOOKS, find_notebooks, run_notebooks
+from sinkutils.paths import PAPER
 
 PATHS = find_notebooks()
 MAIN = [path for path in PATHS if path.parent == NOTEBOOKS]
@@ -86,6 +88,20 @@ def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
     assert not found, found[0]
     text = "\n".join(cell.source for cell in cells(path, "markdown"))
     assert text.count("<summary>") >= 2 or path.stem.startswith("10"), "exercises with a hint or a solution"
+
+
+def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
+    """The rows of data/paper/places.csv, which page 10 shows, together name Figures 1 to 30 and Tables 1 to 15."""
+    named = set()
+    for row in pd.read_csv(PAPER / "places.csv", keep_default_na=False).itertuples():
+        kind, first, last = re.match(r"(Figure|Table)s? (\d+)(?: to (\d+))?", row.item).groups()
+        named |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
+        if row.page:
+            assert row.cell in [cell.id for cell in cells(NOTEBOOKS / f"{row.page}.ipynb", "code")], row
+        else:
+            assert row.differs and not row.cell, row
+    figures = {("Figure", number) for number in range(1, 31)}
+    assert named == figures | {("Table", number) for number in range(1, 16)}
 
 
 def test_every_notebook_is_linked_from_the_readme():

@@ -16,7 +16,8 @@ import sinkutils as su
 from sinkutils.paths import ROOT
 
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
-README, MEASURING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measuring.md"))
+PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md")
+README, *DOCS = ((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -97,6 +98,6 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
             known[part].save_pretrained(f"run/checkpoint-{step}")
     smol = {"smollm2": (known["model"], tokenizer)}
     monkeypatch.setattr(su, "load_lm", lambda name, device=None: smol.get(name) or load(name, device))
-    for code in re.findall(r"```python\n(.*?)```", README + MEASURING, flags=re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", README + "".join(DOCS), flags=re.DOTALL):
         exec(code, known)
     assert known["table"].index.tolist() == [500, 1000, 1500] and known["table"].later_blocks.nunique() == 1

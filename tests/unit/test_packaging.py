@@ -204,21 +204,3 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
         assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
     assert before == {path for path in site.rglob("*") if "__pycache__" not in path.parts}
     assert (site / "bin" / "sinkutils").exists() and not list(elsewhere.iterdir())
-
-
-def test_a_name_that_a_text_gives_between_backticks_is_there():
-    homes = {path.stem: path for path in (ROOT / "sinkutils").rglob("*.py")} | {"su": None}
-    lacking = []
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        for home, name in re.findall(r"`(\w+)\.(\w+)[^`]*`", path.read_text(encoding="utf-8")):
-            if home == "su":
-                known = hasattr(su, name)
-            elif home in homes:
-                known = re.search(
-                    rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]", homes[home].read_text("utf-8"), re.M
-                )
-            else:
-                continue
-            if not known and name not in ("py", "md", "yaml"):
-                lacking.append((path.name, home, name))
-    assert lacking == []

@@ -266,13 +266,14 @@ def test_bf16_is_used_where_asked_and_the_cpu_has_it(asked, capabilities, used, 
 
 def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    both = make_optimizers(model, TrainConfig(optimizer="muon"))
+    both = make_optimizers(dict(model.named_parameters()), TrainConfig(optimizer="muon"))
     parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
     ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
-    refuses(r"muon.*one process", make_optimizers, model, TrainConfig(optimizer="muon"), Group(size=2))
+    named = dict(model.named_parameters())
+    refuses(r"muon.*one process", make_optimizers, named, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):

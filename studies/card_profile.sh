@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Row 1: a step of `gpu`, eager, as a graph and compiled, against the peak measured; steps of stacked runs of `minute`.
+. "$(dirname "$0")/card_common.sh"
+needs -- docstrings-1024.tar.xz embedded-4096.tar.xz
+DOCSTRINGS=$(unpacked docstrings-1024.tar.xz 1024) || exit 2
+clock unpacked
+if [ -z "$STEPS" ]; then
+  timeout 90 $PYTHON benchmarks/gpu.py --corpus "packed:$CARD/embedded-4096.tar.xz" --json "$OUT/gpu.json"
+  clock "a step of gpu"
+  sizes="1 3 8 16"
+else
+  sizes="2"
+fi
+timeout 120 $PYTHON studies/card_profile.py minute "$DOCSTRINGS" $sizes 2>"$OUT/errors.txt" | tee "$OUT/stacked.txt"
+clock stacked

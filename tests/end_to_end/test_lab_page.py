@@ -1,0 +1,256 @@
+"""The lab's page, opened as a file in Chromium without a network: its tour, links, keyboard, and texts of any kind."""
+
+import time
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+import pytest
+from browser import ROOT, SHOTS, chromium, console_errors, needs_chromium, requests
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+PAGE = ROOT / "docs" / "lab" / "index.html"
+BOOK = ROOT / "book" / "html" / "docs" / "lab" / "index.html"
+PHONE = {"width": 360, "height": 780, "deviceScaleFactor": 2, "mobile": True}
+# What the words of each step of the tour say of its answer: between these.
+ANSWERS = [(0.5, 1), (0.05, 0.25), (0, 0.1), (0, 4), (12, 16), (180, 270)]
+MARKUP = '<img src=x onerror="window.ran=1"><script>window.ran=1</script>'
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def driver():
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with chromium(1200, 1000) as opened:
+        yield opened
+
+
+def visit(driver, address=""):
+    """Open the page anew, and wait until its picture is drawn."""
+    driver.get("about:blank")
+    driver.get(PAGE.as_uri() + address)
+    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+
+
+def until(driver, condition):
+    end = time.monotonic() + 30
+    while not driver.execute_script(f"return Boolean({condition})"):
+        assert time.monotonic() < end, condition
+        time.sleep(0.05)
+
+
+def by_id(driver, name):
+    return driver.find_element(By.ID, name)
+
+
+def settled(driver):
+    until(driver, "waiting.size === 0")
+    time.sleep(0.1)
+
+
+def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
+    requests(driver)
+    visit(driver)
+    outside = [url for url in requests(driver) if not url.startswith((PAGE.as_uri(), "blob:", "data:", "about:"))]
+    assert outside == []
+    assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize("number", range(1, 1 + len(ANSWERS)))
+def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, number):
+    visit(driver, f"#tour={number}")
+    assert not by_id(driver, "picture").is_displayed() and not by_id(driver, "real-picture").is_displayed()
+    assert not by_id(driver, "tour-next").is_enabled()
+    by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)
+    by_id(driver, "reveal").click()
+    until(driver, "document.getElementById('verdict').textContent")
+    answer = driver.execute_script("return answerOf(stepNow())")
+    low, high = ANSWERS[number - 1]
+    assert low <= answer <= high
+    assert by_id(driver, "real-map" if number == len(ANSWERS) else "map").is_displayed()
+    driver.save_screenshot(str(SHOTS / f"lab_tour_{number}.png"))
+    if number == 5:  # "as many as before, or more, while the loss rises"
+        more = "above(results.edited.alpha) >= above(results.trained.alpha)"
+        costs = "mean(results.edited.losses) > mean(results.trained.losses)"
+        assert driver.execute_script(f"return {more} && {costs}")
+    by_id(driver, "tour-next").click()
+    settled(driver)
+    assert driver.execute_script("return state.tour") == (number + 1) % (1 + len(ANSWERS))
+    assert console_errors(driver) == []
+
+
+def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
+    visit(driver)
+    count = "DATA.real[{!r}].texts.filter((_, i) => i % 2 === {}).map(({{ alpha }}) => mean(alpha))"
+    for model, bos, low, high in (("gemma-3-270m", 1, 0.4, 1), ("gemma-3-270m", 0, 0, 0.3), ("smollm2", 0, 0.4, 1)):
+        means = driver.execute_script("return " + count.format(model, bos))
+        assert all(low < share < high for share in means)
+
+
+def test_a_link_opens_the_state_that_it_was_copied_from(driver):
+    text = "Close the file."
+    visit(driver, f"#model=k_bias&step=0&head=7&text={quote(text)}&query=3&hide=1&element=0.5&threshold=0.4")
+    chosen = driver.execute_script("return [state.model, state.head, state.text, state.query, state.hide]")
+    assert chosen == ["k_bias", 7, text, 3, 1]
+    picture, address = driver.execute_script("return [document.getElementById('map').innerHTML, location.hash]")
+    visit(driver, address)
+    assert driver.execute_script("return document.getElementById('map').innerHTML") == picture
+    visit(driver, "#model=nobody&step=x&head=99&query=-1&place=1e9&tour=77&%E0%A4%A")
+    assert driver.execute_script("return [state.model, state.tour]") == ["fixed_1", 0]
+    assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize(
+    ("slider", "picture"),
+    [
+        ("step", "map"), ("place", "map"), ("element", "heads"), ("threshold", "heads"), ("head", "map"),
+        ("query", "map"), ("real-head", "real-map"), ("real-query", "real-map"),
+    ],
+)  # fmt: skip
+def test_every_slider_answers_to_the_keyboard(driver, slider, picture):
+    visit(driver)
+    before = driver.execute_script(f"return document.getElementById({picture!r}).innerHTML")
+    at_its_end = slider in ("step", "element")
+    by_id(driver, slider).send_keys(Keys.ARROW_LEFT if at_its_end else Keys.ARROW_RIGHT)
+    until(driver, f"document.getElementById({picture!r}).innerHTML !== {before!r}".replace("\\n", "\\\\n"))
+    assert by_id(driver, slider).get_attribute("aria-valuetext")
+    assert driver.switch_to.active_element.get_attribute("id") == slider
+
+
+def test_every_operation_moves_the_numbers_and_can_be_undone(driver):
+    visit(driver)
+    numbers = by_id(driver, "numbers").text
+    for name in ("drop", "hide", "flat"):
+        by_id(driver, name).click()
+        settled(driver)
+        assert by_id(driver, "numbers").text != numbers
+        by_id(driver, "undo").click()
+        settled(driver)
+        assert by_id(driver, "numbers").text == numbers
+    by_id(driver, "model-k_bias").click()
+    settled(driver)
+    assert "own key" in by_id(driver, "numbers").text
+    assert by_id(driver, "model-k_bias").get_attribute("aria-pressed") == "true"
+
+
+def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
+    def follow(text):
+        visit(driver)
+        driver.find_element(By.PARTIAL_LINK_TEXT, text).click()
+        until(driver, "operated()")
+        settled(driver)
+        return driver.execute_script("return [results.edited, results.trained].map((one) => above(one.alpha))")
+
+    now, before = follow("fourth place")
+    follows = driver.execute_script("return toFixed(results.edited) / toFixed(results.trained)")
+    assert now < before / 2 and follows > 0.7
+    now, before = follow("Drop the first token")
+    assert min(now, before) >= 4
+    now, before = follow("Halve the largest element")
+    assert now >= before > 8
+    now, before = follow("mean query")
+    assert now < 3 < before
+    driver.find_element(By.LINK_TEXT, "A toy").click()
+    assert driver.execute_script("return state.flat") == 1  # a link to a section changes no state
+    assert console_errors(driver) == []
+
+
+def test_play_goes_through_training_to_its_last_step(driver):
+    visit(driver)
+    driver.find_element(By.CSS_SELECTOR, "#lab .play").click()
+    until(driver, "stepOf() === 0")
+    until(driver, "stepOf() === stepsOf().at(-1) && waiting.size === 0")
+    until(driver, "!document.querySelector('#lab .play').disabled")
+    assert by_id(driver, "step").get_attribute("aria-valuetext") == "12,000 steps"
+
+
+def test_the_map_is_saved_as_a_picture_of_its_own(driver):
+    visit(driver, "#model=k_bias&text=" + quote(MARKUP))
+    catch = "blob.text().then((text) => { window.saved = text; })"
+    driver.execute_script(f"URL.createObjectURL = (blob) => {{ {catch}; return '#'; }}")
+    by_id(driver, "save").click()
+    until(driver, "window.saved")
+    saved = ElementTree.fromstring(driver.execute_script("return window.saved"))
+    assert saved.tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(saved.findall(".//{*}text")) > 40 and saved.findall(".//{*}img") == []
+
+
+def test_a_page_opened_without_a_text_waits_for_one(driver):
+    driver.get("about:blank")
+    driver.get(PAGE.as_uri() + "#text=")
+    until(driver, "document.getElementById('note').textContent")
+    by_id(driver, "query").send_keys(Keys.ARROW_RIGHT)
+    by_id(driver, "threshold").send_keys(Keys.ARROW_RIGHT)
+    by_id(driver, "text").send_keys("Close the file.")
+    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+    assert console_errors(driver) == []
+
+
+def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
+    visit(driver)
+    assert "softmax spends 1.00, softmax with a key of its own 0.17" in by_id(driver, "toy-summary").text
+    by_id(driver, "match").click()
+    assert "softmax spends 1.00, softmax with a key of its own 0.95" in by_id(driver, "toy-summary").text
+    slider = driver.find_elements(By.CSS_SELECTOR, "#toy-table input")[2]
+    slider.send_keys(Keys.ARROW_RIGHT)
+    assert "1.0" in driver.find_element(By.ID, "toy-table").text
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("", "too little text"),
+        ("x" * 10_000, "its first 63 tokens"),
+        ("one two three. " * 700, "its first 63 tokens"),
+        ("😀👩‍👩‍👧", "tokens"),
+        ("مرحبا بالعالم", "tokens"),
+        ("a\ud800b", "tokens"),
+        (MARKUP, "tokens"),
+        ("&amp; &lt;b&gt; </script>", "tokens"),
+    ],
+)
+def test_any_text_is_text(driver, text, seen):
+    visit(driver)
+    driver.execute_script(
+        "const text = document.getElementById('text'); text.value = JSON.parse(arguments[0]);"
+        "text.dispatchEvent(new Event('input'))",
+        '"' + "".join(f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else letter for letter in text) + '"',
+    )
+    settled(driver)
+    assert seen in by_id(driver, "note").text
+    assert driver.execute_script("return window.ran") is None
+    address = driver.execute_script("return location.hash")
+    assert driver.find_elements(By.CSS_SELECTOR, "#map img, #map script, #note img") == []
+    if text:
+        visit(driver, address)
+    assert console_errors(driver) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_no_page_is_wider_than_its_window(driver, scheme, width):
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    if width == 360:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    try:
+        visit(driver)
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        driver.save_screenshot(str(SHOTS / f"lab_{width}_{scheme}.png"))
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_every_control_has_a_name(driver):
+    visit(driver)
+    nameless = driver.execute_script(
+        "return [...document.querySelectorAll('input, select, textarea, button')].filter((control) =>"
+        "!control.labels?.length && !control.ariaLabel && !control.textContent.trim()).map((control) => control.id)"
+    )
+    assert nameless == []
+
+
+@pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")
+def test_the_book_has_the_page_where_readme_looks_for_it():
+    assert BOOK.read_bytes() == PAGE.read_bytes()
