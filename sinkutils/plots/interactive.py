@@ -116,12 +116,14 @@ def explore(
     length: int = 32,
     head: tuple[int, int] | None = None,
 ) -> Interactive:
-    """Show where a model looks: choose a head by its alpha_1, see its attention map with tokens, follow a query.
+    """Show where a model looks: choose a head by its alpha_1,
+    see its attention map with tokens, follow a query.
 
-    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as many texts as one
-    output can carry. tokenizer: names the tokens, else their ids do. A still picture where scripts do not run.
-    head: (block, head), from 1, at which it starts; None: that with the largest alpha_1 of the first text.
-    Raises ValueError as `measure` does, for a length that is no positive integer, and for a head that is not there.
+    ids: (samples, T); the first `length` tokens are shown, fewer of a model with many heads, and as
+    many texts as one output can carry. tokenizer: names the tokens, else their ids do. A still
+    picture where scripts do not run. head: (block, head), from 1, at which it starts; None: that
+    with the largest alpha_1 of the first text. Raises ValueError as `measure` does, for a length
+    that is no positive integer, and for a head that is not there.
     """
     integer("length", length, least=1)
     probe = measure(model, ids[:1], norms=False)
