@@ -135,7 +135,8 @@ def report_page(
     contents = {"name": name, "reports": summaries, "facts": facts}
     written = json.dumps(contents, separators=(",", ":"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
+    whole = Template(template).substitute(page, json=written.replace("<", "\\u003c"))
+    return whole.encode(errors="replace").decode()  # half a character, as in a cut name, is "?"
 
 
 def natural(tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False) -> Tensor:
