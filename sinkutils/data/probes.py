@@ -32,9 +32,9 @@ def probe(
 ) -> Tensor:
     """Token ids (n, length), int64, a function of the arguments only.
 
-    kind: "natural" is the first tokens of n documents (outside the training text, or of `texts`), "random" is uniform over the
-    vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut into
-    windows of `length` tokens, one after the other; what is left at the end of a text is not used.
+    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text), "random" is uniform
+    over the vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut
+    into windows of `length` tokens, one after the other; what is left at the end of a text is not used.
     tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
     a text they are text.
     n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.

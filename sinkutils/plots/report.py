@@ -118,7 +118,7 @@ def report_page(
         models[other] = _row(report)
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         page = {
-            "name": html.escape(name),
+            "name": html.escape(_whole(name)),
             "uniform": f"{main.floor:.3f}",
             "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
             "inputs": _table(rows),
@@ -135,8 +135,7 @@ def report_page(
     contents = {"name": name, "reports": summaries, "facts": facts}
     written = json.dumps(contents, separators=(",", ":"))
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    whole = Template(template).substitute(page, json=written.replace("<", "\\u003c"))
-    return whole.encode(errors="replace").decode()  # half a character, as in a cut name, is "?"
+    return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
 
 
 def natural(tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False) -> Tensor:
@@ -268,9 +267,17 @@ def _references(name: str) -> dict[str, dict]:
 
 def _table(rows: Mapping[str, Mapping]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
-    frame = pd.DataFrame([{"": title} | dict(row) for title, row in rows.items()]).fillna(ABSENT)
+    lines = []
+    for title, row in rows.items():
+        lines.append({"": _whole(title)} | {column: _whole(str(value)) for column, value in row.items()})
+    frame = pd.DataFrame(lines).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
         return frame.astype(str).map(html.escape).to_html(index=False, border=0, escape=False)
+
+
+def _whole(text: str) -> str:
+    """Half a character, as where a name was cut, as "?": no page can hold it."""
+    return text.encode(errors="replace").decode()
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
