@@ -32,13 +32,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.measuring.families import Call
-from sinkutils.measuring.hf import Capture, handed_over, observe
+from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import measure, sequences
 from sinkutils.measuring.passes import Operating, Pass
 from sinkutils.measuring.refusals import check_positions, check_range
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import OwnModel, Tally
+from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
 TARGETS = (1, 2)
