@@ -31,9 +31,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sinkutils.measuring import surgery
 from sinkutils.measuring.families import REFUSED, configurations
-from sinkutils.measuring.hf import capturing
+from sinkutils.measuring.hf import observe
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.passes import Measuring
+from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.tally import Tally
 from sinkutils.paths import ROOT
 
@@ -322,7 +323,9 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
             if report.star is not None:  # what is left of each row, however it was computed
                 gaps.append(report.star - both[0].star)
             result.alpha = max(result.alpha, *(float(gap.abs().max()) for gap in gaps))
-            with capturing(model, Measuring(Tally(TARGETS, x.shape[1]), exact)) as capture:
+            state = LeftAsFound()
+            with state, state:
+                capture = observe(model, Measuring(Tally(TARGETS, x.shape[1]), exact), state)
                 capture.start(x)
                 during = model(x, use_cache=False).logits
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from sinkutils import paths
-from sinkutils.ledger.frames import norm_ratio
+from sinkutils.measuring.report import norm_ratio
 
 EPSILON = "0.3"
 WINDOWS = {"gemma-3-270m": 512}  # keys that most blocks see: beyond, x_1 is hidden from them
@@ -79,7 +79,7 @@ def _of_heads(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
     report = sections["probes"]["natural"][_usual(sections)]
     alpha = np.array(report["alpha"][0])  # (blocks, heads)
     block = int(np.argmax(alpha.mean(axis=1)))
-    numbers = {"h_norm": _once(norm_ratio(report["hidden_norms"][:-1]).max())}
+    numbers = {"h_norm": _once(max(norm_ratio(report["hidden_norms"][:-1])))}
     for name in ("key", "value"):
         numbers[f"{name}_norm"] = _once(norm_ratio([report[f"{name}_norms"][block]])[0])
     strong = alpha > float(EPSILON)

@@ -9,6 +9,7 @@ from sinkutils.ledger.frames import runs as runs
 from sinkutils.ledger.table import claim_checks as claim_checks
 from sinkutils.ledger.table import claims as claims
 from sinkutils.ledger.table import verdict as verdict
+from sinkutils.measuring import surgery as surgery
 from sinkutils.measuring.callback import SinkCallback as SinkCallback
 from sinkutils.measuring.compare import compare as compare
 from sinkutils.measuring.load import load_lm as load_lm
@@ -26,6 +27,7 @@ from sinkutils.plots.theme import save as save
 from sinkutils.plots.theme import theme as theme
 from sinkutils.study.experiments import experiments as experiments
 from sinkutils.study.grid import config as config
+from sinkutils.study.store import record as record
 from sinkutils.training.trainer import train as train
 
 __version__: str

@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as stop:
-        print("sinkutils: stopped; run the same command again to go on", file=sys.stderr)
+        goes_on = options.command in ("train", "sweep")
+        print("sinkutils: stopped" + goes_on * "; run the same command again to go on", file=sys.stderr)
         return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except Exception as error:
         kind = type(error).__name__

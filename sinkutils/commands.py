@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -92,14 +91,6 @@ def add_size(command: Parser) -> None:
 # --- the study
 
 
-def warn_without_records(options: argparse.Namespace) -> None:
-    from sinkutils.study.store import Runs
-
-    folder = Runs(options.runs).folder
-    if not folder.is_dir():
-        print(f"sinkutils: there are no records in {folder}: give --runs, or train some", file=sys.stderr)
-
-
 def list_options(command: Parser) -> None:
     add_study(command)
     command.add_argument("--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers")
@@ -112,7 +103,6 @@ def list_command(options: argparse.Namespace) -> None:
     from sinkutils.study.store import Runs
 
     rows = experiments(options.section)
-    warn_without_records(options)
     refused = unavailable(options.preset)
     statuses = Counter[str]()
     seeds = Counter[str]()  # recorded, by experiment
@@ -208,7 +198,6 @@ def claims_command(options: argparse.Namespace) -> None:
     """print the ledger: every claim and its verdict"""
     from sinkutils.ledger.table import claims
 
-    warn_without_records(options)
     ledger = claims(options.preset, options.runs).fillna("")
     lines = []
     for row in ledger.to_dict("records"):

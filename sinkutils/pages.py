@@ -24,11 +24,13 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     Raises ValueError if none does, as outside a checkout: the package brings none.
     """
     paths = [*sorted(NOTEBOOKS.glob("*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
+    if not paths:
+        raise ValueError(f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository")
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
         raise ValueError(
             f"no notebook in {NOTEBOOKS} starts with {' or '.join(only)}; there are "
-            f"{', '.join(path.stem for path in paths) or 'none: they are in a checkout of the repository'}"
+            f"{', '.join(path.stem for path in paths)}"
         )
     return chosen
 
@@ -72,15 +74,24 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
 
     failed = []
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
-        for path, done in zip(paths, pool.map(execute, paths), strict=True):
-            bar.update()
-            if isinstance(done, papermill.PapermillExecutionError):
-                failed.append(path.stem)
-                tqdm.write(f"{path.stem} failed: {done}")  # with the line
-            elif output is None:
-                _refresh(path, done)
-            else:
-                tqdm.write(f"{path.stem} -> {output / path.name}")
+        running = [pool.submit(execute, path) for path in paths]
+        try:
+            for path, future in zip(paths, running, strict=True):
+                done = future.result()
+                bar.update()
+                if isinstance(done, papermill.PapermillExecutionError):
+                    failed.append(path.stem)
+                    tqdm.write(f"{path.stem} failed: {done}")  # with the line
+                elif output is None:
+                    _refresh(path, done)
+                else:
+                    tqdm.write(f"{path.stem} -> {output / path.name}")
+        except KeyboardInterrupt:
+            # A kernel has no part in the terminal's interrupt.
+            pool.shutdown(wait=False, cancel_futures=True)
+            begun = [path.stem for path, future in zip(paths, running, strict=True) if future.running()]
+            tqdm.write(f"stopping: {' and '.join(begun) or 'no notebook'} under way, waiting for its end")
+            raise
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "data" / "claims.yaml").is_file() else None
 HOME = Path(os.environ.get("SINKUTILS_HOME") or CHECKOUT or ".").resolve()
 ROOT = CHECKOUT or HOME
 DATA = CHECKOUT / "data" if HOME == CHECKOUT else HOME

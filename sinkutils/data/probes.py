@@ -32,9 +32,9 @@ def probe(
 ) -> Tensor:
     """Token ids (n, length), int64, a function of the arguments only.
 
-    kind: "natural" is the first tokens of n documents outside the training text, "random" is uniform over the
-    vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut into
-    windows of `length` tokens, one after the other; what is left at the end of a text is not used.
+    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text), "random" is uniform
+    over the vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut
+    into windows of `length` tokens, one after the other; what is left at the end of a text is not used.
     tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
     a text they are text.
     n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.
@@ -131,4 +131,6 @@ def _natural(
     raise ValueError(
         f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed: "
         "give more text, a smaller n or a smaller length"
+        + (where == "texts")
+        * "; to cut your texts into windows and take all, leave out the kind"
     )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sinkutils.ledger.live import live_heads
-from sinkutils.measuring.report import uniform_alpha
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.experiments import BY_NAME
 from sinkutils.study.record import CorruptRecord, Record
 from sinkutils.study.store import Folder, Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
+RUN = ("experiment", "seed")
 FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
 
 
@@ -39,8 +39,7 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             except CorruptRecord as error:  # of a stale one, which nothing has looked at before
                 row |= {"status": "corrupt", "reason": str(error)}
         rows.append(row)
-    columns = ["preset", "experiment", "seed", "status", "reason", "title", "section", "item", *SINKS]
-    return pd.DataFrame(rows, columns=None if rows else columns)
+    return _frame(rows, "preset", *RUN, "status", "reason", "title", "section", "item", *SINKS)
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -57,7 +56,7 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         found.pop("before_norm_ratio", None)
         for block, values in enumerate(zip(*found.values(), strict=True), start=1):
             rows.append(_whose(record) | {"block": block} | dict(zip(found, values, strict=True)))
-    return pd.DataFrame(rows)
+    return _frame(rows, *RUN, "block", "excess_1")
 
 
 def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -71,7 +70,7 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             if star:
                 row["alpha_star"] = star[at[0]][at[1]]
             rows.append(row | {"excess_1": excesses[at]})
-    return pd.DataFrame(rows)
+    return _frame(rows, *RUN, "block", "head", "alpha_1", "excess_1")
 
 
 def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
@@ -84,15 +83,7 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
         for point in record.metrics["curve"]:
             numbers = {name: value for name, value in point.items() if isinstance(value, int | float)}
             rows.append(_whose(record) | {"tokens": point["step"] * per_step} | numbers)
-    return pd.DataFrame(rows)
-
-
-def excess(alpha: Any, uniform: float) -> Any:
-    """(alpha - u) / (1 - u): 0 where each query spreads evenly over the keys that it sees, 1 where all is on x_k.
-
-    NaN where each sees one key alone.
-    """
-    return (alpha - uniform) / (1 - uniform or np.nan)
+    return _frame(rows, *RUN, "tokens", "step", "valid_loss", *SINKS[:1], "excess_1")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
@@ -107,19 +98,9 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
     if "hidden_peaks" in report:
         found["element"] = np.array(report["hidden_peaks"])[:, 0]
     for name in ("hidden", "key", "value", "before_norm"):
-        if f"{name}_norms" in report:
-            found[f"{name}_ratio"] = norm_ratio(report[f"{name}_norms"])
+        if f"{name}_norms" in report and report["T"] > 1:
+            found[f"{name}_ratio"] = np.array(norm_ratio(report[f"{name}_norms"]))
     return found
-
-
-def norm_ratio(norms: Any) -> np.ndarray:
-    """The first position's norm over the mean of the others', for each row of norms by position.
-
-    NaN over zeros: a gate can shut all values off.
-    """
-    rows = np.array(norms)
-    others = rows[:, 1:].mean(axis=1)
-    return rows[:, 0] / np.where(others > 0, others, np.nan)
 
 
 def _of_run(record: Record) -> Json:
@@ -136,6 +117,11 @@ def _of_run(record: Record) -> Json:
     corpus = config["corpus"]
     row |= {"steps": final.get("step"), "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip()}
     return row | {"recipe": config["recipe"], "wall_seconds": record.provenance.get("wall_seconds")}
+
+
+def _frame(rows: list[Json], *columns: str) -> pd.DataFrame:
+    """A table of rows; of none, with the columns that every row would have."""
+    return pd.DataFrame(rows, columns=None if rows else list(columns))
 
 
 def _whose(record: Record) -> Json:

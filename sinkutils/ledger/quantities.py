@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from sinkutils.ledger.frames import by_block, excess, norm_ratio
-from sinkutils.measuring.report import uniform_alpha
+from sinkutils.ledger.frames import by_block
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 
 Numbers = dict[str, float]
@@ -152,7 +152,7 @@ def _of_report(report: Json, window: int | None) -> Numbers:
         if f"{name}_ratio" in found:
             numbers[name] = found[f"{name}_ratio"][:-1].max(initial=0)
     later = found["excess_1"][1:]
-    if len(later) > 0:
+    if len(later) > 0 and "key_ratio" in found:
         strongest = 1 + later.argmax()
         numbers["key"] = found["key_ratio"][strongest]
         numbers["value"] = found["value_ratio"][strongest]

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
@@ -25,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkutils.measuring import families, masks, refusals
 from sinkutils.measuring.families import Call
 from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Measuring, Pass
 from sinkutils.measuring.state import LeftAsFound
+from sinkutils.measuring.wrappers import handed_over
 
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 _get_interface = AttentionInterface.get_interface
@@ -57,14 +57,6 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
         state.steps.append(partial(stance.__exit__, None, None, None))
     watched.hook(state)
     return watched
-
-
-@contextmanager
-def capturing(model: nn.Module, doing: Pass) -> Iterator[Capture]:
-    """`observe` while this is open."""
-    state = LeftAsFound()
-    with state, state:
-        yield observe(model, doing, state)
 
 
 def _function(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -345,60 +337,6 @@ class Capture:
                 f"family's eager one, which is read{reason}; measure it after "
                 "model.set_attn_implementation('eager')"
             )
-
-
-def handed_over(model: Any) -> tuple[nn.Module, Any]:
-    """The module to run, and the model of transformers in it.
-
-    The former is as far inside as nothing is passed by: `base_model` (which saves the logits),
-    unless something was done to what is around it, such as another forward or a hook.
-    """
-    around = [model]  # wrappers of torch.compile and PEFT, outermost first, and the model in them
-    while inner := _inside(around[-1]):
-        around.append(inner)
-    inner = around[-1]
-    if not isinstance(inner, PreTrainedModel):
-        kind = type(inner).__name__
-        advice = ": give its .module" if hasattr(inner, "module") else ""
-        raise ValueError(
-            f"model must be a TransformerLM or of transformers, out of any wrapper; got {kind}"
-            f"{advice}: {refusals.INTERFACE}"
-        )
-    refusals.check_kind(inner)
-    refusals.check_whole(inner)
-    own = (module for module in around if _does_more(module))
-    return next(own, inner.base_model), inner
-
-
-def _inside(model: Any) -> Any:
-    """What a wrapper of torch.compile or PEFT is around. Raises ValueError for learned prompts."""
-    if hasattr(model, "_orig_mod"):
-        return model._orig_mod
-    if not hasattr(model, "get_base_model"):
-        return None
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
-        )
-    return model.get_base_model()
-
-
-def _does_more(module: nn.Module) -> bool:
-    """Whether a call of a module does more than run its library's code on what is inside.
-
-    FSDP2 gathers weights only for passes through its root.
-    """
-    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-        return True
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
-    forward = vars(module).get("forward", type(module).forward)
-    while forward is not None:
-        home = getattr(forward, "__globals__", {}).get("__name__", "")
-        if not home.startswith(("transformers.", "peft.", "torch.")):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
 
 
 def _embedding(model: Any) -> Tensor:

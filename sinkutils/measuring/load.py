@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkutils.checks import choice, first_line
+from sinkutils.checks import choice
 from sinkutils.checks import device as find_device
-from sinkutils.data.tokenizer import open_tokenizer
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
-from sinkutils.model.config import LMConfig
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.config import from_dict
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import CorruptRecord, read_record, short_name
 from sinkutils.study.store import Folder, Runs
@@ -94,29 +91,17 @@ def load_lm(
 def _load_record(
     folder: Path, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[TransformerLM, Any]:
-    which = f"the record {short_name(folder)}"
     try:
         record = read_record(folder)
-        weights = record.load_weights() if record.weights else None
+        if record.weights is None:
+            preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
+            raise ModelUnavailable(
+                f"the record {short_name(folder)} was written without weights: "
+                f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
+            )
+        return record.load_model().to(device, dtype or torch.float32), record.tokenizer
     except CorruptRecord as error:
         raise ModelUnavailable(str(error)) from error
-    if weights is None:
-        preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
-        raise ModelUnavailable(
-            f"{which} was written without weights: "
-            f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
-        )
-    try:
-        model = TransformerLM(from_dict(LMConfig, record.config["model"]))
-        model.load_state_dict(weights)
-    except (TypeError, ValueError, RuntimeError) as error:
-        why = (
-            f"{which}: model.safetensors holds another model than config.json ({first_line(error)})"
-        )
-        raise ModelUnavailable(why) from error
-    return model.to(device, dtype or torch.float32).eval(), open_tokenizer(
-        folder / "tokenizer.json"
-    )
 
 
 def _load_transformers(

@@ -32,13 +32,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
 from sinkutils.measuring.families import Call
-from sinkutils.measuring.hf import Capture, handed_over, observe
+from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import measure, sequences
 from sinkutils.measuring.passes import Operating, Pass
 from sinkutils.measuring.refusals import check_positions, check_range
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
 from sinkutils.measuring.tally import OwnModel, Tally
+from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
 TARGETS = (1, 2)
@@ -157,23 +158,17 @@ def hook(
 
 def changed_call(
     capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]
-) -> Callable[[Call, int], Call]:
+) -> Callable:
     """What is computed in place of a layer's call: the same with change(x) for q, k or v.
 
     capture: an `OwnModel` or a `Capture`. Our own model goes on with the tensors that it shows, so
     that they are written into.
     """
     index = ("query", "key", "value").index(place)
-    if isinstance(capture, OwnModel):
-        show: Callable = capture.attention
 
-        def attention(layer: int, *args: Any) -> None:
-            if layer in layers:
-                x = args[index]
-                x.copy_(change(x.clone()))
-            show(layer, *args)
-
-        capture.attention = attention  # type: ignore[method-assign, assignment]
+    def write(layer: int, *qkv: Tensor) -> None:
+        if layer in layers:
+            qkv[index].copy_(change(qkv[index].clone()))
 
     def changed(call: Call, layer: int) -> Call:
         if layer not in layers:
@@ -182,7 +177,7 @@ def changed_call(
         new: dict = {name: change(getattr(call, name).clone())}
         return call._replace(**new)
 
-    return changed
+    return write if isinstance(capture, OwnModel) else changed
 
 
 def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:
@@ -325,12 +320,12 @@ def run(
     cache: Callable[[int], DynamicCache] | None = None,
     last: int | None = None,
     hidden: Tensor | None = None,
-    changed: Callable[[Call, int], Call] | None = None,
+    changed: Callable | None = None,
 ) -> Outcome:
     """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds
     in front.
 
-    hidden: (T, T), the keys that queries do not see. changed: what is computed in place of a call.
+    hidden: (T, T), the keys that queries do not see. changed: of `changed_call`.
     capture: an `OwnModel` or a `Capture`. Norms are of the text's own positions; with a cache there
     are none.
     """
@@ -341,7 +336,7 @@ def run(
     device = capture.model.embed.weight.device if own else capture.table.device
     tally = Tally(TARGETS, length, norms=cache is None)
     if own:
-        capture.tally = tally
+        capture = OwnModel(capture.model, tally, changed)
     losses, predicted = [], []
     for batch in ids.to(device).split(max(1, ELEMENTS // (scored * capture.vocabulary))):
         if own:

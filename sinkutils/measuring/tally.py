@@ -5,7 +5,7 @@ batches, and what our own model shows while it runs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,8 +235,11 @@ class OwnModel:
     path, chunked = "dense", False
     tokens_a_batch = 2**27  # as many as one likes: no logits are computed
 
-    def __init__(self, model: TransformerLM, tally: Tally) -> None:
+    def __init__(
+        self, model: TransformerLM, tally: Tally, change: Callable[..., None] | None = None
+    ) -> None:
         self.model, self.tally = model, tally
+        self.change = change  # of surgery: change(layer, q, k, v) writes into the tensors
         self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
         self.vocabulary = model.config.vocab_size
         self.windows = dict.fromkeys(range(model.config.num_layers), model.config.attention.window)
@@ -254,6 +257,8 @@ class OwnModel:
     def attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict
     ) -> None:
+        if self.change is not None:
+            self.change(layer, q, k, v)
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
         # What x* sees of itself says nothing

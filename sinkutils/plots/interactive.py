@@ -95,7 +95,8 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
             grid.set(xticks=range(heads), xticklabels=range(1, heads + 1), xlabel="head")
             grid.set(yticks=range(blocks), yticklabels=range(1, blocks + 1), ylabel="block")
             line.plot(steps, means, color=COLORS["star" if key == "k*" else "first"], linewidth=2.5)
-            line.set(title=title, ylim=(0, 1), ylabel=f"mean attention\nto {key}")
+            line.set_title(title, parse_math=False)
+            line.set(ylim=(0, 1), ylabel=f"mean attention\nto {key}")
         line.set(xlabel="training step")
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
@@ -157,7 +158,8 @@ def explore(
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))
         heads_by_block(alpha[0].reshape(-1, columns), probe.layers, ax=left)
         attention_map(weights[0, start], tokens[0], right)
-        still.suptitle(f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold")
+        heading = still.suptitle(f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold")
+        heading.set_parse_math(False)
     still.set_label(
         f"Attention map of {title}, with tokens on both axes, and every head's attention to the first token"
     )

@@ -118,7 +118,7 @@ def report_page(
         models[other] = _row(report)
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         page = {
-            "name": html.escape(name),
+            "name": html.escape(_whole(name)),
             "uniform": f"{main.floor:.3f}",
             "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
             "inputs": _table(rows),
@@ -267,9 +267,17 @@ def _references(name: str) -> dict[str, dict]:
 
 def _table(rows: Mapping[str, Mapping]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
-    frame = pd.DataFrame([{"": title} | dict(row) for title, row in rows.items()]).fillna(ABSENT)
+    lines = []
+    for title, row in rows.items():
+        lines.append({"": _whole(title)} | {column: _whole(str(value)) for column, value in row.items()})
+    frame = pd.DataFrame(lines).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
         return frame.astype(str).map(html.escape).to_html(index=False, border=0, escape=False)
+
+
+def _whole(text: str) -> str:
+    """Half a character, as where a name was cut, as "?": no page can hold it."""
+    return text.encode(errors="replace").decode()
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:

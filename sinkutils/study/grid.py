@@ -7,7 +7,6 @@ measure at T <= C / 4 (the paper: 64 of 2048).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
@@ -84,11 +83,8 @@ def unavailable(preset: str) -> set[str]:
 def _all(preset_name: str) -> dict[str, RunConfig]:
     """What a preset can hold, by name and in the table's order."""
     preset(preset_name)
-    built = {}
-    for row in EXPERIMENTS:
-        with contextlib.suppress(ValueError):
-            built[row.name] = _build(row.name, preset_name)
-    return built
+    # A value that is wrong is no reason to leave an experiment out: it raises.
+    return {row.name: _build(row.name, preset_name) for row in EXPERIMENTS if preset_name in row.presets}
 
 
 @lru_cache

@@ -179,6 +179,8 @@ class Runs:
         """
         find_preset(preset.partition("@")[0])
         check_name("preset", preset)
+        if not self.folder.is_dir():
+            warnings.warn(f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3)
         folders = [path for path in (self.folder / preset).glob("*/*") if re.fullmatch("0|[1-9][0-9]*", path.name)]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
             record = _judged(folder, _stamp(folder))

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
 from sinkutils.data.tokenizer import special_ids
+from sinkutils.pages import run_notebooks
 from sinkutils.study.store import Runs
 
 
@@ -203,6 +205,48 @@ def test_run_takes_what_it_is_given(capsys, monkeypatch):
     said(capsys, "run", "-p", "seeds", "[1, 2]", "-p", "device", "cpu", "--only", "02", "03")
     ((parameters, _, only),) = asked
     assert parameters == {"seeds": [1, 2], "device": "cpu"} and only == ["02", "03"]
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("run", False), ("sweep --dry-run", True)])
+def test_only_what_goes_on_where_it_was_says_so_when_it_is_stopped(command, goes_on, capsys, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sinkutils.pages.run_notebooks", stop)
+    monkeypatch.setattr("sinkutils.training.sweep.estimate", stop)
+    assert main(command.split()) == 130
+    assert ("run the same command again" in capsys.readouterr().err) == goes_on
+
+
+def test_a_stopped_run_names_the_notebooks_that_it_waits_for(tmp_path, capsys, monkeypatch):
+    begun, told = threading.Event(), threading.Event()
+
+    def execute(path, *_, **__):
+        if path.name.startswith("A"):
+            begun.set()
+            assert told.wait(60)
+            return None
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    def write(line):
+        print(line)
+        told.set()
+
+    monkeypatch.setattr("papermill.execute_notebook", execute)
+    monkeypatch.setattr("papermill.inspect_notebook", lambda _: {})
+    monkeypatch.setattr("sinkutils.pages.find_notebooks", lambda _: [tmp_path / "B_stops", tmp_path / "A_goes_on"])
+    monkeypatch.setattr("sinkutils.pages.tqdm.write", write)
+    with pytest.raises(KeyboardInterrupt):
+        run_notebooks({}, tmp_path / "out")
+    assert capsys.readouterr().out == "stopping: A_goes_on under way, waiting for its end\n"
+
+
+def test_run_says_where_notebooks_are_where_there_are_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sinkutils.pages.NOTEBOOKS", tmp_path)
+    assert main(["run"]) == WRONG
+    words = f"sinkutils: there are no notebooks in {tmp_path}: they are in a checkout of the repository"
+    assert capsys.readouterr().err.strip() == words
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import pytest
 from helpers import refuses
 
 from sinkutils.paths import PAPER
+from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.experiments import BY_NAME, EXPERIMENTS, Experiment, experiment, experiments
 from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
@@ -130,6 +131,15 @@ def test_unknown_names_are_refused_with_what_there_is():
     refuses("smoke, minute, laptop, desk, gpu, paper", preset, "lap")
     refuses("belongs to preset paper-1b", config, "softmax_1b", "laptop")
     refuses("4, 5, 6, 7, C, D, 8", experiments, "9")
+
+
+def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(monkeypatch):
+    wrong = Experiment("wrong", "8", "a misspelt similarity", {"model.attention.similarity": "sigmod"})
+    monkeypatch.setattr(grid, "EXPERIMENTS", [*EXPERIMENTS, wrong])
+    monkeypatch.setitem(BY_NAME, "wrong", wrong)
+    grid._all.cache_clear()
+    refuses("'wrong' is not available at preset 'minute': similarity must be one of", unavailable, "minute")
+    grid._all.cache_clear()
 
 
 def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothing_twice(tmp_path):

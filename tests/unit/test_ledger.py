@@ -12,13 +12,12 @@ from scipy import special, stats
 import sinkutils as su
 from sinkutils.ledger import judge as rules
 from sinkutils.ledger.claims_file import Check, Claim, read_claims
-from sinkutils.ledger.frames import excess, norm_ratio
 from sinkutils.ledger.judge import judge, judge_claims, verdict
 from sinkutils.ledger.live import live_heads
 from sinkutils.ledger.quantities import as_judged, of_run
 from sinkutils.ledger.readings import Bar, Readings, label, readings, real_models
 from sinkutils.ledger.statistics import Estimate, agreement, fit_prior, inverse_trigamma, moderated
-from sinkutils.measuring.report import uniform_alpha
+from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.experiments import BY_NAME
 
 
@@ -452,3 +451,14 @@ def test_what_the_ledger_says_of_real_models_is_what_their_measurements_say():
     said = {(model, question): ends for model, of_model in answers().items() for question, ends in of_model.items()}
     assert written.keys() == said.keys()
     assert all(written[which] == pytest.approx(ends, rel=1e-12) for which, ends in said.items())
+
+
+@pytest.mark.parametrize("table", [su.runs, su.blocks, su.heads, su.curves])
+def test_a_table_without_records_has_its_columns_and_a_warning_names_the_folder(table, tmp_path):
+    with pytest.warns(UserWarning, match="there are no records in .*nowhere: give"):
+        nothing = table("laptop", tmp_path / "nowhere")
+    assert len(nothing) == 0
+    made_up(tmp_path, "fixed_1", 0, "laptop")
+    assert {"experiment", "seed"} <= set(nothing) and set(nothing) - set(su.runs("laptop")) <= {
+        *("block", "head", "alpha_1", "excess_1", "tokens", "step", "valid_loss")
+    }

@@ -77,7 +77,9 @@ def test_editors_and_type_checkers_know_every_public_name():
     homes = {}
     for node in stub.body:
         if isinstance(node, ast.ImportFrom):
-            homes |= {alias.asname: node.module.removeprefix("sinkutils.") for alias in node.names}
+            home = node.module.removeprefix("sinkutils.")
+            for alias in node.names:  # surgery is a module, the others are in one
+                homes[alias.asname] = f"{home}.surgery" if alias.asname == "surgery" else home
     assert homes == su._HOMES
 
 
@@ -204,3 +206,13 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
         assert {Path(folder).parent for folder in folders} == {Path(home) if home else elsewhere}
     assert before == {path for path in site.rglob("*") if "__pycache__" not in path.parts}
     assert (site / "bin" / "sinkutils").exists() and not list(elsewhere.iterdir())
+
+
+def test_a_folder_that_has_a_project_of_its_own_is_no_checkout(tmp_path):
+    (tmp_path / "sinkutils").mkdir()
+    for name in ("__init__.py", "paths.py"):
+        shutil.copy(ROOT / "sinkutils" / name, tmp_path / "sinkutils")
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
+    code = "from sinkutils import paths; print(paths.CHECKOUT)"
+    where = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "cwd": tmp_path, "text": True}
+    assert subprocess.check_output([sys.executable, "-c", code], **where) == "None\n"

@@ -248,3 +248,20 @@ def test_a_token_that_opens_a_comment_swallows_nothing(ids):
     html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0]["text/html"]
     script = html.partition("<script>")[2]
     assert "<!--" not in script and "<script>" not in script and "\\u003c!--" in script
+
+
+@pytest.mark.parametrize("name", ["$\\undefined$", "$name$", "a $ and a $"])
+def test_a_name_with_dollars_is_no_formula(name, model, ids):
+    for picture in (su.film({name: np.zeros((2, 1, 1))}, [0, 1]), su.explore(model, ids, name)):
+        assert base64.b64decode(picture._repr_mimebundle_()[0]["image/png"]).startswith(b"\x89PNG")
+
+
+def test_half_a_character_in_a_name_is_a_question_mark_of_a_page(model, ids):
+    assert "cut ?" in su.report_page(measure(model, ids), "cut \ud83d").encode().decode()
+
+
+def test_every_tick_of_a_page_has_a_number_of_its_own(model, ids):
+    html = su.report_page(measure(model, ids), "untrained")
+    figure = html[html.index('aria-label="norm of token 1') :].partition("</svg>")[0]
+    written = re.findall(r">(-?[\d.]+)</text>", figure.partition("ytick_1")[2])
+    assert len(written) > 2 and len(set(written)) == len(written)

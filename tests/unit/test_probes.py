@@ -51,6 +51,7 @@ def test_bad_requests_are_clear():
     refuses("length must be at least 2", ask, "random", RAW, 5, 1, bos=True)
     refuses("n must be at least 1", ask, "random", RAW, 0)
     refuses(r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW)
+    refuses("leave out the kind", probe, "natural", RAW, 12, 29, texts=["one text"])
     refuses(r"has 11 documents of at least 29 tokens \(of 30\), n=12", ask, "natural", RAW, 12, 29)
 
 

@@ -1,0 +1,64 @@
+"""Models as they are handed over: what is around one of transformers, and whether it does more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkutils.measuring import refusals
+
+
+def handed_over(model: Any) -> tuple[nn.Module, Any]:
+    """The module to run, and the model of transformers in it.
+
+    The former is as far inside as nothing is passed by: `base_model` (which saves the logits),
+    unless something was done to what is around it, such as another forward or a hook.
+    """
+    around = [model]  # wrappers of torch.compile and PEFT, outermost first, and the model in them
+    while inner := _inside(around[-1]):
+        around.append(inner)
+    inner = around[-1]
+    if not isinstance(inner, PreTrainedModel):
+        kind = type(inner).__name__
+        advice = ": give its .module" if hasattr(inner, "module") else ""
+        raise ValueError(
+            f"model must be a TransformerLM or of transformers, out of any wrapper; got {kind}"
+            f"{advice}: {refusals.INTERFACE}"
+        )
+    refusals.check_kind(inner)
+    refusals.check_whole(inner)
+    own = (module for module in around if _does_more(module))
+    return next(own, inner.base_model), inner
+
+
+def _inside(model: Any) -> Any:
+    """What a wrapper of torch.compile or PEFT is around. Raises ValueError for learned prompts."""
+    if hasattr(model, "_orig_mod"):
+        return model._orig_mod
+    if not hasattr(model, "get_base_model"):
+        return None
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            "model puts learned prompts before the ids, so that position 1 is none of them (PEFT)"
+        )
+    return model.get_base_model()
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a call of a module does more than run its library's code on what is inside.
+
+    FSDP2 gathers weights only for passes through its root.
+    """
+    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        return True
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    forward = vars(module).get("forward", type(module).forward)
+    while forward is not None:
+        home = getattr(forward, "__globals__", {}).get("__name__", "")
+        if not home.startswith(("transformers.", "peft.", "torch.")):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
