@@ -16,6 +16,7 @@ import yaml
 from nbconvert.filters import markdown2html
 
 ROOT = Path(__file__).parents[1]
+TABLE = re.compile(r"^\|.*\n?", re.MULTILINE)
 FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 LINK = re.compile(r"\[(.+?)\]\([^)]*\)")  # a link between pages leads nowhere from here
 
@@ -59,8 +60,8 @@ def to_html(text: str) -> str:
 def shown(cell: Any) -> str | None:
     """A code cell's picture, or a text cell's table."""
     if cell.cell_type == "markdown":
-        table = [line for line in cell.source.splitlines() if line.startswith("|")]
-        return to_html("\n".join(table)) if table else None
+        table = "".join(TABLE.findall(cell.source))
+        return to_html(table) if table else None
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
@@ -85,8 +86,10 @@ def slides_of(part: dict[str, Any], start: int) -> list[str]:
         body = shown(cells[places[id]]) if id in places else None
         if body is None:
             raise SystemExit(f"docs/slides.yaml: {part['page']} has no picture or table in a cell {id}")
-        after = [cell.source for cell in cells[places[id] + 1 :] if cell.cell_type == "markdown"]
-        slides.append(slide(question, body, after[0] if after else "", footer))
+        # The text that follows a picture; of a text cell, what it says beside its table.
+        start_of_notes = places[id] if cells[places[id]].cell_type == "markdown" else places[id] + 1
+        notes = next(cell.source for cell in cells[start_of_notes:] if cell.cell_type == "markdown")
+        slides.append(slide(question, body, TABLE.sub("", notes), footer))
     return slides
 
 
