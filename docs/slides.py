@@ -18,6 +18,7 @@ from nbconvert.filters import markdown2html
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"^\|.*\n?", re.MULTILINE)
 FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
+LETTERS = re.compile(r"\$([^$\\_^]+)\$")  # a formula that reads the same without TeX
 LINK = re.compile(r"\[(.+?)\]\([^)]*\)")  # a link between pages leads nowhere from here
 
 BEFORE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>When attention sink emerges</title>
@@ -29,7 +30,7 @@ img { width: 100%; max-height: 70vh; object-fit: contain }
 table { font-size: 70%; border-collapse: collapse } td, th { border-bottom: 1px solid #ccc; padding: .3em }
 footer { color: #777; font-size: 65% }
 aside { display: none; font-size: 75%; border-top: 1px solid #ccc }
-body.notes aside { display: block }
+body.notes aside { display: block } .anchor-link { display: none }
 @media print { section, aside { display: block } section { break-after: page } img { max-height: 50vh } }
 </style><body>
 """
@@ -53,8 +54,9 @@ show(0);
 
 
 def to_html(text: str) -> str:
-    """Markdown without folds and links; what there is of formulas stays as TeX."""
-    return str(markdown2html(LINK.sub(r"\1", FOLDED.sub("", text))))
+    """Markdown without folds and links; formulas with an index or a command stay as TeX."""
+    plain = LINK.sub(r"\1", FOLDED.sub("", text))
+    return str(markdown2html(LETTERS.sub(r"*\1*", plain)))
 
 
 def shown(cell: Any) -> str | None:
