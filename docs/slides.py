@@ -16,7 +16,9 @@ import yaml
 from nbconvert.filters import markdown2html
 
 ROOT = Path(__file__).parents[1]
+TABLE = re.compile(r"^\|.*\n?", re.MULTILINE)
 FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
+LETTERS = re.compile(r"\$([^$\\_^]+)\$")  # a formula that reads the same without TeX
 LINK = re.compile(r"\[(.+?)\]\([^)]*\)")  # a link between pages leads nowhere from here
 
 BEFORE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>When attention sink emerges</title>
@@ -28,7 +30,7 @@ img { width: 100%; max-height: 70vh; object-fit: contain }
 table { font-size: 70%; border-collapse: collapse } td, th { border-bottom: 1px solid #ccc; padding: .3em }
 footer { color: #777; font-size: 65% }
 aside { display: none; font-size: 75%; border-top: 1px solid #ccc }
-body.notes aside { display: block }
+body.notes aside { display: block } .anchor-link { display: none }
 @media print { section, aside { display: block } section { break-after: page } img { max-height: 50vh } }
 </style><body>
 """
@@ -52,15 +54,16 @@ show(0);
 
 
 def to_html(text: str) -> str:
-    """Markdown without folds and links; what there is of formulas stays as TeX."""
-    return str(markdown2html(LINK.sub(r"\1", FOLDED.sub("", text))))
+    """Markdown without folds and links; formulas with an index or a command stay as TeX."""
+    plain = LINK.sub(r"\1", FOLDED.sub("", text))
+    return str(markdown2html(LETTERS.sub(r"*\1*", plain)))
 
 
 def shown(cell: Any) -> str | None:
     """A code cell's picture, or a text cell's table."""
     if cell.cell_type == "markdown":
-        table = [line for line in cell.source.splitlines() if line.startswith("|")]
-        return to_html("\n".join(table)) if table else None
+        table = "".join(TABLE.findall(cell.source))
+        return to_html(table) if table else None
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
@@ -85,8 +88,10 @@ def slides_of(part: dict[str, Any], start: int) -> list[str]:
         body = shown(cells[places[id]]) if id in places else None
         if body is None:
             raise SystemExit(f"docs/slides.yaml: {part['page']} has no picture or table in a cell {id}")
-        after = [cell.source for cell in cells[places[id] + 1 :] if cell.cell_type == "markdown"]
-        slides.append(slide(question, body, after[0] if after else "", footer))
+        # The text that follows a picture; of a text cell, what it says beside its table.
+        start_of_notes = places[id] if cells[places[id]].cell_type == "markdown" else places[id] + 1
+        notes = next(cell.source for cell in cells[start_of_notes:] if cell.cell_type == "markdown")
+        slides.append(slide(question, body, TABLE.sub("", notes), footer))
     return slides
 
 
