@@ -459,7 +459,7 @@ def test_a_text_saved_on_windows_is_the_same_text_and_another_encoding_is_named(
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
     assert external.read_texts(tmp_path / "a.txt") == ["one\ntwo\n"]
     (tmp_path / "b.jsonl").write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
-    refuses("b.jsonl, line 1 is not UTF-8 text", external.read_texts, tmp_path / "b.jsonl")
+    refuses("b.jsonl, line 1, is not UTF-8 text", external.read_texts, tmp_path / "b.jsonl")
     (tmp_path / "c.py").write_text("x = 1")
     refuses(r"c\.py: the name of a file of text ends with one of \.txt", external.read_texts, tmp_path / "c.py",
             kind=FileNotFoundError)  # fmt: skip
