@@ -177,7 +177,7 @@ def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus
         return probe(None, corpus.tokenizer, length=4, texts=texts)
 
     refuses("texts must be several strings, a document each; number 2 of 2 is None", ask, ["a text", None])
-    refuses("of a DataFrame give the column", ask, pd.DataFrame({"text": ["a text"] * 3}))
+    refuses("got a DataFrame: give one of its columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
     refuses("texts must be several strings, a document each; got str", ask, "a text")
     refuses("texts must be several strings, a document each; got int", ask, 3)
 
