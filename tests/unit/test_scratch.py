@@ -49,7 +49,7 @@ def test_each_suggestion_trains_and_becomes_a_film_and_its_answer_is_stored(page
         assert history.alpha_1.iloc[-1].shape == np.shape(stored[name]["alpha_1"]), name
 
 
-@pytest.mark.parametrize("name", ["00_quickstart", "02_optimization", "from_scratch"])
+@pytest.mark.parametrize("name", ["00_quickstart", "01_properties", "02_optimization", "from_scratch"])
 def test_exercises_fail_before_their_solution_and_pass_with_it(page, name):
     source = cells_of(name)["exercises"]
     records = {"seed": [0] * 3, "step": [0, 2100, 2400], "sink_1": [0.0, 6.0, 9.0], "valid_loss": [7.0, 3.1, 3.0]}
