@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -281,7 +282,7 @@ def with_digests(folder: Path) -> None:
 
 
 def tamper(folder: Path) -> dict[str, int]:
-    """Set each value of the JSON files of a record to each of `VALUES`, or leave it out, with right digests, and read
+    """Set each value of the JSON files of a record, the only one of its study, to each of `VALUES`, or leave it out, with right digests, and read
     it by `su.runs` and `su.claims`' reader.
 
     Returns counts. `refused`: one row that names the file; `other`: an exception, which would hide other records.
@@ -291,6 +292,8 @@ def tamper(folder: Path) -> dict[str, int]:
 
     counts = Counter(tampered=0, refused=0, taken=0, unnamed=0, other=0)
     root, preset = folder.parents[2], folder.parents[1].name
+    assert list(runs(preset, root).status) == ["done"]
+    readings(preset, root)
     for name in ("config.json", "metrics.json", "provenance.json"):
         whole = (folder / name).read_bytes()
         for path in places(json.loads(whole)):
@@ -369,8 +372,10 @@ def main() -> None:
                 made["damage"] = damage(sweeps.records("whole") / sweeps.only[0] / "0")
             if options.tamper:
                 one = next(sweeps.records("whole").glob(f"{sweeps.only[0]}/0"))
+                alone = folder / "tampered" / Path(*one.parts[-3:])
+                shutil.copytree(one, alone)
                 with warnings.catch_warnings(action="ignore"):
-                    made["tamper"] = tamper(one)
+                    made["tamper"] = tamper(alone)
             if options.stops:
                 made["stops"] = stop_at_random(sweeps, expected, seconds, options.stops)
             if options.kills:
