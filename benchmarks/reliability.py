@@ -282,8 +282,9 @@ def with_digests(folder: Path) -> None:
 
 
 def tamper(folder: Path) -> dict[str, int]:
-    """Set each value of the JSON files of a record, the only one of its study, to each of `VALUES`, or leave it out, with right digests, and read
-    it by `su.runs` and `su.claims`' reader.
+    """Set each value of a record's JSON files to each of `VALUES`, or leave it out, with right digests, and read it.
+
+    The record is the only one of its study, and is read by `su.runs` and by the reader of `su.claims`.
 
     Returns counts. `refused`: one row that names the file; `other`: an exception, which would hide other records.
     """
