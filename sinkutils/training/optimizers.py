@@ -19,7 +19,8 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig, group: G
     if train.optimizer == "muon":
         if group.size > 1:
             raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")
-        # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads.
+        # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads. It takes
+        # q, k and v as the one matrix that they are here, and gate and up likewise; others cut them first.
         matrices = [name for name, p in named.items() if p.ndim == 2 and name.endswith(".weight")]
         linear = [named.pop(name) for name in matrices if name.startswith("blocks.")]
         # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.

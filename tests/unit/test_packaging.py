@@ -216,3 +216,21 @@ def test_a_folder_that_has_a_project_of_its_own_is_no_checkout(tmp_path):
     code = "from sinkutils import paths; print(paths.CHECKOUT)"
     where = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "cwd": tmp_path, "text": True}
     assert subprocess.check_output([sys.executable, "-c", code], **where) == "None\n"
+
+
+def test_a_name_that_a_text_gives_between_backticks_is_there():
+    homes = {path.stem: path for path in (ROOT / "sinkutils").rglob("*.py")} | {"su": None}
+    lacking = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for home, name in re.findall(r"`(\w+)\.(\w+)[^`]*`", path.read_text(encoding="utf-8")):
+            if home == "su":
+                known = hasattr(su, name)
+            elif home in homes:
+                known = re.search(
+                    rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]", homes[home].read_text("utf-8"), re.M
+                )
+            else:
+                continue
+            if not known and name not in ("py", "md", "yaml"):
+                lacking.append((path.name, home, name))
+    assert lacking == []
