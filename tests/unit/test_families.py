@@ -1,6 +1,7 @@
 """Families of transformers, each as a small random model; benchmarks/families.py checks them all."""
 
 import re
+from typing import Any
 
 import families
 import pytest
@@ -118,6 +119,9 @@ class Adapted(nn.Module):
 
     def get_base_model(self) -> nn.Module:
         return self.base_model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
 
 
 @pytest.mark.slow

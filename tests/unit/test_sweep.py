@@ -414,7 +414,15 @@ def test_a_sweep_that_is_stopped_leaves_no_worker_and_says_so(undisturbed, text_
     environment = os.environ | {"SINKUTILS_CACHE": str(undisturbed[0]), "PYTHONPATH": str(paths.ROOT)}
     command = [sys.executable, "-m", "sinkutils", "sweep", "--preset", "smoke", "--only", "k_bias", "--jobs", "2"]
     command += ["--seeds", "0", "1", "--runs", str(tmp_path), "--corpus", f"path:{text_folder}"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in the background have it ignored, and so would the sweep.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
     wait_until(lambda: len(list(tmp_path.glob("smoke@*/k_bias/*.partial/lock"))) == 2)
