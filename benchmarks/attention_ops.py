@@ -75,7 +75,9 @@ class LiveTensors(TorchDispatchMode):
         self.now -= size
 
 
-def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> Callable[[], None]:
+def training_step(
+    name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> Callable[[], None]:
     """A step of `fast.attend` on random (B, H, T, D) inputs that all want gradients."""
     spec, position = OPERATIONS[name]
     _, heads, length, head_dim = shape
@@ -94,7 +96,9 @@ def training_step(name: str, shape: tuple[int, int, int, int], dtype: torch.dtyp
         extras["mlp"] = lambda x: torch.relu(x @ first) @ second
     if position is not None:
         config = LMConfig(position=position, num_heads=heads, hidden_size=heads * head_dim)
-        extras["distance_bias"] = position_tables(config, length)["distance_bias"].T.to(device, dtype)
+        extras["distance_bias"] = position_tables(config, length)["distance_bias"].T.to(
+            device, dtype
+        )
     leaves = [x for x in (q, k, v, *extras.values()) if isinstance(x, Tensor)]
 
     def step() -> None:
@@ -120,18 +124,28 @@ def peak_bytes(step: Callable[[], None], device: str) -> int:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU")
-    arguments.add_argument("--batch", type=int, default=None, help="default: 8 on CUDA, 1 on the CPU")
+    arguments.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    arguments.add_argument(
+        "--dtype", choices=list(DTYPES), help="default: bfloat16 on CUDA, float32 on the CPU"
+    )
+    arguments.add_argument(
+        "--batch", type=int, default=None, help="default: 8 on CUDA, 1 on the CPU"
+    )
     arguments.add_argument("--heads", type=int, default=8)
     arguments.add_argument("--length", type=int, default=2048, help="C")
     arguments.add_argument("--head-dim", type=int, default=64)
-    arguments.add_argument("--rounds", type=int, default=10, help="steps of each; the fastest counts")
+    arguments.add_argument(
+        "--rounds", type=int, default=10, help="steps of each; the fastest counts"
+    )
     arguments.add_argument("--only", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
     options = arguments.parse_args()
     torch.set_num_threads(1)
     device, cuda = options.device, options.device == "cuda"
-    clock = time.perf_counter if cuda else time.process_time  # of this one thread, which other processes do not stretch
+    clock = (
+        time.perf_counter if cuda else time.process_time
+    )  # of this one thread, which other processes do not stretch
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
     shape = (options.batch or (8 if cuda else 1), options.heads, options.length, options.head_dim)
     print(f"(B, H, T, D) = {shape}, {dtype}, {device}")

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Options of a script, --json among them, under its docstring as it is written."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--json", type=Path, help="also write the numbers to this file")
     return made
 

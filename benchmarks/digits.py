@@ -45,7 +45,9 @@ def losses(precision: str, steps: int) -> dict[str, object]:
     if "ATEN_CPU_CAPABILITY" in os.environ:
         torch._inductor.config.cpp.simdlen = 256
     config = su.config("base", "laptop", 0)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, precision=precision)
+    )
     corpus = su.load_corpus(config.data.corpus, config.model.vocab_size)
     run = Run(config, corpus, torch.device("cpu"))
     forward = torch.compile(run.loss)
@@ -59,7 +61,9 @@ def machines(steps: int) -> list[dict[str, object]]:
     for precision in ("bf16", "fp32"):
         for name, limits in MACHINES.items():
             command = [sys.executable, __file__, "losses", precision, "--steps", str(steps)]
-            out = subprocess.run(command, env=os.environ | limits, check=True, capture_output=True, text=True).stdout
+            out = subprocess.run(
+                command, env=os.environ | limits, check=True, capture_output=True, text=True
+            ).stdout
             runs[precision, name] = json.loads(out.splitlines()[-1])
     default = min(runs["bf16", name]["seconds"] for name in ("as it is", "again"))
     rows = []
@@ -69,7 +73,9 @@ def machines(steps: int) -> list[dict[str, object]]:
             "precision": precision,
             "instructions": name,
             "steps": steps,
-            "first_step_with_another_loss": next((step for step, (a, b) in enumerate(pairs, 1) if a != b), None),
+            "first_step_with_another_loss": next(
+                (step for step, (a, b) in enumerate(pairs, 1) if a != b), None
+            ),
             "loss": mine["losses"][-1],
             "time": round(mine["seconds"] / default, 2),
         }
@@ -91,9 +97,23 @@ def again(name: str, folder: str) -> dict[str, object]:
     if anew.config["corpus"] != record.config["corpus"]:
         raise ValueError(f"{name} was trained on another text than the one here")
     both = (record, anew)
-    ends = {key: [one.metrics["final"][key] for one in both] for key in ("sink_1", "excess_1", "valid_loss")}
-    sets = dict(zip(("made_on", "again_on"), (one.provenance["instruction_set"] for one in both), strict=True))
-    return {"record": name, **sets, "same": rounded(record.metrics["curve"]) == anew.metrics["curve"], **ends}
+    ends = {
+        key: [one.metrics["final"][key] for one in both]
+        for key in ("sink_1", "excess_1", "valid_loss")
+    }
+    sets = dict(
+        zip(
+            ("made_on", "again_on"),
+            (one.provenance["instruction_set"] for one in both),
+            strict=True,
+        )
+    )
+    return {
+        "record": name,
+        **sets,
+        "same": rounded(record.metrics["curve"]) == anew.metrics["curve"],
+        **ends,
+    }
 
 
 def part(steps: int, folder: str) -> None:
@@ -101,9 +121,13 @@ def part(steps: int, folder: str) -> None:
     import sinkutils as su
     from sinkutils.training.trainer import train
 
-    warnings.simplefilter("error", UserWarning)  # a checkpoint that was not used, a compiler that is not there
+    warnings.simplefilter(
+        "error", UserWarning
+    )  # a checkpoint that was not used, a compiler that is not there
     config = su.config("base", "laptop", 0)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, eval_every=10))
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, steps=steps, eval_every=10)
+    )
     train(config, folder, keep_weights=True, checkpoint_seconds=0.0)
 
 
@@ -114,7 +138,9 @@ def resume(steps: int, scratch: Path) -> dict[str, object]:
     from sinkutils.study.store import Runs
     from sinkutils.training.checkpoints import read_checkpoint
 
-    whole, broken = (record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken"))
+    whole, broken = (
+        record_folder("laptop", "fixed_1", 0, scratch / name) for name in ("whole", "broken")
+    )
     command = [sys.executable, __file__, "part", "--steps", str(steps), "--runs"]
     subprocess.run([*command, scratch / "whole"], check=True)
     saved = Runs(scratch / "broken").of(su.config("base", "laptop", 0)).checkpoint
@@ -156,8 +182,12 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("what", choices=("record", "resume", "machines", "losses", "part"))
     arguments.add_argument("which", nargs="*", help="records, or the precision of losses")
-    arguments.add_argument("--steps", type=int, help="of resume (default: 200), of the others (default: 100)")
-    arguments.add_argument("--runs", help="folder of the runs trained again (default: one that is removed)")
+    arguments.add_argument(
+        "--steps", type=int, help="of resume (default: 200), of the others (default: 100)"
+    )
+    arguments.add_argument(
+        "--runs", help="folder of the runs trained again (default: one that is removed)"
+    )
     options = arguments.parse_args()
     steps = options.steps or (200 if options.what == "resume" else 100)
     if options.what == "losses":
@@ -171,10 +201,17 @@ def main() -> int:
             if options.what == "resume":
                 rows = [resume(steps, Path(folder))]
             else:
-                rows = [again(name, options.runs or folder) for name in options.which or ["laptop/fixed_1/0"]]
+                rows = [
+                    again(name, options.runs or folder)
+                    for name in options.which or ["laptop/fixed_1/0"]
+                ]
         for row in rows:
             show(row)
-        known = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else []
+        known = (
+            json.loads(options.json.read_text(encoding="utf-8"))
+            if options.json and options.json.exists()
+            else []
+        )
         keep(options.json, without(known, rows) + rows)
         return int(not all(row["same"] for row in rows))
     return 0

@@ -24,7 +24,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.masking_utils import eager_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -90,7 +95,11 @@ def _shrink(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrained
     if hasattr(default, "is_decoder"):
         given.setdefault("is_decoder", True)
     if "kv_lora_rank" in vars(default):  # multi-head latent attention: as many keys as queries
-        given = {name: value for name, value in given.items() if name not in ("num_key_value_heads", "head_dim")}
+        given = {
+            name: value
+            for name, value in given.items()
+            if name not in ("num_key_value_heads", "head_dim")
+        }
         given |= {"num_key_value_heads": 4} | special
     for name in kind.sub_configs:
         part = getattr(default, name, None)
@@ -151,7 +160,9 @@ def build(family: str) -> nn.Module:
     torch.manual_seed(0)
     config = small_config(family)
     if family.startswith("musicgen"):  # its causal LM takes the decoder's configuration
-        model = getattr(transformers, CLASSES[family])._from_config(config.decoder, attn_implementation="eager")
+        model = getattr(transformers, CLASSES[family])._from_config(
+            config.decoder, attn_implementation="eager"
+        )
     else:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +175,9 @@ def build(family: str) -> nn.Module:
 
 def tokens(length: int) -> Tensor:
     """Sequences of random tokens, (SAMPLES, length)."""
-    return torch.randint(3, VOCAB, (SAMPLES, length), generator=torch.Generator().manual_seed(length))
+    return torch.randint(
+        3, VOCAB, (SAMPLES, length), generator=torch.Generator().manual_seed(length)
+    )
 
 
 class Oracle:
@@ -174,7 +187,13 @@ class Oracle:
         self.maps: list[Tensor] = []
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """softmax over the keys and, where there is one, a learned sink logit that has no value."""
         scale = kwargs.get("scaling")
@@ -185,18 +204,32 @@ class Oracle:
             logits = cap * torch.tanh(logits / cap)
         if (bias := kwargs.get("position_bias")) is not None:
             logits = logits + bias
-        mask = torch.full(logits.shape[-2:], -torch.inf).triu(1) if attention_mask is None else attention_mask
-        if (indices := kwargs.get("indices")) is not None:  # sparse attention: the keys that each query chose
+        mask = (
+            torch.full(logits.shape[-2:], -torch.inf).triu(1)
+            if attention_mask is None
+            else attention_mask
+        )
+        if (
+            indices := kwargs.get("indices")
+        ) is not None:  # sparse attention: the keys that each query chose
             chosen = (indices[:, :, :, None] == torch.arange(k.shape[2])).any(dim=2)
             logits = logits.masked_fill(~chosen[:, None], -torch.inf)
-        if (blocks := kwargs.get("block_indices")) is not None:  # the blocks of keys that each group of heads chose
-            chosen = (blocks[..., None] == torch.arange(k.shape[2]) // module.config.index_block_size).any(dim=3)
-            logits = logits.masked_fill(~chosen.repeat_interleave(q.shape[1] // chosen.shape[1], 1), -torch.inf)
+        if (
+            blocks := kwargs.get("block_indices")
+        ) is not None:  # the blocks of keys that each group of heads chose
+            chosen = (
+                blocks[..., None] == torch.arange(k.shape[2]) // module.config.index_block_size
+            ).any(dim=3)
+            logits = logits.masked_fill(
+                ~chosen.repeat_interleave(q.shape[1] // chosen.shape[1], 1), -torch.inf
+            )
         logits = logits.masked_fill(mask < -1e30, -torch.inf) + mask.masked_fill(mask < -1e30, 0)
         total = logits.logsumexp(dim=-1, keepdim=True)
         sink = kwargs.get("s_aux", kwargs.get("sinks"))
         if sink is not None:
-            total = torch.logaddexp(total, (sink.reshape(1, -1, 1, 1) if sink.ndim == 1 else sink).double())
+            total = torch.logaddexp(
+                total, (sink.reshape(1, -1, 1, 1) if sink.ndim == 1 else sink).double()
+            )
         weights = torch.exp(logits - total)
         self.maps.append(weights)
         out = torch.einsum("bhij,bhjd->bihd", weights, v.repeat_interleave(group, 1).double())
@@ -211,9 +244,15 @@ class Softmaxes(TorchFunctionMode):
         self.length = length
         self.maps: list[Tensor] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
-        square = isinstance(out, Tensor) and out.ndim >= 3 and out.shape[-2:] == (self.length, self.length)
+        square = (
+            isinstance(out, Tensor)
+            and out.ndim >= 3
+            and out.shape[-2:] == (self.length, self.length)
+        )
         if getattr(function, "__name__", "") == "softmax" and square:
             self.maps.append(out.reshape(SAMPLES, -1, self.length, self.length))
         return out
@@ -245,7 +284,9 @@ def dense(model: nn.Module, ids: Tensor, legacy: bool) -> tuple[Tensor, Tensor, 
         logits = model(ids, use_cache=False).logits
     weights = torch.stack(record.maps, dim=1)  # (samples, layers, heads, T, T)
     alpha = torch.stack([weights[..., k - 1 :, k - 1].mean(dim=-1) for k in TARGETS], dim=1)
-    seen = [sum(bool(x) for x in layer) for layer in (weights[0, :, :, -1] > 0).any(dim=1)]  # keys of the last query
+    seen = [
+        sum(bool(x) for x in layer) for layer in (weights[0, :, :, -1] > 0).any(dim=1)
+    ]  # keys of the last query
     return logits, alpha.float(), seen
 
 
@@ -279,16 +320,24 @@ def operated(model: nn.Module, ids: Tensor) -> str:
     try:
         found, right = surgery.untouched(model, ids).report, measure(model, ids, (1, 2))
         assert found is not None
-        if off(found.alpha, right.alpha) or (right.star is not None and off(found.star, right.star)):  # type: ignore[arg-type]
+        if off(found.alpha, right.alpha) or (
+            right.star is not None and off(found.star, right.star)
+        ):  # type: ignore[arg-type]
             return "wrong report"
     except ValueError as error:
         return str(error)
     first = torch.full_like(ids[:, :1], 7)
     longer = torch.cat([first, ids], dim=1)
     try:
-        if off(surgery.transplant(model, ids, longer).losses, surgery.untouched(model, longer).losses[:, 1:]):
+        if off(
+            surgery.transplant(model, ids, longer).losses,
+            surgery.untouched(model, longer).losses[:, 1:],
+        ):
             return "wrong transplant"
-        pair = [surgery.hide(model, torch.cat([one, ids], dim=1)).losses[:, 1:] for one in (first, first + 1)]
+        pair = [
+            surgery.hide(model, torch.cat([one, ids], dim=1)).losses[:, 1:]
+            for one in (first, first + 1)
+        ]
     except ValueError as error:
         return f"right where no keys are changed; else {error}"
     return "wrong where x_1 is hidden" if off(*pair) else "right"
@@ -302,14 +351,18 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
         model = build(family)
     except ImportError as error:
         library = re.search(r"the (\w+) library", str(error))
-        return replace(result, refused=f"not built here: {library[1] if library else error} is not installed")
+        return replace(
+            result, refused=f"not built here: {library[1] if library else error} is not installed"
+        )
     except Exception:
         if family not in REFUSED:
             raise
         return replace(result, refused=f"{REFUSED[family]} (not built here)")
     ids = [tokens(length) for length in lengths]
     try:
-        reports = [[measure(model, x, TARGETS, exact=exact) for exact in (False, True)] for x in ids]
+        reports = [
+            [measure(model, x, TARGETS, exact=exact) for exact in (False, True)] for x in ids
+        ]
     except ValueError as error:
         return replace(result, refused=str(error))
     result.path = reports[-1][0].path
@@ -331,7 +384,11 @@ def check(family: str, lengths: tuple[int, ...] = LENGTHS) -> Result:
             result.logits = max(result.logits, float((during - eager).abs().max()) / scale)
     result.surgery = operated(model, ids[0])
     blocks = len(report.hidden_norms)  # type: ignore[arg-type]
-    remarks = [f"attention in {len(report.layers)} of {blocks} blocks"] if len(report.layers) < blocks else []
+    remarks = (
+        [f"attention in {len(report.layers)} of {blocks} blocks"]
+        if len(report.layers) < blocks
+        else []
+    )
     hidden = [count for count in seen if count < lengths[-1]]
     if hidden:
         keys = " or ".join(map(str, sorted(set(hidden))))
@@ -388,8 +445,12 @@ def page(results: list[Result]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="names in transformers (default: all, into docs/families.md)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "families", nargs="*", help="names in transformers (default: all, into docs/families.md)"
+    )
     names = parser.parse_args().families
     unknown = sorted(set(names) - set(CLASSES))
     if unknown:

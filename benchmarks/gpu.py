@@ -37,7 +37,10 @@ def memory(device: torch.device) -> float:
 def flops_per_token(run: Run) -> float:
     """6 for each weight but the embedding's, and 6 L d C for causal attention."""
     model = run.config.model
-    weights = sum(weight.numel() for weight in run.model.parameters()) - model.vocab_size * model.hidden_size
+    weights = (
+        sum(weight.numel() for weight in run.model.parameters())
+        - model.vocab_size * model.hidden_size
+    )
     return 6.0 * (weights + model.num_layers * model.hidden_size * model.context_length)
 
 
@@ -46,7 +49,11 @@ def kernels(run: Run) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run.advance(run.loss)
         torch.cuda.synchronize()
-    return sum(row.count for row in profile.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(
+        row.count
+        for row in profile.key_averages()
+        if row.device_type == torch.autograd.DeviceType.CUDA
+    )
 
 
 def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[str, Any]:
@@ -81,7 +88,9 @@ def main() -> None:
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments.add_argument("--steps", type=int, default=20, help="steps a round")
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--micro-batch", type=int, help="sequences a forward pass (default: the preset's)")
+    arguments.add_argument(
+        "--micro-batch", type=int, help="sequences a forward pass (default: the preset's)"
+    )
     arguments.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     options = arguments.parse_args()
     device = torch.device(options.device)
@@ -97,12 +106,19 @@ def main() -> None:
         print(f"matmul peak {peak / 1e12:.3g} TFLOP/s", flush=True)
         rows = []
         for form in options.forms:
-            rows.append(measured(Run(settings, corpus, device), form, options.steps, options.rounds, peak))
+            rows.append(
+                measured(Run(settings, corpus, device), form, options.steps, options.rounds, peak)
+            )
             show(rows[-1])
         if device.type == "cuda":
             rows.append({"kernels": kernels(Run(settings, corpus, device))})
             show(rows[-1])
-    what = {"device": name, "preset": options.preset, "experiment": options.experiment, "precision": precision}
+    what = {
+        "device": name,
+        "preset": options.preset,
+        "experiment": options.experiment,
+        "precision": precision,
+    }
     keep(options.json, what | {"peak_tflops": round(peak / 1e12, 3), "rows": rows})
 
 

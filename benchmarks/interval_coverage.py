@@ -14,7 +14,10 @@ from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import resolve
 
 STUDIES, SETTINGS = 60, 100
-MEDIAN_SPREAD, SPREAD_OF_SPREADS = 0.03, 0.9  # of the excess over seeds: standard deviation, and that of its logarithm
+MEDIAN_SPREAD, SPREAD_OF_SPREADS = (
+    0.03,
+    0.9,
+)  # of the excess over seeds: standard deviation, and that of its logarithm
 BASE_SPREAD = 0.03
 SHARED = 0.2  # of the variance that a seed has in common
 
@@ -30,7 +33,9 @@ def main() -> None:
     for _ in range(STUDIES):
         shared = draw.normal(size=6)
 
-        def seeds(spread: float, count: int, shared: np.ndarray = shared) -> dict[int, dict[str, float]]:
+        def seeds(
+            spread: float, count: int, shared: np.ndarray = shared
+        ) -> dict[int, dict[str, float]]:
             own = draw.normal(size=count)
             values = spread * (np.sqrt(SHARED) * shared[:count] + np.sqrt(1 - SHARED) * own)
             return {seed: {"excess": value} for seed, value in enumerate(values)}
@@ -42,10 +47,16 @@ def main() -> None:
             for counts, estimate in zip(covered.values(), found, strict=True):
                 counts[at] += estimate.low <= 0 <= estimate.high
     tenths = np.arange(len(names)) * 10 // len(names)
-    table = pd.DataFrame({kind: 100 * counts / STUDIES for kind, counts in covered.items()}).groupby(tenths).mean()
+    table = (
+        pd.DataFrame({kind: 100 * counts / STUDIES for kind, counts in covered.items()})
+        .groupby(tenths)
+        .mean()
+    )
     table.insert(0, "spread", pd.Series(spreads).groupby(tenths).mean())
     print(table.round(3).to_string(header=True, float_format=lambda x: f"{x:.3g}"))
-    means = ", ".join(f"{kind} {100 * counts.mean() / STUDIES:.1f}" for kind, counts in covered.items())
+    means = ", ".join(
+        f"{kind} {100 * counts.mean() / STUDIES:.1f}" for kind, counts in covered.items()
+    )
     print(f"coverage in percent, all settings: {means}")
 
 

@@ -53,7 +53,9 @@ def build(way: str, ids: torch.Tensor) -> Callable[[], object]:
         config = transformers.GPT2Config(n_positions=max(1024, ids.shape[1]) + 1)
     config.bos_token_id = config.eos_token_id = None
     implementation = "eager" if way == "published" else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation
+    ).eval()
     if way == "blocks":
         return lambda: model.transformer(ids, use_cache=False)
     if way == "forward":
@@ -69,10 +71,18 @@ def published(model: torch.nn.Module, ids: torch.Tensor) -> float:
     """Sink_1 in percent the way of the published evaluation."""
     maps = []
     for prompt in ids[:, None]:
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 1, "do_sample": False}
-        output = model.generate(prompt, **options, output_attentions=True, return_dict_in_generate=True)
+        options = {
+            "attention_mask": torch.ones_like(prompt),
+            "max_new_tokens": 1,
+            "do_sample": False,
+        }
+        output = model.generate(
+            prompt, **options, output_attentions=True, return_dict_in_generate=True
+        )
         maps.append(output.attentions[0])
-    alpha = torch.stack([torch.stack([layer[0, :, :, 0].mean(dim=-1) for layer in layers]) for layers in maps])
+    alpha = torch.stack(
+        [torch.stack([layer[0, :, :, 0].mean(dim=-1) for layer in layers]) for layers in maps]
+    )
     return 100 * float((alpha > 0.3).double().mean())
 
 
@@ -97,7 +107,16 @@ def run(settings: list[tuple[int, int]], repeats: int) -> list[dict]:
         for way in WAYS:
             if way == ("published" if (samples, length) == LONG else "window"):
                 continue  # the maps of the long text would take 576 GiB; windows are for long texts
-            command = [sys.executable, __file__, "--child", way, str(samples), str(length), "--repeats", str(repeats)]
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                way,
+                str(samples),
+                str(length),
+                "--repeats",
+                str(repeats),
+            ]
             command += ["--threads", str(torch.get_num_threads())]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -120,13 +139,17 @@ def in_turns(name: str, rounds: int) -> dict:
     import sinkutils
 
     model, _ = sinkutils.load_lm(name)
-    ids = torch.randint(0, model.config.vocab_size, (100, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, model.config.vocab_size, (100, 64), generator=torch.Generator().manual_seed(0)
+    )
     ways = {
         "blocks": lambda: model.model(ids, use_cache=False),
         "measure": lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink(),
     }
     with torch.no_grad():
-        taken = [{way: seconds(work) for way, work in ways.items()} for _ in range(rounds + 1)][1:]  # first: warm-up
+        taken = [{way: seconds(work) for way, work in ways.items()} for _ in range(rounds + 1)][
+            1:
+        ]  # first: warm-up
     return {
         "model": name,
         "samples": 100,
@@ -140,11 +163,19 @@ def in_turns(name: str, rounds: int) -> dict:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)")
-    arguments.add_argument("--repeats", type=int, default=3, help="runs of a cell, of which the median is shown")
+    arguments.add_argument(
+        "--long", action="store_true", help="also 1 x 32768 tokens (minutes, some GiB)"
+    )
+    arguments.add_argument(
+        "--repeats", type=int, default=3, help="runs of a cell, of which the median is shown"
+    )
     arguments.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
-    arguments.add_argument("--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns")
-    arguments.add_argument("--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS)
+    arguments.add_argument(
+        "--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns"
+    )
+    arguments.add_argument(
+        "--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS
+    )
     options = arguments.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -53,7 +53,8 @@ def writers(measured: Subject, ids: Tensor, block: int, dimension: int) -> dict[
         "neurons": largest.tolist(),
         "written": written[largest].tolist(),
         "all neurons": written.sum().item(),
-        "h_1 of the two": neurons[:, two] @ weights[:, two].T,  # (B, d), what both write in all dimensions
+        "h_1 of the two": neurons[:, two]
+        @ weights[:, two].T,  # (B, d), what both write in all dimensions
     }
 
 
@@ -70,7 +71,9 @@ def mechanism(measured: Subject) -> dict[str, Any]:
         "T": 64,
         "element": elements.amax(dim=1).tolist(),
         "untouched": numbers(plain),
-        "mean query off": numbers(surgery.edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))),
+        "mean query off": numbers(
+            surgery.edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
+        ),
     }
 
     def scale(dimension: int, factor: float) -> Callable[[Tensor], Tensor]:
@@ -96,10 +99,16 @@ def mechanism(measured: Subject) -> dict[str, Any]:
 
         result[f"block {block + 1}"] = {
             "writers": written,
-            "element halved": numbers(surgery.edit(model, ids, "block", scale(dimension, 0.5), [block])),
-            "element at zero": numbers(surgery.edit(model, ids, "block", scale(dimension, 0.0), [block])),
+            "element halved": numbers(
+                surgery.edit(model, ids, "block", scale(dimension, 0.5), [block])
+            ),
+            "element at zero": numbers(
+                surgery.edit(model, ids, "block", scale(dimension, 0.0), [block])
+            ),
             "bare embedding": numbers(surgery.edit(model, ids, "block", bare, [block])),
-            "bare embedding and two neurons": numbers(surgery.edit(model, ids, "block", pair_alone, [block])),
+            "bare embedding and two neurons": numbers(
+                surgery.edit(model, ids, "block", pair_alone, [block])
+            ),
         }
     return result
 

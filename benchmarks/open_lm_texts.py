@@ -63,7 +63,9 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
         if entry["file"] == QUESTIONS:
             continue
         raw = (folder / entry["file"]).read_bytes()
-        ids = pieces([json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer)
+        ids = pieces(
+            [json.loads(line)["text"] for line in raw.decode("utf-8").splitlines()], tokenizer
+        )
         source = [f"{part['repo']}@{part['commit'][:8]}:{part['path']}" for part in entry["from"]]
         if first == BOS:
             ids = torch.cat([torch.full_like(ids[:, :1], bos_id(tokenizer)), ids[:, :-1]], dim=1)
@@ -71,15 +73,26 @@ def domains(name: str, folder: Path) -> dict[str, Any]:
         digest = hashlib.sha256(raw).hexdigest()
         by[entry["pile_domain"]] = {"sha256": digest, "from": source, first: summary(report)}
         print(name, entry["pile_domain"], [report.sink(eps=eps) for eps in EPSILONS], flush=True)
-    how = {"T": LENGTH, "first": first, "epsilons": list(EPSILONS), "pieces": "drawn from within documents"}
+    how = {
+        "T": LENGTH,
+        "first": first,
+        "epsilons": list(EPSILONS),
+        "pieces": "drawn from within documents",
+    }
     return how | {"by": by}
 
 
 def code_only(source: str) -> str:
     """Python source without comments and docstrings, so that it shares no text with the prose."""
-    comments = (match for match in embedded.COMMENT_OR_STRING.finditer(source) if match.group().startswith("#"))
+    comments = (
+        match
+        for match in embedded.COMMENT_OR_STRING.finditer(source)
+        if match.group().startswith("#")
+    )
     code, end = "", 0
-    for start, next_end in sorted(match.span() for match in (*comments, *embedded.docstring_matches(source))):
+    for start, next_end in sorted(
+        match.span() for match in (*comments, *embedded.docstring_matches(source))
+    ):
         code += source[end:start].rstrip("" if source[start] == "#" else "rRuU")
         end = next_end
     code += source[end:]
@@ -92,7 +105,9 @@ def installed_texts(kind: str) -> list[str]:
         texts = list(embedded.docstrings())
     elif kind == "licences":
         files = [file for name in embedded.DISTRIBUTIONS for file in files_of(name) or ()]
-        texts = [embedded.text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)]
+        texts = [
+            embedded.text_of(Path(str(f.locate()))) for f in files if embedded.LICENCE.match(f.name)
+        ]
     else:
         texts = [embedded.text_of(path) for path in embedded.files_with(*SUFFIXES[kind])]
     texts = [text for text in set(texts) if len(text) >= embedded.MIN_CHARACTERS]
@@ -109,8 +124,12 @@ def installed(name: str) -> dict[str, Any]:
     model, tokenizer = load_lm(name)
     by = {}
     for kind in KINDS:
-        texts = [text for text in installed_texts(kind) if len(encode(tokenizer, text)) >= LENGTH][:PIECES]
-        ids = probe("natural", tokenizer, len(texts), LENGTH, bos=REAL_MODELS[name].bos, texts=texts)
+        texts = [text for text in installed_texts(kind) if len(encode(tokenizer, text)) >= LENGTH][
+            :PIECES
+        ]
+        ids = probe(
+            "natural", tokenizer, len(texts), LENGTH, bos=REAL_MODELS[name].bos, texts=texts
+        )
         by[kind] = summary(measure(model, ids, epsilons=EPSILONS, norms=False))
     return by
 
@@ -126,12 +145,19 @@ def hellaswag(name: str, folder: Path) -> dict[str, Any]:
         (Path(own) / "utils.py").write_bytes((task / "utils.py").read_bytes())
         text = (task / "hellaswag.yaml").read_text(encoding="utf-8")
         local = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    validation: {(folder / QUESTIONS).resolve()}"
-        text = text.replace("dataset_path: Rowan/hellaswag", local).replace("training_split: train\n", "")
+        text = text.replace("dataset_path: Rowan/hellaswag", local).replace(
+            "training_split: train\n", ""
+        )
         (Path(own) / "hellaswag.yaml").write_text(text, encoding="utf-8")
         bos = REAL_MODELS[name].bos
         scores = evaluate(model, tokenizer, "hellaswag", own, bos)
     digest = hashlib.sha256((folder / QUESTIONS).read_bytes()).hexdigest()
-    return scores | {"bos": bos, "computed_in": DTYPE, "split": "validation, 1,000 of its questions", "sha256": digest}
+    return scores | {
+        "bos": bos,
+        "computed_in": DTYPE,
+        "split": "validation, 1,000 of its questions",
+        "sha256": digest,
+    }
 
 
 def main(arguments: list[str]) -> None:

@@ -26,7 +26,16 @@ from sinkutils.plots.report import SAMPLE
 
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TARGETS = (1, 2, 3)
-LENGTHS = {16: 100, 32: 50, 64: 25, 128: 16, 256: 8, 512: 4, 1024: 2, 2048: 1}  # T, and how many texts
+LENGTHS = {
+    16: 100,
+    32: 50,
+    64: 25,
+    128: 16,
+    256: 8,
+    512: 4,
+    1024: 2,
+    2048: 1,
+}  # T, and how many texts
 SAMPLES = 100  # texts of 64 tokens, as in the paper
 FEW = 16  # texts, where a mean over texts hardly moves
 LONG = (20, 512)  # texts and T of streaming
@@ -51,7 +60,9 @@ def add(name: str, section: str, values: Any) -> Path:
     sections = recorded(name) if path.exists() else {}
     sections[section] = _short(values)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(sections.items()))
+    lines = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(sections.items())
+    )
     temporary = path.with_suffix(".tmp")
     temporary.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     temporary.replace(path)
@@ -91,7 +102,9 @@ def about(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
         "model": measured.name,
         "trained_with_bos": usual_first(measured) == BOS,
         "parameters": sum(p.numel() for p in measured.model.parameters()),
-        "versions": {package: version(package).partition("+")[0] for package in ("torch", "transformers")},
+        "versions": {
+            package: version(package).partition("+")[0] for package in ("torch", "transformers")
+        },
         "natural": corpus.identity | {"texts": "first tokens of documents of the probe split"},
     }
     if measured.name not in REAL_MODELS:
@@ -119,17 +132,30 @@ def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
 
 def _measured(
-    measured: Subject, kind: str, n: int, length: int, first: str, texts: list[str] | None = None, **options: Any
+    measured: Subject,
+    kind: str,
+    n: int,
+    length: int,
+    first: str,
+    texts: list[str] | None = None,
+    **options: Any,
 ) -> Report:
     ids = measured.inputs(kind, n, length, first=first, texts=texts)
-    return measured.measure(ids, **{"epsilons": EPSILONS, "norms": False, "bos": first == BOS, **options})
+    return measured.measure(
+        ids, **{"epsilons": EPSILONS, "norms": False, "bos": first == BOS, **options}
+    )
 
 
 def lengths(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Sink_1 over T, natural text with what can stand first; the longer, the fewer texts."""
-    known = {length: min(n, texts) for length, texts in LENGTHS.items() if length <= context(measured)}
+    known = {
+        length: min(n, texts) for length, texts in LENGTHS.items() if length <= context(measured)
+    }
     return {
-        first: {str(T): summary(_measured(measured, "natural", texts, T, first)) for T, texts in known.items()}
+        first: {
+            str(T): summary(_measured(measured, "natural", texts, T, first))
+            for T, texts in known.items()
+        }
         for first in measured.firsts
     }
 
@@ -146,7 +172,9 @@ def angles(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     others[:, 0] = others[0] = False
     result: dict[str, Any] = {"samples": len(ids), "T": length}
     for name in ("cosine", "norm_product"):
-        all_heads = torch.stack([products_of(products[pair])[name].mean(dim=0) for pair in pairs])  # (L * H, T, T)
+        all_heads = torch.stack(
+            [products_of(products[pair])[name].mean(dim=0) for pair in pairs]
+        )  # (L * H, T, T)
         result[name] = {
             "first": all_heads[:, 1:, 0].mean(dim=1).view(layers, heads).tolist(),
             "others": all_heads[:, others].mean(dim=1).view(layers, heads).tolist(),
@@ -170,12 +198,17 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     report = measured.measure(ids, norms=False)
     alpha = report.alpha[0, 0]
     order = alpha.flatten().argsort().tolist()
-    chosen = [divmod(order[round(share * (len(order) - 1))], alpha.shape[1]) for share in (0, 0.5, 0.9, 1)]
+    chosen = [
+        divmod(order[round(share * (len(order) - 1))], alpha.shape[1]) for share in (0, 0.5, 0.9, 1)
+    ]
     pairs = [(report.layers[row], head) for row, head in chosen]
     whole = measured.measure(ids, norms=False, heads=pairs).kept
     heads = [
         {"layer": layer, "head": head, "alpha_1": float(alpha[row, head])}
-        | {key: _lower(({"rows": kept.map} | products_of(kept))[key], digits) for key, digits in DIGITS.items()}
+        | {
+            key: _lower(({"rows": kept.map} | products_of(kept))[key], digits)
+            for key, digits in DIGITS.items()
+        }
         for (row, _), (layer, head) in zip(chosen, pairs, strict=True)
         for kept in [whole[layer, head]]
     ]
@@ -185,7 +218,9 @@ def maps(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
 
 def _lower(values: torch.Tensor, digits: int) -> list[list[float]]:
     """What a causal mask leaves of the first sample's map, row by row."""
-    return [[round(value, digits) for value in row[: i + 1]] for i, row in enumerate(values[0].tolist())]
+    return [
+        [round(value, digits) for value in row[: i + 1]] for i, row in enumerate(values[0].tolist())
+    ]
 
 
 def elements(measured: Subject, ids: torch.Tensor) -> torch.Tensor:
@@ -208,7 +243,9 @@ def first_token(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
         cached = measured.model(ids, use_cache=True).past_key_values
         near = {}
         for name, position in (("cosine_k_1_to_mean", 1), ("cosine_k_middle_to_mean", length // 2)):
-            keys = torch.stack([layer.keys[:, :, position - 1] for layer in cached.layers])  # (L, n, H_kv, D)
+            keys = torch.stack(
+                [layer.keys[:, :, position - 1] for layer in cached.layers]
+            )  # (L, n, H_kv, D)
             cosines = torch.cosine_similarity(keys, keys.mean(dim=1, keepdim=True), dim=-1)
             near[name] = cosines.mean(dim=(1, 2)).tolist()
         result[first] = {"dimensions": dimensions.tolist(), "over_median": values.tolist()} | near
@@ -237,16 +274,22 @@ def operations(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
         "T": 64,
         "first": first,
         "untouched": numbers(surgery.untouched(model, ids)),
-        "plain": numbers(surgery.untouched(model, plain)),  # without a BOS, what a transplant puts k* and v* before
+        "plain": numbers(
+            surgery.untouched(model, plain)
+        ),  # without a BOS, what a transplant puts k* and v* before
         "transplant": numbers(surgery.transplant(model, plain, donors)),
         "transplant, v* = 0 from layer": {
             str(layer): numbers(surgery.transplant(model, plain, donors, zero_values_from=layer))
             for layer in (0, layers // 4, layers // 2)
         },
         "hide": numbers(surgery.hide(model, ids)),
-        "set back 3 dimensions after block": {str(b): numbers(surgery.set_back(model, ids, b)) for b in blocks},
+        "set back 3 dimensions after block": {
+            str(b): numbers(surgery.set_back(model, ids, b)) for b in blocks
+        },
         "rounded to bits": {
-            str(bits): [rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)]
+            str(bits): [
+                rounded(model, ids, bits, first_exact=exact).loss for exact in (False, True)
+            ]
             for bits in (8, 6, 5, 4, 3)
         },
     }
@@ -281,9 +324,14 @@ def streaming(measured: Subject, samples: int) -> dict[str, Any]:
     first = usual_first(measured)
     ids = measured.inputs("natural", *LONG, first=first)
     after = 2 * STREAMS[0][0]
-    windows = {f"{window} + {sinks}": surgery.stream(measured.model, ids, window, sinks) for window, sinks in STREAMS}
+    windows = {
+        f"{window} + {sinks}": surgery.stream(measured.model, ids, window, sinks)
+        for window, sinks in STREAMS
+    }
     windows["full"] = surgery.untouched(measured.model, ids)
-    losses = {name: outcome.losses[:, after:].mean(dim=1).tolist() for name, outcome in windows.items()}
+    losses = {
+        name: outcome.losses[:, after:].mean(dim=1).tolist() for name, outcome in windows.items()
+    }
     return {"samples": LONG[0], "T": LONG[1], "after": after, "first": first, "loss": losses}
 
 
@@ -296,13 +344,16 @@ def moved(measured: Subject, samples: int) -> dict[str, Any]:
     for position in TARGETS:
         there = ids.clone()
         there[:, position - 1] = bos_id(measured.tokenizer)
-        alpha = measured.measure(there, targets=(1, position), norms=False).alpha.mean(dim=(0, 3))  # (targets, L)
+        alpha = measured.measure(there, targets=(1, position), norms=False).alpha.mean(
+            dim=(0, 3)
+        )  # (targets, L)
         alphas[str(position)] = {"first": alpha[0].tolist(), "bos": alpha[-1].tolist()}
     return {"samples": len(ids), "T": ids.shape[1], "alpha": alphas}
 
 
 SECTIONS = {
-    make.__name__: make for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
+    make.__name__: make
+    for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
 }
 
 

@@ -62,10 +62,16 @@ def run(capability: str, threads: int, only: list[str], scratch: Path) -> dict[s
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--capability", nargs="+", choices=CAPABILITIES, default=list(CAPABILITIES))
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--capability", nargs="+", choices=CAPABILITIES, default=list(CAPABILITIES)
+    )
     options.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    options.add_argument("--only", nargs="+", default=["tests/unit", *PAGES], help="files or patterns")
+    options.add_argument(
+        "--only", nargs="+", default=["tests/unit", *PAGES], help="files or patterns"
+    )
     args = options.parse_args()
     failed = 0
     for capability in args.capability:

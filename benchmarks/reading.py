@@ -21,7 +21,8 @@ RECORDS = 135
 TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 WAYS = {
     "import sinkutils, after torch": "import torch; " + TIMED.format("import sinkutils"),
-    "claims('laptop')": "import sinkutils as su, torch, pandas, transformers; " + TIMED.format("su.claims('laptop')"),
+    "claims('laptop')": "import sinkutils as su, torch, pandas, transformers; "
+    + TIMED.format("su.claims('laptop')"),
     "open a tokenised text again": "import sinkutils as su; su.load_corpus('docstrings', 1024); "
     + TIMED.format("su.load_corpus('docstrings', 1024).tokens('train')"),
 }
@@ -29,9 +30,16 @@ WAYS = {
 
 def seconds(code: str, checkout: Path, home: Path | None) -> float:
     """The best of three fresh processes that run `code` on the package of `checkout`."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout), **({"SINKUTILS_HOME": str(home)} if home else {})}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        **({"SINKUTILS_HOME": str(home)} if home else {}),
+    }
     command = [sys.executable, "-W", "ignore", "-c", code]
-    runs = (subprocess.run(command, env=environment, cwd=checkout, check=True, capture_output=True) for _ in range(3))
+    runs = (
+        subprocess.run(command, env=environment, cwd=checkout, check=True, capture_output=True)
+        for _ in range(3)
+    )
     return min(float(run.stdout.split()[-1]) for run in runs)
 
 
@@ -42,8 +50,12 @@ def copies(home: Path) -> int:
     from sinkutils.study.grid import config, resolve
     from sinkutils.study.record import read_record, record_folder, write_record
 
-    like = read_record(next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json"))))
-    names = [e.name for e in EXPERIMENTS if "laptop" in e.presets and resolve(e.name, "laptop") == e.name]
+    like = read_record(
+        next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json")))
+    )
+    names = [
+        e.name for e in EXPERIMENTS if "laptop" in e.presets and resolve(e.name, "laptop") == e.name
+    ]
     plan = [(name, seed) for seed in range(3) for name in names][:RECORDS]
     for name, seed in plan:
         run = dataclasses.replace(config(name, "laptop"), seed=seed)
@@ -61,7 +73,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         count = copies(Path(folder))
         for way, code in WAYS.items():
-            row = {"what": way, "records": count, "now": round(seconds(code, ROOT, Path(folder)), 3)}
+            row = {
+                "what": way,
+                "records": count,
+                "now": round(seconds(code, ROOT, Path(folder)), 3),
+            }
             if options.before:
                 row["before"] = round(seconds(code, options.before, None), 3)
             rows.append(row)

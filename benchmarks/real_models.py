@@ -50,7 +50,9 @@ def _of_probes(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
     probes = sections["probes"]
     reports = {"natural": probes["natural"][_usual(sections)]}
     reports |= {"random": probes["random"]["text"], "repeated": probes["repeat"]["text"]}
-    numbers = {f"sink_{kind}": tuple(report["interval"]["1"][EPSILON]) for kind, report in reports.items()}
+    numbers = {
+        f"sink_{kind}": tuple(report["interval"]["1"][EPSILON]) for kind, report in reports.items()
+    }
     # The least norm of a repeated token over that of natural text's later tokens, in the block where it is largest.
     repeated = np.min(reports["repeated"]["hidden_norms"][:-1], axis=1)
     natural = np.array(probes["natural"]["text"]["hidden_norms"][:-1])[:, 1:].mean(axis=1)
@@ -69,7 +71,9 @@ def _of_lengths_and_domains(sections: dict[str, Any]) -> dict[str, tuple[float, 
     by_domain = np.array([reports[_usual(sections)]["sink"]["1"][EPSILON] for reports in domains])
     return {
         "rank_with_length": _once(np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]),
-        "left_at_large_eps": _once(left["0.4"] - left["0.2"]),  # shares of Sink_1 that are left at the largest T
+        "left_at_large_eps": _once(
+            left["0.4"] - left["0.2"]
+        ),  # shares of Sink_1 that are left at the largest T
         "domain_deviation": _once(abs(by_domain - by_domain.mean()).max()),  # points
     }
 
@@ -84,7 +88,10 @@ def _of_heads(sections: dict[str, Any]) -> dict[str, tuple[float, float]]:
         numbers[f"{name}_norm"] = _once(norm_ratio([report[f"{name}_norms"][block]])[0])
     strong = alpha > float(EPSILON)
     for name in ("cosine", "norm_product"):
-        first, others = (np.array(sections["angles"][name][which])[strong].mean() for which in ("first", "others"))
+        first, others = (
+            np.array(sections["angles"][name][which])[strong].mean()
+            for which in ("first", "others")
+        )
         numbers[f"{name}_difference"] = _once(first - others)
     quarter = len(alpha) // 4
     numbers["later_less_first"] = _once(alpha[quarter:].mean() - alpha[:quarter].mean())

@@ -40,7 +40,9 @@ def encode(measured: Subject, text: str) -> list[int]:
     return measured.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompt(measured: Subject, filler: list[int], depth: float, generator: random.Random) -> tuple[list[int], int, int]:
+def prompt(
+    measured: Subject, filler: list[int], depth: float, generator: random.Random
+) -> tuple[list[int], int, int]:
     """A text of docstrings with a needle, a question and its answer, as long as the filler; and how
     many tokens the question and the answer have.
     """

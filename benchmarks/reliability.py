@@ -60,7 +60,15 @@ class Sweeps:
     def start(self, name: str) -> subprocess.Popen:
         """Start `python -m sinkutils sweep`, the leader of a process group of its own."""
         options = f"--preset {self.preset} --jobs {self.jobs} --engine {self.engine} --seeds 0 --checkpoint-seconds 0"
-        command = [sys.executable, "-m", "sinkutils", "sweep", *options.split(), "--runs", str(self.runs(name))]
+        command = [
+            sys.executable,
+            "-m",
+            "sinkutils",
+            "sweep",
+            *options.split(),
+            "--runs",
+            str(self.runs(name)),
+        ]
         command += ["--only", *self.only]
         environment = dict(os.environ)
         if self.own_text:
@@ -69,7 +77,9 @@ class Sweeps:
         self.runs(name).mkdir(parents=True, exist_ok=True)
         with self.log(name).open("ab") as log:
             streams = {"stdout": log, "stderr": log}
-            return subprocess.Popen(command, cwd=self.checkout, env=environment, start_new_session=True, **streams)
+            return subprocess.Popen(
+                command, cwd=self.checkout, env=environment, start_new_session=True, **streams
+            )
 
     def finish(self, name: str) -> float:
         """Run one sweep to its end; returns the seconds. Raises RuntimeError with its output if it failed."""
@@ -95,7 +105,9 @@ class Sweeps:
         if not folder.exists():
             new = Path(tempfile.mkdtemp(dir=self.folder))
             for index in range(400):
-                (new / f"{index}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randint(100, 300))))
+                (new / f"{index}.txt").write_text(
+                    " ".join(rng.choices(WORDS, k=rng.randint(100, 300)))
+                )
             new.rename(folder)
         return folder
 
@@ -105,17 +117,27 @@ class Sweeps:
         for one in self.only:
             for folder in self.records(name).glob(f"{one}/0"):
                 read_record(folder)
-                found[one] = ((folder / "config.json").read_bytes(), (folder / "metrics.json").read_bytes())
+                found[one] = (
+                    (folder / "config.json").read_bytes(),
+                    (folder / "metrics.json").read_bytes(),
+                )
         return found
 
     def trainings(self, name: str) -> dict[str, int]:
         """How often each run was begun: every training shows a progress bar, which the log of the run keeps."""
         logs = {one: self.runs(name) / "logs" / self.preset / f"{one}-0.log" for one in self.only}
-        return {one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", log.read_text())) for one, log in logs.items()}
+        return {
+            one: len(re.findall(r"\| +\d+/\d+ \[00:00<\?", log.read_text()))
+            for one, log in logs.items()
+        }
 
 
 def kill_at_random(
-    sweeps: Sweeps, expected: dict[str, tuple[bytes, bytes]], seconds: float, kills: int, seed: int = 0
+    sweeps: Sweeps,
+    expected: dict[str, tuple[bytes, bytes]],
+    seconds: float,
+    kills: int,
+    seed: int = 0,
 ) -> dict:
     """Kill sweeps of `seconds` at random instants and start them again, until they have been killed that often.
 
@@ -129,24 +151,38 @@ def kill_at_random(
         name, before = f"killed-{rounds}", {}
         while len(before) < len(expected):
             starts += 1
-            assert starts <= 20 * kills + 20, f"after {rounds} rounds and {hit.total()} kills {name} is not complete"
+            assert starts <= 20 * kills + 20, (
+                f"after {rounds} rounds and {hit.total()} kills {name} is not complete"
+            )
             began, process = time.time(), sweeps.start(name)
-            if hit.total() < kills and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+            if hit.total() < kills and wait_for_an_instant(
+                process, sweeps.runs(name), seconds, rng
+            ):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 hit[what_was_hit(sweeps.records(name), began)] += 1
             else:
                 process.wait()
-                seconds = max(time.time() - began, seconds / 2)  # what else runs on the machine changes with time
+                seconds = max(
+                    time.time() - began, seconds / 2
+                )  # what else runs on the machine changes with time
             after = sweeps.results(name)
-            assert before.items() <= after.items(), f"a record was lost or changed: {set(before) - set(after)}"
-            assert after.items() <= expected.items(), f"other results: {[k for k in after if after[k] != expected[k]]}"
+            assert before.items() <= after.items(), (
+                f"a record was lost or changed: {set(before) - set(after)}"
+            )
+            assert after.items() <= expected.items(), (
+                f"other results: {[k for k in after if after[k] != expected[k]]}"
+            )
             before = after
     return {"kills": kills, "rounds": rounds, "records": rounds * len(expected), "hit": dict(hit)}
 
 
 def stop_at_random(
-    sweeps: Sweeps, expected: dict[str, tuple[bytes, bytes]], seconds: float, stops: int, seed: int = 0
+    sweeps: Sweeps,
+    expected: dict[str, tuple[bytes, bytes]],
+    seconds: float,
+    stops: int,
+    seed: int = 0,
 ) -> dict:
     """Signal the process of a sweep alone at random instants, and start the sweep again, until it was so often.
 
@@ -161,7 +197,9 @@ def stop_at_random(
         while sweeps.results(name).keys() < expected.keys():
             process = sweeps.start(name)
             number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
-            if told.total() < stops and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+            if told.total() < stops and wait_for_an_instant(
+                process, sweeps.runs(name), seconds, rng
+            ):
                 process.send_signal(number)
                 status = process.wait(timeout=60)
                 if status in (0, 1):  # it ended by itself before the signal came
@@ -190,7 +228,9 @@ def group_of(leader: int) -> list[str]:
     return members
 
 
-def wait_for_an_instant(process: subprocess.Popen, runs: Path, seconds: float, rng: random.Random) -> bool:
+def wait_for_an_instant(
+    process: subprocess.Popen, runs: Path, seconds: float, rng: random.Random
+) -> bool:
     """Wait until a random instant, or until a little after a random change to the files, when most is at stake.
 
     False if the sweep ended before that.
@@ -276,7 +316,9 @@ def places(values: object, path: tuple = ()) -> Iterator[tuple]:
 def with_digests(folder: Path) -> None:
     """Make the digests of a record those of the files that are there."""
     names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    lines = [
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    ]
     own = hashlib.sha256("".join(lines).encode()).hexdigest()
     (folder / "SHA256SUMS").write_text("".join(lines) + f"{own}  SHA256SUMS\n")
 
@@ -328,7 +370,13 @@ def inputs(cases: int) -> dict[str, dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
         environment = {**os.environ, "SINKUTILS_CASES": str(cases), "SINKUTILS_COUNTS": str(counts)}
-        command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "property" / "test_inputs.py")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            str(ROOT / "tests" / "property" / "test_inputs.py"),
+        ]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         return json.loads(counts.read_text())
 
@@ -359,7 +407,10 @@ def main() -> None:
     arguments.add_argument("--efficiency", action="store_true")
     arguments.add_argument("--preset", default="laptop", help="of --efficiency")
     arguments.add_argument(
-        "--only", nargs="+", default=["fixed_1", "k_bias", "kv_bias", "v_bias"], help="of --efficiency"
+        "--only",
+        nargs="+",
+        default=["fixed_1", "k_bias", "kv_bias", "v_bias"],
+        help="of --efficiency",
     )
     options = arguments.parse_args()
     made: dict[str, dict] = {}
@@ -381,7 +432,10 @@ def main() -> None:
                 made["stops"] = stop_at_random(sweeps, expected, seconds, options.stops)
             if options.kills:
                 twice = two_at_once(sweeps)
-                made["twice"] = {"runs": len(twice), "trained_once": sum(n == 1 for n in twice.values())}
+                made["twice"] = {
+                    "runs": len(twice),
+                    "trained_once": sum(n == 1 for n in twice.values()),
+                }
                 made["kills"] = kill_at_random(sweeps, expected, seconds, options.kills)
         if options.cases:
             made["inputs"] = inputs(options.cases)

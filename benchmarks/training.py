@@ -21,7 +21,11 @@ from bench import keep, matmul_peak, parser, seconds, show
 from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.training.run import next_token_loss, usable_precision
 
-SHAPES = {64: (4, 64, 32), 128: (6, 128, 16), 256: (6, 256, 8)}  # d: (layers, context, sequences a step)
+SHAPES = {
+    64: (4, 64, 32),
+    128: (6, 128, 16),
+    256: (6, 256, 8),
+}  # d: (layers, context, sequences a step)
 HEADS, VOCAB = 4, 1024
 
 
@@ -41,7 +45,10 @@ def peers(size: int, compiled: bool, precisions: Iterable[str]) -> dict[str, Cal
         attn_implementation="sdpa",
     )
     ours = LMConfig(**common, num_layers=layers, num_heads=HEADS, context_length=context)
-    ids, chunks = torch.randint(0, VOCAB, (batch, context)), torch.randint(0, VOCAB, (batch, context + 1))
+    ids, chunks = (
+        torch.randint(0, VOCAB, (batch, context)),
+        torch.randint(0, VOCAB, (batch, context + 1)),
+    )
     llama = LlamaForCausalLM(theirs)
     steps = {"llama fp32": _step(llama, lambda: llama(input_ids=ids, labels=ids).loss)}
     ways = ["ours", "ours compiled"] if compiled else ["ours"]
@@ -76,7 +83,15 @@ def before(checkout: Path, size: int) -> int:
     """Tokens/s of the compiled bf16 step of an earlier commit, by its own benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows.json"
-        command = [sys.executable, "benchmarks/training.py", "--compile", "--sizes", str(size), "--json", str(table)]
+        command = [
+            sys.executable,
+            "benchmarks/training.py",
+            "--compile",
+            "--sizes",
+            str(size),
+            "--json",
+            str(table),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
         rows = json.loads(table.read_text(encoding="utf-8"))["rows"]
@@ -85,17 +100,28 @@ def before(checkout: Path, size: int) -> int:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    arguments.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES)
+    )
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=10, help="steps a round")
-    arguments.add_argument("--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)")
-    arguments.add_argument("--before", type=Path, help="a checkout of an earlier commit; implies --compile")
+    arguments.add_argument(
+        "--compile", action="store_true", help="also ours with torch.compile (needs a C++ compiler)"
+    )
+    arguments.add_argument(
+        "--before", type=Path, help="a checkout of an earlier commit; implies --compile"
+    )
     options = arguments.parse_args()
     torch.set_num_threads(1)
     peaks = {"fp32": matmul_peak(torch.float32)}
-    if usable_precision("bf16", torch.device("cpu")) == "bf16":  # emulated, a step would take minutes
+    if (
+        usable_precision("bf16", torch.device("cpu")) == "bf16"
+    ):  # emulated, a step would take minutes
         peaks["bf16"] = matmul_peak(torch.bfloat16)
-    print("matmul peak, one thread, GFLOP/s:", {name: round(peak / 1e9) for name, peak in peaks.items()})
+    print(
+        "matmul peak, one thread, GFLOP/s:",
+        {name: round(peak / 1e9) for name, peak in peaks.items()},
+    )
     rows = []
     for size in options.sizes:
         layers, context, batch = SHAPES[size]

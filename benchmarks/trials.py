@@ -28,7 +28,9 @@ def window_first(own: Subject) -> dict[str, float]:
     shape: Any = own.model.config
     window = shape.attention.window
     heads = [(layer, head) for layer in range(shape.num_layers) for head in range(shape.num_heads)]
-    report = own.measure(own.inputs("random", SEQUENCES, shape.context_length), norms=False, heads=heads)
+    report = own.measure(
+        own.inputs("random", SEQUENCES, shape.context_length), norms=False, heads=heads
+    )
     maps = torch.stack([kept.map for kept in report.kept.values()])
     first = maps.diagonal(offset=1 - window, dim1=-2, dim2=-1)[..., 1:]
     return {"window_first": float((first.mean() - 1 / window) / (1 - 1 / window))}
@@ -53,24 +55,35 @@ def sink_token_norm(model: TransformerLM, ids: torch.Tensor) -> float:
 def star_hidden(own: Subject) -> dict[str, float]:
     """That norm over the untrained model's, where x* stands out a little too because it sees only itself."""
     ids = own.inputs("random", SEQUENCES, own.length)
-    trained, untrained = (sink_token_norm(model, ids) for model in (own.model, TransformerLM(own.model.config)))
+    trained, untrained = (
+        sink_token_norm(model, ids) for model in (own.model, TransformerLM(own.model.config))
+    )
     return {"star_hidden": trained / max(1.0, untrained)}
 
 
 def without_bias(own: Subject) -> dict[str, float]:
     """Excess of alpha_1, and the loss that is added in nats per token, once the trained biases are taken away."""
     shape: Any = own.model.config
-    plain = TransformerLM(dataclasses.replace(shape, attention=dataclasses.replace(shape.attention, bias="none")))
+    plain = TransformerLM(
+        dataclasses.replace(shape, attention=dataclasses.replace(shape.attention, bias="none"))
+    )
     plain.load_state_dict(own.model.state_dict(), strict=False)
     ids = own.inputs("natural", SEQUENCES, own.length)
     losses = []
     with torch.no_grad():
         for model in (plain.eval(), own.model):
-            losses.append(float(F.cross_entropy(model(ids)[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())))
+            losses.append(
+                float(
+                    F.cross_entropy(model(ids)[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+                )
+            )
     report = dataclasses.replace(own, model=plain).measure(ids, norms=False)
     # In blocks 2 to L, as the ledger's excess is.
     alpha, uniform = np.asarray(report.alpha[:, 0, 1:]), np.mean(1 / np.arange(1, own.length + 1))
-    return {"without_bias": float((alpha.mean() - uniform) / (1 - uniform)), "loss_without_bias": losses[0] - losses[1]}
+    return {
+        "without_bias": float((alpha.mean() - uniform) / (1 - uniform)),
+        "loss_without_bias": losses[0] - losses[1],
+    }
 
 
 TRIALS = {"window_1_4": window_first, "sink_token_default": star_hidden, "k_bias": without_bias}
@@ -85,11 +98,15 @@ def main(preset: str = "laptop") -> None:
     for record in Runs().entries(preset):
         if record.experiment not in TRIALS or record.weights is None:
             continue
-        for quantity, value in TRIALS[record.experiment](subject(str(record.folder), "cpu")).items():
+        for quantity, value in TRIALS[record.experiment](
+            subject(str(record.folder), "cpu")
+        ).items():
             row = {"preset": preset, "experiment": record.experiment, "seed": str(record.seed)}
             rows.append(row | {"quantity": quantity, "value": f"{value:.6g}"})
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["preset", "experiment", "seed", "quantity", "value"], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, ["preset", "experiment", "seed", "quantity", "value"], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(rows)
 

@@ -38,14 +38,18 @@ def hashes(folder: Path, more: list[str]) -> dict[str, object]:
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, "--editable", f"{ROOT}[text]", *more], check=True)
-    out = subprocess.run([python, "-c", HASHES], check=True, capture_output=True, text=True, cwd=folder)
+    out = subprocess.run(
+        [python, "-c", HASHES], check=True, capture_output=True, text=True, cwd=folder
+    )
     return json.loads(out.stdout)
 
 
 def main() -> int:
     options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        plain, more = (hashes(Path(folder, name), extra) for name, extra in (("plain", []), ("more", TEN_MORE)))
+        plain, more = (
+            hashes(Path(folder, name), extra) for name, extra in (("plain", []), ("more", TEN_MORE))
+        )
     for name in plain:
         print(f"{'same' if plain[name] == more[name] else 'DIFFERENT'}: {name} {plain[name]}")
     keep(options.json, {"plain": plain, "more": more})

@@ -16,6 +16,8 @@ html_title = project
 html_static_path = ["static"]
 html_css_files = ["book.css"]
 html_use_index = False
-html_show_search_summary = False  # it would fetch the pages found, which a browser refuses to a file
+html_show_search_summary = (
+    False  # it would fetch the pages found, which a browser refuses to a file
+)
 html_context = {"default_mode": "auto"}
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}

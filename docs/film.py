@@ -24,14 +24,22 @@ heads = range(1, 1 + curves["fixed_1"].shape[-1])
 figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.1), sharey=True, layout="constrained")
 for ax, title in ((left, "softmax attention"), (right, "each head has a key of its own")):
     ax.axhline(0.3, color="#222222", linewidth=1, linestyle="--")
-    ax.axvline(4.5, color="#c8c8c8"), ax.axvline(8.5, color="#c8c8c8"), ax.axvline(12.5, color="#c8c8c8")
+    (
+        ax.axvline(4.5, color="#c8c8c8"),
+        ax.axvline(8.5, color="#c8c8c8"),
+        ax.axvline(12.5, color="#c8c8c8"),
+    )
     ax.set(title=title, xlim=(0, 17), ylim=(-0.03, 1.03), xticks=[2.5, 6.5, 10.5, 14.5])
     ax.set_xticklabels([f"block {block}" for block in (1, 2, 3, 4)])
     ax.grid(False)
 left.set_ylabel("share of attention")
 base = left.plot(heads, curves["fixed_1"][0, 0], "o", color=colors["first"])[0]
-first = right.plot(heads, curves["k_bias"][0, 0], "o", color=colors["first"], label="to the first token")[0]
-star = right.plot(heads, curves["k_bias"][0, -1], "D", color=colors["star"], label="to the key of its own")[0]
+first = right.plot(
+    heads, curves["k_bias"][0, 0], "o", color=colors["first"], label="to the first token"
+)[0]
+star = right.plot(
+    heads, curves["k_bias"][0, -1], "D", color=colors["star"], label="to the key of its own"
+)[0]
 right.legend(loc="upper left", fontsize=8)
 clock = figure.suptitle(" ")
 

@@ -87,7 +87,9 @@ def slides_of(part: dict[str, Any], start: int) -> list[str]:
     for id, question in part["slides"].items():
         body = shown(cells[places[id]]) if id in places else None
         if body is None:
-            raise SystemExit(f"docs/slides.yaml: {part['page']} has no picture or table in a cell {id}")
+            raise SystemExit(
+                f"docs/slides.yaml: {part['page']} has no picture or table in a cell {id}"
+            )
         # The text that follows a picture; of a text cell, what it says beside its table.
         start_of_notes = places[id] if cells[places[id]].cell_type == "markdown" else places[id] + 1
         notes = next(cell.source for cell in cells[start_of_notes:] if cell.cell_type == "markdown")

@@ -31,14 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Of a process that is told to stop it is 130 (INT) or 143 (TERM), as shells have it.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal without UTF-8 shows ? for what it cannot show
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # a terminal without UTF-8 shows ? for what it cannot show
             stream.reconfigure(errors="replace")
     options = parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, terminated)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = lambda message, *_: print(f"sinkutils: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_: print(
+                f"sinkutils: {message}", file=sys.stderr
+            )
             status = options.function(options)
             sys.stdout.flush()
             return status or 0
@@ -47,13 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt as stop:
         goes_on = options.command in ("train", "sweep")
-        print("sinkutils: stopped" + goes_on * "; run the same command again to go on", file=sys.stderr)
+        print(
+            "sinkutils: stopped" + goes_on * "; run the same command again to go on",
+            file=sys.stderr,
+        )
         return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except Exception as error:
         kind = type(error).__name__
         if not isinstance(error, EXPECTED) and kind not in BY_NAME:
             raise
-        extra = "; an extra brings it, such as sinkutils[notebooks] or [hub]" if kind == "ModuleNotFoundError" else ""
+        extra = (
+            "; an extra brings it, such as sinkutils[notebooks] or [hub]"
+            if kind == "ModuleNotFoundError"
+            else ""
+        )
         print("sinkutils:", (" ".join(str(error).split()) or kind) + extra, file=sys.stderr)
         return LOCKED if kind == "RunLocked" else WRONG
     finally:

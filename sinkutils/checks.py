@@ -46,7 +46,10 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
     """One of the names allowed."""
-    require(isinstance(value, str) and value in allowed, f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+    require(
+        isinstance(value, str) and value in allowed,
+        f"{name} must be one of {', '.join(allowed)}; got {value!r}",
+    )
 
 
 def instance(name: str, value: Any, kind: type) -> None:
@@ -116,5 +119,7 @@ def device(name: str | torch.device | None) -> torch.device:
     require(target.type in ("cpu", "cuda", "mps", "xpu"), wanted)
     if target.type != "cpu":
         count = torch.get_device_module(target).device_count()
-        require((target.index or 0) < count, f"{wanted}, but PyTorch sees {count} of that kind here")
+        require(
+            (target.index or 0) < count, f"{wanted}, but PyTorch sees {count} of that kind here"
+        )
     return target

@@ -42,7 +42,9 @@ def given(options: argparse.Namespace, *names: str) -> dict:
 
 def parser() -> argparse.ArgumentParser:
     """All commands with their options and their help."""
-    top = Parser(prog="python -m sinkutils", description="See, measure and re-train attention sinks.")
+    top = Parser(
+        prog="python -m sinkutils", description="See, measure and re-train attention sinks."
+    )
     top.add_argument("--version", action="version", version=f"sinkutils {__version__}")
     commands = top.add_subparsers(dest="command", required=True)
     for name, (function, add_options) in COMMANDS.items():
@@ -66,7 +68,9 @@ def add_records(command: Parser) -> None:
 
 def add_training(command: Parser) -> None:
     add_study(command)
-    command.add_argument("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
+    command.add_argument(
+        "--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own"
+    )
     where = "cpu, cuda, mps (default: cuda if there is one; of a sweep: what the preset is for)"
     command.add_argument("--device", help=where)
     often = "how often a run is saved (default: 20)"
@@ -93,7 +97,9 @@ def add_size(command: Parser) -> None:
 
 def list_options(command: Parser) -> None:
     add_study(command)
-    command.add_argument("--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers")
+    command.add_argument(
+        "--section", help="only this section: 4, 5, 6, 7, C, D, or 8 for later papers"
+    )
 
 
 def list_command(options: argparse.Namespace) -> None:
@@ -114,7 +120,11 @@ def list_command(options: argparse.Namespace) -> None:
     for row in rows:
         known = "-" if row.name in refused else seeds[resolve(row.name, options.preset)]
         line = f"{row.name:<26}{row.item:<17}{row.paper.get('sink_1', ''):>12}  {known:>5}  "
-        print(textwrap.fill(line + row.title, max(width, len(line) + 24), subsequent_indent=" " * len(line)))
+        print(
+            textwrap.fill(
+                line + row.title, max(width, len(line) + 24), subsequent_indent=" " * len(line)
+            )
+        )
     print(f"seeds recorded at {options.preset}; -: not available there")
     for status in ("stale", "corrupt"):
         if statuses[status]:
@@ -154,18 +164,24 @@ def train_command(options: argparse.Namespace) -> None:
         return
     final = record.metrics["final"]
     star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
-    print(f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, validation loss {final['valid_loss']:.3f}")
+    print(
+        f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, validation loss {final['valid_loss']:.3f}"
+    )
 
 
 def sweep_options(command: Parser) -> None:
     add_training(command)
-    command.add_argument("--jobs", type=count, default=1, help="workers, one thread each (default: 1)")
+    command.add_argument(
+        "--jobs", type=count, default=1, help="workers, one thread each (default: 1)"
+    )
     seeds = "only these seeds (default: those of the study's plan)"
     command.add_argument("--seeds", type=int, nargs="+", help=seeds)
     command.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
     engines = ("local", "slurm", "ray")
     where = "where runs go (default: local)"
-    command.add_argument("--engine", dest="engine_name", default="local", choices=engines, help=where)
+    command.add_argument(
+        "--engine", dest="engine_name", default="local", choices=engines, help=where
+    )
     plan = "print what would run, and about how long it takes"
     command.add_argument("--dry-run", action="store_true", help=plan)
 
@@ -177,9 +193,13 @@ def sweep_command(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan = estimate(options.preset, **given(options, "seeds", "only", "runs", "corpus"))
         for run, seconds in plan:
-            print(f"{run.experiment:<28} seed {run.seed}  about {timedelta(seconds=round(seconds))}")
+            print(
+                f"{run.experiment:<28} seed {run.seed}  about {timedelta(seconds=round(seconds))}"
+            )
         total = timedelta(seconds=round(sum(seconds for _, seconds in plan) / options.jobs))
-        print(f"{len(plan)} runs are missing, about {total} (hours:minutes:seconds) with --jobs {options.jobs}")
+        print(
+            f"{len(plan)} runs are missing, about {total} (hours:minutes:seconds) with --jobs {options.jobs}"
+        )
         return 0
     where = given(options, "runs", "corpus", "jobs", "device", "engine_name", "checkpoint_seconds")
     outcomes = sweep(options.preset, **given(options, "seeds", "only"), **where)
@@ -203,8 +223,12 @@ def claims_command(options: argparse.Namespace) -> None:
     for row in ledger.to_dict("records"):
         lines.append(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
         if options.long:
-            lines += [f"{'':<15} {name}: {row[name]}" for name in ("paper", "ours", "remark") if row[name]]
-    summary = ", ".join(f"{n} {verdict}" for verdict, n in ledger.verdict.value_counts().sort_index().items())
+            lines += [
+                f"{'':<15} {name}: {row[name]}" for name in ("paper", "ours", "remark") if row[name]
+            ]
+    summary = ", ".join(
+        f"{n} {verdict}" for verdict, n in ledger.verdict.value_counts().sort_index().items()
+    )
     lines.append(f"{len(ledger)} claims at {options.preset}: {summary}")
     for line in lines:
         print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 16))
@@ -229,7 +253,9 @@ def measure_options(command: Parser) -> None:
     positions = "positions, counted from 1 (default: 1)"
     command.add_argument("--targets", type=int, nargs="+", default=[1], help=positions)
     thresholds = "thresholds (default: 0.3)"
-    command.add_argument("--eps", dest="epsilons", type=float, nargs="+", default=[0.3], help=thresholds)
+    command.add_argument(
+        "--eps", dest="epsilons", type=float, nargs="+", default=[0.3], help=thresholds
+    )
     command.add_argument("--bos", action="store_true", help="put a BOS first (the paper does not)")
     command.add_argument("--seed", type=int, default=0, help="(default: 0)")
     size = "sequences per forward pass (default: by their length)"
@@ -259,7 +285,9 @@ def measure_command(options: argparse.Namespace) -> None:
         for kind in options.probe if texts is None else (None,):
             # A record whose training fixed a token is measured with that token.
             for first in (BOS,) if options.bos else measured.shown:
-                ids = measured.inputs(kind, options.n, options.length, options.seed, first=first, texts=texts)
+                ids = measured.inputs(
+                    kind, options.n, options.length, options.seed, first=first, texts=texts
+                )
                 what = kind or options.text.name
                 report = measured.measure(ids, **asked)
                 report.name = f"{name}, {what}, {first} first"
@@ -323,7 +351,11 @@ def models_command(options: argparse.Namespace) -> None:
         install(name)
     for name, model in REAL_MODELS.items():
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
-        print("  installed" if folder_of(name).exists() else f"  not installed, {model.megabytes} MB to download")
+        print(
+            "  installed"
+            if folder_of(name).exists()
+            else f"  not installed, {model.megabytes} MB to download"
+        )
         print(f"  package         {model.pins[0]}\n  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
 
@@ -333,7 +365,9 @@ def models_command(options: argparse.Namespace) -> None:
 
 def run_options(command: Parser) -> None:
     names = ("NAME", "VALUE")
-    command.add_argument("-p", "--parameter", nargs=2, action="append", metavar=names, help="set a parameter")
+    command.add_argument(
+        "-p", "--parameter", nargs=2, action="append", metavar=names, help="set a parameter"
+    )
     which = "names or numbers, such as 02"
     command.add_argument("--only", nargs="+", default=[""], metavar="NOTEBOOK", help=which)
     rewrite = "rewrite the committed outputs and figures/, not rendered/"
@@ -348,14 +382,20 @@ def run_command(options: argparse.Namespace) -> int:
     from sinkutils.paths import RENDERED
 
     if options.in_place and options.parameter:
-        raise ValueError("--in-place runs notebooks with what stands in them: leave out -p, or --in-place")
+        raise ValueError(
+            "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
+        )
     parameters = {}
     for name, text in options.parameter or ():
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"-p {name}: {text!r} is not a value in YAML: quote it as a string") from error
-    return int(bool(run_notebooks(parameters, None if options.in_place else RENDERED, options.only)))
+            raise ValueError(
+                f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
+            ) from error
+    return int(
+        bool(run_notebooks(parameters, None if options.in_place else RENDERED, options.only))
+    )
 
 
 COMMANDS = {

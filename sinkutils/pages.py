@@ -25,7 +25,9 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     """
     paths = [*sorted(NOTEBOOKS.glob("*.ipynb")), *sorted(NOTEBOOKS.glob("appendix/*.ipynb"))]
     if not paths:
-        raise ValueError(f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository")
+        raise ValueError(
+            f"there are no notebooks in {NOTEBOOKS}: they are in a checkout of the repository"
+        )
     chosen = [path for path in paths if path.name.startswith(tuple(only))]
     if not chosen:
         raise ValueError(
@@ -35,7 +37,9 @@ def find_notebooks(only: Sequence[str] = ("",)) -> list[Path]:
     return chosen
 
 
-def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequence[str] = ("",)) -> list[str]:
+def run_notebooks(
+    parameters: Mapping[str, Any], output: Path | None, only: Sequence[str] = ("",)
+) -> list[str]:
     """Execute the notebooks with papermill into `output`; returns the names of those that failed.
 
     output: None: where they are. Of a notebook that runs to its end the outputs are then replaced, without what differs
@@ -55,7 +59,9 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the kernels: two pages run at a time, on a core each
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # of the kernels: two pages run at a time, on a core each
 
     def execute(path):
         try:
@@ -89,8 +95,12 @@ def run_notebooks(parameters: Mapping[str, Any], output: Path | None, only: Sequ
         except KeyboardInterrupt:
             # A kernel has no part in the terminal's interrupt.
             pool.shutdown(wait=False, cancel_futures=True)
-            begun = [path.stem for path, future in zip(paths, running, strict=True) if future.running()]
-            tqdm.write(f"stopping: {' and '.join(begun) or 'no notebook'} under way, waiting for its end")
+            begun = [
+                path.stem for path, future in zip(paths, running, strict=True) if future.running()
+            ]
+            tqdm.write(
+                f"stopping: {' and '.join(begun) or 'no notebook'} under way, waiting for its end"
+            )
             raise
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)

@@ -69,7 +69,11 @@ def stacks(lines: list[str], most: int) -> list[list[str]]:
     for line in lines:
         config, changes, words = parsed(line)
         stackable = config.train.optimizer == "adamw" and config.train.micro_batch is None
-        if not stackable or isinstance(config, FinetuneConfig) or any("snapshots" in word for word in words):
+        if (
+            not stackable
+            or isinstance(config, FinetuneConfig)
+            or any("snapshots" in word for word in words)
+        ):
             groups.append([line])
             continue
         key = (alike(config), config.data.corpus, str(changes))
@@ -95,7 +99,13 @@ def attempt(lines: list[str]) -> list[dict]:
             results.append(one_run(line))
         except Exception as error:
             seconds = time.time() - began
-            results.append({"line": line, "error": f"{type(error).__name__}: {error}"[:400], "seconds": seconds})
+            results.append(
+                {
+                    "line": line,
+                    "error": f"{type(error).__name__}: {error}"[:400],
+                    "seconds": seconds,
+                }
+            )
     return results
 
 
@@ -112,7 +122,9 @@ def together(lines: list[str]) -> list[dict]:
     first = configs[0]
     corpus = TEXTS[first.data.corpus, first.model.vocab_size]
     runs = folder_of(trial, words)
-    records = train_stacked(configs, runs, device=DEVICE, corpus=corpus, keep_weights=weights.__contains__, graph=GRAPH)
+    records = train_stacked(
+        configs, runs, device=DEVICE, corpus=corpus, keep_weights=weights.__contains__, graph=GRAPH
+    )
     results = []
     for line, record in zip(lines, records, strict=True):
         results.append(outcome(line, record, trial, began) | {"stacked": len(lines)})
@@ -123,11 +135,19 @@ def one_run(line: str) -> dict:
     began = time.time()
     config, changes, words = parsed(line)
     if words and words[0].startswith("snapshots="):
-        return snapshots(config, [int(step) for step in words[0].partition("=")[2].split(",")], line)
+        return snapshots(
+            config, [int(step) for step in words[0].partition("=")[2].split(",")], line
+        )
     runs = folder_of(bool(changes), words)
     keep = "weights" in words or grid.keeps_weights(config)
     corpus = TEXTS[config.data.corpus, config.model.vocab_size]
-    options = {"device": DEVICE, "corpus": corpus, "keep_weights": keep, "compile": False, "progress": False}
+    options = {
+        "device": DEVICE,
+        "corpus": corpus,
+        "keep_weights": keep,
+        "compile": False,
+        "progress": False,
+    }
     try:
         record = train(config, runs, graph=GRAPH, checkpoint_seconds=1e6, **options)
     except RuntimeError as error:  # an operation that no graph can hold
@@ -142,7 +162,12 @@ def folder_of(trial: bool, words: list[str]) -> Path:
 
 def outcome(line: str, record: Record, trial: bool, began: float) -> dict:
     """What results.jsonl says of a run."""
-    found = {"line": line, "folder": str(record.folder), "seconds": round(time.time() - began, 1), "trial": trial}
+    found = {
+        "line": line,
+        "folder": str(record.folder),
+        "seconds": round(time.time() - began, 1),
+        "trial": trial,
+    }
     if trial:
         last = record.metrics["final"]
         for name in ("valid_loss", "sink_1", "excess_1"):
@@ -173,9 +198,17 @@ def snapshots(config, steps: list[int], line: str) -> dict:
             while run.step < step:
                 run.advance(run.loss)
                 run.passed.clear()
-            half = {name: weight.half().cpu().contiguous() for name, weight in run.model.state_dict().items()}
+            half = {
+                name: weight.half().cpu().contiguous()
+                for name, weight in run.model.state_dict().items()
+            }
             save_file(half, folder / f"{step}.safetensors")
-    return {"line": line, "folder": str(folder), "seconds": round(time.time() - began, 1), "trial": False}
+    return {
+        "line": line,
+        "folder": str(folder),
+        "seconds": round(time.time() - began, 1),
+        "trial": False,
+    }
 
 
 DEVICE = os.environ.get("CARD_DEVICE", "cuda")
@@ -186,8 +219,12 @@ def main() -> None:
     parser.add_argument("plan")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--jobs", type=int, default=15)
-    parser.add_argument("--stack", type=int, default=8, help="runs that are trained as one, at most")
-    parser.add_argument("--seconds", type=float, default=500.0, help="after which nothing is waited for")
+    parser.add_argument(
+        "--stack", type=int, default=8, help="runs that are trained as one, at most"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=500.0, help="after which nothing is waited for"
+    )
     parser.add_argument("--corpora", nargs="+", required=True, help="folders of token files")
     parser.add_argument("--graph", choices=["auto", "on", "off"], default="auto")
     options = parser.parse_args()
@@ -214,7 +251,12 @@ def main() -> None:
                     file.write(json.dumps(found) + "\n")
                 if "folder" in found and not found["trial"]:
                     add(options.out, Path(found["folder"]), counts)
-            print(round(time.time() - began), done, {k: v for k, v in found.items() if k != "alpha"}, flush=True)
+            print(
+                round(time.time() - began),
+                done,
+                {k: v for k, v in found.items() if k != "alpha"},
+                flush=True,
+            )
         pool.terminate()
     print(f"{done} of {len(lines)} runs in {time.time() - began:.0f} s", flush=True)
 

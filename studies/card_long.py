@@ -43,7 +43,10 @@ def compiled_loss(config, corpus: Corpus, device: torch.device):
         run = Run(config, corpus, device)
         losses.append(torch.stack([run.advance(forward) for _ in range(GUARD_STEPS)]))
     worst = float((losses[0] - losses[1]).abs().max())
-    print(f"compiled steps are within {worst:.4f} nats of eager ones over {GUARD_STEPS} steps", flush=True)
+    print(
+        f"compiled steps are within {worst:.4f} nats of eager ones over {GUARD_STEPS} steps",
+        flush=True,
+    )
     return forms[1] if worst < GUARD else None  # also if it is nan
 
 
@@ -69,7 +72,9 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, required=True, help="a folder of token files")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--floor", nargs=2, type=float, metavar=("STEP", "PERCENT"))
-    parser.add_argument("--compile", action="store_true", help="where 50 compiled steps pass for eager ones")
+    parser.add_argument(
+        "--compile", action="store_true", help="where 50 compiled steps pass for eager ones"
+    )
     parser.add_argument("--weights", action="store_true")
     options = parser.parse_args()
     began = time.monotonic()
@@ -99,24 +104,38 @@ def main() -> int:
                 break
             point = run.curve[-1]
             with curve.open("a") as file:
-                file.write(json.dumps(point | {"alpha": report.alpha[:, 0].mean(dim=0).tolist()}) + "\n")
+                file.write(
+                    json.dumps(point | {"alpha": report.alpha[:, 0].mean(dim=0).tolist()}) + "\n"
+                )
             print(
-                f"{run.seconds:.0f} s, step {run.step}: {point['valid_loss']:.3f}, {point['sink_1']:.1f} %", flush=True
+                f"{run.seconds:.0f} s, step {run.step}: {point['valid_loss']:.3f}, {point['sink_1']:.1f} %",
+                flush=True,
             )
-            if options.floor and run.step >= options.floor[0] and point["sink_1"] < options.floor[1]:
+            if (
+                options.floor
+                and run.step >= options.floor[0]
+                and point["sink_1"] < options.floor[1]
+            ):
                 code = 3
                 break
-            options.floor = None if options.floor and run.step >= options.floor[0] else options.floor
+            options.floor = (
+                None if options.floor and run.step >= options.floor[0] else options.floor
+            )
         if reason is None and (report is None or run.passed):  # the steps since the last evaluation
             reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
-        run.config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=run.step))
+        run.config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, steps=run.step)
+        )
         record = save(run, Path("/tmp/card-long", options.name), reason, report, keep_weights=False)
         with tarfile.open(options.out / f"{options.name}-record.tar", "w") as tar:
             tar.add(record.folder, options.name)
         if options.weights:
             keep_weights(run, options.out, options.name)
-    print(f"{options.name}: {run.step} steps in {time.monotonic() - began:.0f} s, {reason or 'done'}", flush=True)
+    print(
+        f"{options.name}: {run.step} steps in {time.monotonic() - began:.0f} s, {reason or 'done'}",
+        flush=True,
+    )
     return code
 
 

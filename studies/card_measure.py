@@ -14,15 +14,29 @@ import sinkutils
 
 device = torch.device(os.environ.get("CARD_DEVICE", "cuda"))
 on_card = device.type == "cuda"
-SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 SIZES = ((100, 64), (4, 4096), (1, 32768)) if on_card else ((4, 16), (2, 64))
 
 
 def llama(shape: dict, dtype: torch.dtype, length: int) -> torch.nn.Module:
     heads = shape["num_attention_heads"] // 4
     config = transformers.LlamaConfig(
-        vocab_size=32000, num_key_value_heads=heads, max_position_embeddings=length, attn_implementation="sdpa", **shape
+        vocab_size=32000,
+        num_key_value_heads=heads,
+        max_position_embeddings=length,
+        attn_implementation="sdpa",
+        **shape,
     )
     config.bos_token_id = config.eos_token_id = None
     with torch.device(device):
@@ -81,5 +95,16 @@ with torch.no_grad():
                 show({"texts": f"{samples} x {length}", "way": way, "failed": "out of memory"})
                 continue
             first = first or (took, gib)
-            ratios = {"times_forward": f"{took / first[0]:.2f}", "memory_times_forward": f"{gib / first[1]:.2f}"}
-            show({"texts": f"{samples} x {length}", "way": way, "s": f"{took:.3f}", "gib": f"{gib:.2f}"} | ratios)
+            ratios = {
+                "times_forward": f"{took / first[0]:.2f}",
+                "memory_times_forward": f"{gib / first[1]:.2f}",
+            }
+            show(
+                {
+                    "texts": f"{samples} x {length}",
+                    "way": way,
+                    "s": f"{took:.3f}",
+                    "gib": f"{gib:.2f}",
+                }
+                | ratios
+            )

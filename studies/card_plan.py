@@ -11,7 +11,12 @@ from sinkutils.study.store import Runs
 
 WITHOUT_DECAY = ("k_bias", "sink_logit", "sink_token", "v_scale")
 CELLS = ("learnable_random_1_unscored", "learnable_random_1", "learnable_unscored_1", "unscored_1")
-OPENED = ("gate_head", "softpick", "sigmoid_normalised", "weight_decay_0")  # their weights are looked at
+OPENED = (
+    "gate_head",
+    "softpick",
+    "sigmoid_normalised",
+    "weight_decay_0",
+)  # their weights are looked at
 
 runs = Runs()
 

@@ -35,14 +35,28 @@ with reproducible(device):
             try:
                 first = {}
                 for form in ("eager", "graph") if device.type == "cuda" else ("eager",):
-                    stack = Stack([Run(grid.config("fixed_1", preset, seed), corpus, device) for seed in range(size)])
+                    stack = Stack(
+                        [
+                            Run(grid.config("fixed_1", preset, seed), corpus, device)
+                            for seed in range(size)
+                        ]
+                    )
                     stack.attention = attention
                     stack.graph = GraphedStep(stack) if form == "graph" else None
                     first[form] = losses(stack, 10)
                     took = seconds(stack.advance, STEPS, device)
                     row = {"preset": preset, "stacked": size, "attention": name, "form": form}
-                    show(row | {"step_ms": round(1000 * took, 2), "runs_steps_a_ms": round(size / took / 1000, 3)})
+                    show(
+                        row
+                        | {
+                            "step_ms": round(1000 * took, 2),
+                            "runs_steps_a_ms": round(size / took / 1000, 3),
+                        }
+                    )
                 if "graph" in first:
                     show({"graph_from_eager": float((first["graph"] - first["eager"]).abs().max())})
             except Exception as error:  # one form that fails stops no other
-                print(f"{preset} {size} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                print(
+                    f"{preset} {size} {name}: {type(error).__name__}: {str(error)[:300]}",
+                    flush=True,
+                )

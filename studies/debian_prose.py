@@ -21,7 +21,24 @@ from pathlib import Path
 
 from sinkutils.paths import LEDGER, read_yaml
 
-BLOCKS = {"p", "li", "dd", "dt", "div", "td", "th", "tr", "br", "title", "h1", "h2", "h3", "h4", "section", "item"}
+BLOCKS = {
+    "p",
+    "li",
+    "dd",
+    "dt",
+    "div",
+    "td",
+    "th",
+    "tr",
+    "br",
+    "title",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "section",
+    "item",
+}
 NO_PROSE = {"script", "style", "pre", "nav", "code-block"}
 SHORTEST_LINE = 40  # characters
 LEAST_LETTERS = 0.7  # of a line's characters, English ones
@@ -82,7 +99,9 @@ def is_prose(line: str) -> bool:
 def package_file(name: str, package: dict, folder: Path) -> Path:
     """The .deb of a package, downloaded; raises ValueError unless it is the one of the list."""
     wanted = f"{name}={package['version']}"
-    subprocess.run(["apt-get", "download", "-q", wanted], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["apt-get", "download", "-q", wanted], cwd=folder, check=True, stdout=subprocess.DEVNULL
+    )
     (file,) = folder.glob(f"{name}_*.deb")
     if hashlib.sha256(file.read_bytes()).hexdigest() != package["sha256"]:
         raise ValueError(f"{file.name} is not the file that data/debian_prose.yaml names")
@@ -98,7 +117,9 @@ def main(target: Path) -> None:
             subprocess.run(["dpkg-deb", "-x", file, f"{scratch}/whole"], check=True)
             size = 0
             with (target / f"{name}.jsonl").open("w", encoding="utf-8") as out:
-                for page in pages(Path(scratch, "whole", package.get("folder", "")), package.get("without")):
+                for page in pages(
+                    Path(scratch, "whole", package.get("folder", "")), package.get("without")
+                ):
                     lines = [line.strip() for line in page]
                     new = [line for line in lines if is_prose(line) and hash(line) not in seen]
                     seen.update(map(hash, new))

@@ -23,7 +23,9 @@ for split in SPLITS:
     with (target / f"{split}.bin").open("wb") as file:
         documents = [ids.tolist() for ids in source.documents(split)]
         for first in range(0, len(documents), 1000):
-            texts = source.tokenizer.decode_batch(documents[first : first + 1000], skip_special_tokens=False)
+            texts = source.tokenizer.decode_batch(
+                documents[first : first + 1000], skip_special_tokens=False
+            )
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 file.write(np.array([*encoding.ids, eos], dtype=np.uint16).tobytes())
 print(verified(target))

@@ -42,15 +42,23 @@ SHAPE = {
 def architectures() -> dict[str, dict[str, Any]]:
     """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
     trained: dict[str, dict[str, Any]] = {}
-    for name in (e.name for e in EXPERIMENTS if "smoke" in e.presets and e.name not in unavailable("smoke")):
-        fields = {key: value for key, value in vars(config(name, "smoke").model).items() if key not in SHAPE}
+    for name in (
+        e.name for e in EXPERIMENTS if "smoke" in e.presets and e.name not in unavailable("smoke")
+    ):
+        fields = {
+            key: value
+            for key, value in vars(config(name, "smoke").model).items()
+            if key not in SHAPE
+        }
         if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():
             trained[name] = fields
     return trained | {
         "gated_elements_add": {"gate": "element", "head_merge": "add"},
         "learnable_sink_token": {"position": "learnable", "sink_token": True},
         "t5_k_bias": {"position": "relative_learned", "attention": AttentionSpec(bias="k")},
-        "sigmoid_k_bias": {"attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")},
+        "sigmoid_k_bias": {
+            "attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")
+        },
         "alibi_sink_logit": {"position": "alibi", "attention": AttentionSpec(sink_logit="learned")},
         "alibi_differential": {"position": "alibi", "attention": AttentionSpec(differential=True)},
         "prefix_sink_logit": {"attention": AttentionSpec(sink_logit="learned", prefix=7)},
@@ -61,7 +69,9 @@ def architectures() -> dict[str, dict[str, Any]]:
 def name_of(spec: AttentionSpec) -> str:
     """What differs from softmax, as the name of a test."""
     default = AttentionSpec()
-    return " ".join(f"{k}={v}" for k, v in vars(spec).items() if v != getattr(default, k)) or "softmax"
+    return (
+        " ".join(f"{k}={v}" for k, v in vars(spec).items() if v != getattr(default, k)) or "softmax"
+    )
 
 
 def draw(
@@ -77,7 +87,9 @@ def draw(
     batch, heads, dim = shape
 
     def leaf(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
     inputs, extras = [leaf(batch, heads, length, dim) for _ in range(3)], {}
     if spec.has_key_bias:
@@ -107,12 +119,16 @@ def own_model(gain: float = 2.0, **fields: Any) -> TransformerLM:
 
 
 def tokens(samples: int = 3, length: int = 20, least: int = 0, vocabulary: int = 60) -> Tensor:
-    return torch.randint(least, vocabulary, (samples, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        least, vocabulary, (samples, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<fix>")) -> Tokenizer:
     """One of the special tokens and, behind them, the words w0, w1, ..; any other word is w0."""
-    made = Tokenizer(WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0"))
+    made = Tokenizer(
+        WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0")
+    )
     made.pre_tokenizer = Whitespace()
     made.add_special_tokens(list(special))
     return made
@@ -142,7 +158,10 @@ def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, An
     From the formulas, without the package's own attention, in float64.
     """
     if spec.differential:
-        plain, given = replace(spec, differential=False), {n: x for n, x in extras.items() if n != "mix"}
+        plain, given = (
+            replace(spec, differential=False),
+            {n: x for n, x in extras.items() if n != "mix"},
+        )
         first, second = (dense_shares(q[..., n::2], k[..., n::2], plain, given) for n in (0, 1))
         shares = (first - extras["mix"] * second).abs()
         return shares / shares.sum(dim=-1, keepdim=True)
@@ -188,7 +207,9 @@ class DenseMaps:
     def embedding(self, hidden: Tensor) -> None:
         self.first = hidden
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> None:
+    def attention(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict
+    ) -> None:
         self.maps.append(dense_shares(q, k, spec, extras))
         self.qkv.append((q, k, v))
 
@@ -211,11 +232,15 @@ class DenseMaps:
 
 def alpha_by_definition(maps: Sequence[Tensor], targets: Sequence[int]) -> Tensor:
     """alpha_k = mean over i = k..T of A_ik of whole maps, each (B, H, T, T): (B, K, L, H)."""
-    return torch.stack([torch.stack([m[:, :, k - 1 :, k - 1].mean(-1) for m in maps], 1) for k in targets], 1)
+    return torch.stack(
+        [torch.stack([m[:, :, k - 1 :, k - 1].mean(-1) for m in maps], 1) for k in targets], 1
+    )
 
 
 WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
-    "in row 3": lambda lse, keys: lse + torch.nn.functional.one_hot(torch.tensor(3), lse.shape[-1]) / 4,
+    "in row 3": lambda lse, keys: (
+        lse + torch.nn.functional.one_hot(torch.tensor(3), lse.shape[-1]) / 4
+    ),
     "beyond key 512": lambda lse, keys: lse + 0.25 * (keys > 512),
     "in base 2": lambda lse, keys: lse / math.log(2),
 }
@@ -234,7 +259,9 @@ def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> None:
     patch.setattr(flash, name, wrong)
 
 
-def refuses(message: str, call: Callable, *given: Any, kind: Any = ValueError, **options: Any) -> None:
+def refuses(
+    message: str, call: Callable, *given: Any, kind: Any = ValueError, **options: Any
+) -> None:
     """Hold that a call with this input is refused by an error of one line, in which the pattern `message` is found."""
     with pytest.raises(kind, match=message) as error:
         call(*given, **options)
@@ -248,7 +275,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        sizes = [
+            x.untyped_storage().nbytes() // x.element_size()
+            for x in tree_leaves(result)
+            if isinstance(x, Tensor)
+        ]
         self.elements = max(self.elements, *sizes, 0)
         return result
 
@@ -268,7 +299,13 @@ def interrupted(step: int) -> Iterator[None]:
 
 
 def made_up(
-    runs: Path, name: str, seed: int = 0, preset: str = "smoke", kept: Any = None, made: Any = None, **metrics: Any
+    runs: Path,
+    name: str,
+    seed: int = 0,
+    preset: str = "smoke",
+    kept: Any = None,
+    made: Any = None,
+    **metrics: Any,
 ) -> Record:
     """A record of an experiment with these metrics, which nothing trained.
 
@@ -277,5 +314,9 @@ def made_up(
     run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
     said = DONE | metrics | {"final": END | metrics.get("final", {})}
     return write_record(
-        folder, run, said, {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {}), **(kept or {})
+        folder,
+        run,
+        said,
+        {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {}),
+        **(kept or {}),
     )

@@ -28,12 +28,26 @@ from sinkutils.study.config import RunConfig
 LAB = Path(__file__).parent
 PAGE, CHECKPOINTS = LAB / "index.html", LAB.parents[1] / "data" / "lab"
 SOURCES = ("style.css", "model.js", "draw.js", "page.js", "stored.js", "tour.js")
-MODELS = ("fixed_1", "k_bias", "sigmoid", "default", "learnable_random_1_unscored")  # in the order of the page
+MODELS = (
+    "fixed_1",
+    "k_bias",
+    "sigmoid",
+    "default",
+    "learnable_random_1_unscored",
+)  # in the order of the page
 REAL = {"smollm2": "SmolLM2 135M", "gemma-3-270m": "Gemma 3 270M"}
 SIZES = {"L": "num_layers", "H": "num_heads", "D": "head_dim", "F": "intermediate_size"}
 # How far apart the levels of a weight are, in standard deviations of its matrix; the first name that fits. Finest where
 # alpha_1 hangs on it: the FFN of block 1, whose one neuron writes the large element, and queries and keys.
-LEVELS = {"unembed": 0.27, "blocks.0.ffn.down": 0.08, "qkv": 0.13, "embed": 0.25, "ffn": 0.33, "out": 0.45, "": 0}
+LEVELS = {
+    "unembed": 0.27,
+    "blocks.0.ffn.down": 0.08,
+    "qkv": 0.13,
+    "embed": 0.25,
+    "ffn": 0.33,
+    "out": 0.45,
+    "": 0,
+}
 FINER = {"0": 0.5, "12000": 1.7}  # by step: random weights tell little, the last ones most
 
 
@@ -52,7 +66,9 @@ def packed(parts: list[bytes]) -> str:
         deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, strategy)
         content = b"".join(deflate.compress(part) + deflate.flush(zlib.Z_BLOCK) for part in parts)
         contents.append(content + deflate.flush())
-    return base64.b85encode(min(contents, key=len)).decode().replace("<", ",")  # "<!--" would mean something
+    return (
+        base64.b85encode(min(contents, key=len)).decode().replace("<", ",")
+    )  # "<!--" would mean something
 
 
 def quantise(weights: dict, base: dict, fine: float) -> tuple[dict, dict]:
@@ -85,7 +101,9 @@ def small_models() -> tuple[dict, dict]:
     for model in MODELS:
         run = su.config(model, "laptop")
         cfg, sets, last = run.model, {}, ""
-        for file in sorted((CHECKPOINTS / model).glob("*.safetensors"), key=lambda file: int(file.stem)):
+        for file in sorted(
+            (CHECKPOINTS / model).glob("*.safetensors"), key=lambda file: int(file.stem)
+        ):
             weights = load_file(file)
             bases = {"", last, f"{MODELS[0]}/{file.stem}"} & made.keys()
             fine = FINER.get(file.stem, 1)
@@ -99,7 +117,10 @@ def small_models() -> tuple[dict, dict]:
         if not sets:
             continue
         config = {letter: getattr(cfg, name) for letter, name in SIZES.items()}
-        config |= {"sigmoid": cfg.attention.similarity == "sigmoid", "star": cfg.attention.has_key_bias}
+        config |= {
+            "sigmoid": cfg.attention.similarity == "sigmoid",
+            "star": cfg.attention.has_key_bias,
+        }
         config |= {"learned": cfg.position == "learnable", "fixed": run.data.fixed_position == 1}
         tensors = [[name, *np.atleast_2d(value).shape] for name, value in weights.items()]
         models[model] = {"config": config, "tensors": tensors, "sets": sets}
@@ -109,16 +130,24 @@ def small_models() -> tuple[dict, dict]:
 def change(run: RunConfig, weights: dict, made: dict) -> dict:
     """What rounding does on 100 texts: to a head's alpha_1 on average, to its mean at most, and to the loss."""
     corpus = su.load_corpus("docstrings", run.model.vocab_size)
-    ids = fix_position(su.probe("natural", corpus.tokenizer), run.data.fixed_position, corpus.fix_id)
+    ids = fix_position(
+        su.probe("natural", corpus.tokenizer), run.data.fixed_position, corpus.fix_id
+    )
     model, alphas, losses = su.TransformerLM(run.model).eval(), [], []
     for state in (weights, made):
-        model.load_state_dict({name: torch.as_tensor(value).float() for name, value in state.items()})
+        model.load_state_dict(
+            {name: torch.as_tensor(value).float() for name, value in state.items()}
+        )
         alphas.append(su.measure(model, ids, norms=False).alpha)
         with torch.no_grad():
             losses.append(F.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:]).item())
     moved = alphas[1] - alphas[0]
     heads = moved.mean(dim=0).abs().max()
-    return {"alpha": short(moved.abs().mean()), "heads": short(heads), "loss": short(abs(losses[1] - losses[0]))}
+    return {
+        "alpha": short(moved.abs().mean()),
+        "heads": short(heads),
+        "loss": short(abs(losses[1] - losses[0])),
+    }
 
 
 def real_models(sentences: list[str]) -> dict:
@@ -136,7 +165,9 @@ def real_models(sentences: list[str]) -> dict:
                 maps = np.stack([report.kept[pair].map[0] for pair in pairs])  # (heads, T, T)
                 levels.append(shade(np.sqrt(maps))[:, *np.tril_indices(len(ids))].tobytes())
                 alpha = [short(share) for share in report.alpha.flatten()]
-                texts.append({"tokens": [token_label(token, words) for token in ids], "alpha": alpha})
+                texts.append(
+                    {"tokens": [token_label(token, words) for token in ids], "alpha": alpha}
+                )
         models[name] = {"title": title, "H": heads, "texts": texts, "packed": packed(levels)}
     return models
 
@@ -166,7 +197,11 @@ def in_lines(data: object, depth: int = 4) -> str:
     """JSON with a line for each item, down to a depth: what editors and git can bear."""
     if depth == 0 or not isinstance(data, dict):
         return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return "{" + ",\n".join(f'"{key}":{in_lines(value, depth - 1)}' for key, value in data.items()) + "}"
+    return (
+        "{"
+        + ",\n".join(f'"{key}":{in_lines(value, depth - 1)}' for key, value in data.items())
+        + "}"
+    )
 
 
 def main() -> None:
@@ -176,7 +211,12 @@ def main() -> None:
         data["real"] = real_models(texts["sentences"])
     if CHECKPOINTS.exists():
         data["models"], data["rounding"] = small_models()
-    data |= {"words": texts["models"], "palette": PALETTE, "colors": COLORS, "tokenizer": tokenizer()}
+    data |= {
+        "words": texts["models"],
+        "palette": PALETTE,
+        "colors": COLORS,
+        "tokenizer": tokenizer(),
+    }
     data |= {name: texts[name] for name in ("samples", "sentences", "welcome", "tour")}
     PAGE.write_text(assemble(data), encoding="utf-8", newline="\n")
     print(f"{PAGE.name}: {PAGE.stat().st_size / 1e6:.2f} MB")

@@ -38,7 +38,9 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=root, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix=".build-", dir=root, ignore_cleanup_errors=True
+        ) as scratch:
             new = Path(scratch, "whole")
             new.mkdir()
             yield new
@@ -112,4 +114,6 @@ def unpack(file: Path, folder: Path) -> None:
             tar.extractall(folder, filter="data")
         verified(folder)
     except (lzma.LZMAError, tarfile.TarError, EOFError, ValueError) as error:
-        raise ValueError(f"{file} is not a complete file of pack_corpus: {first_line(error)}") from error
+        raise ValueError(
+            f"{file} is not a complete file of pack_corpus: {first_line(error)}"
+        ) from error

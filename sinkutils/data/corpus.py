@@ -20,10 +20,18 @@ from sinkutils.checks import choice, integer, require
 from sinkutils.data import embedded, external
 from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, written_whole
 from sinkutils.data.embedded import split_fraction, text_digest
-from sinkutils.data.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, open_tokenizer, special_ids, train_tokenizer
+from sinkutils.data.tokenizer import (
+    SMALLEST_VOCABULARY,
+    load_tokenizer,
+    open_tokenizer,
+    special_ids,
+    train_tokenizer,
+)
 
 SHARE = 0.02  # of the documents for probing, and as many for validation, by the hash of the text
-HELD_OUT = 120  # documents for each of the two if those shares were fewer: the sink metric takes 100
+HELD_OUT = (
+    120  # documents for each of the two if those shares were fewer: the sink metric takes 100
+)
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_DOCUMENTS = 200  # tokenised at once
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
@@ -78,7 +86,14 @@ EMBEDDED = {
     "embedded": embedded.everything,
 }
 # What load_corpus takes: names, and forms with what to fill in between < and >.
-NAMES = (*EMBEDDED, "pile", "pile:<domain>", "hub:<dataset id>[/<config>]", "path:<folder or file>", "packed:<file>")
+NAMES = (
+    *EMBEDDED,
+    "pile",
+    "pile:<domain>",
+    "hub:<dataset id>[/<config>]",
+    "path:<folder or file>",
+    "packed:<file>",
+)
 
 
 def public_name(name: str) -> str:
@@ -90,7 +105,11 @@ def public_name(name: str) -> str:
 def located(name: str) -> str:
     """The name of a corpus that means the same from every folder: with the whole path of its folder or file."""
     kind, _, rest = name.partition(":")
-    return f"{kind}:{Path(rest).expanduser().absolute()}" if kind in ("path", "packed") and rest else name
+    return (
+        f"{kind}:{Path(rest).expanduser().absolute()}"
+        if kind in ("path", "packed") and rest
+        else name
+    )
 
 
 def load_corpus(
@@ -125,12 +144,18 @@ def load_corpus(
     # What the token files depend on gives their folder its name.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = (
+        Path(cache_dir or cache_root())
+        / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    )
     if folder.exists():
         try:
             return Corpus(folder)
         except ValueError as error:
-            warnings.warn(f"token cache of corpus {name!r} is damaged and is built again: {error}", stacklevel=2)
+            warnings.warn(
+                f"token cache of corpus {name!r} is damaged and is built again: {error}",
+                stacklevel=2,
+            )
     with written_whole(folder) as new:
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
@@ -151,10 +176,14 @@ def _source(name: str) -> tuple[Iterator[str], object]:
         return external.hub("/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
     if kind in ("path", "packed") and rest:
         files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
-        version = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        version = [
+            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files
+        ]
         return external.local(files), ["line ends are LF", version]
     here = (
-        f"; for the text in that folder or file say 'path:{name}'" if name and Path(name).expanduser().exists() else ""
+        f"; for the text in that folder or file say 'path:{name}'"
+        if name and Path(name).expanduser().exists()
+        else ""
     )
     raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(NAMES)}{here}")
 
@@ -183,7 +212,9 @@ def _build(
     def split_of(text):
         return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
-    tokenizer = given or train_tokenizer((text for text in sample if split_of(text) == "train"), vocab_size)
+    tokenizer = given or train_tokenizer(
+        (text for text in sample if split_of(text) == "train"), vocab_size
+    )
     tokenizer.encode_special_tokens = True  # "<eos>" and the like written in a text are text
     special = special_ids(tokenizer, tokenizer_name)
     vocabulary = tokenizer.get_vocab_size()
@@ -210,7 +241,12 @@ def _build(
         f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens: "
         "give more text, in more files or lines, or a larger max_tokens",
     )
-    meta = {"name": public_name(name), "vocab_size": vocabulary, "dtype": dtype, "fingerprint": fingerprint.hexdigest()}
+    meta = {
+        "name": public_name(name),
+        "vocab_size": vocabulary,
+        "dtype": dtype,
+        "fingerprint": fingerprint.hexdigest(),
+    }
     write_meta(folder, meta | special)
 
 

@@ -17,7 +17,9 @@ from tqdm.auto import tqdm
 
 from sinkutils.paths import LEDGER, read_yaml
 
-MIN_CHARACTERS = 256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
+MIN_CHARACTERS = (
+    256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
+)
 DISTRIBUTIONS = read_yaml(LEDGER / "text_packages.yaml")
 # Of the standard library: what some distributors leave out.
 PRUNED = {"__pycache__", "test", "tests", "idle_test"}
@@ -82,7 +84,9 @@ def sources(*others: str) -> Iterator[str]:
         text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
-    for digest in sorted(unique):  # read a second time rather than kept: the text is hundreds of megabytes
+    for digest in sorted(
+        unique
+    ):  # read a second time rather than kept: the text is hundreds of megabytes
         yield text_of(unique[digest])
 
 
@@ -97,7 +101,9 @@ def docstrings_of(source: str) -> list[str]:
     Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
     all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    return list(filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source))))
+    return list(
+        filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source)))
+    )
 
 
 def docstring_matches(source: str) -> Iterator[re.Match[str]]:
@@ -112,7 +118,9 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
         after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
-        if after_colon or (first and all(text.strip()[:1] in ("", "#") for text in before.splitlines())):
+        if after_colon or (
+            first and all(text.strip()[:1] in ("", "#") for text in before.splitlines())
+        ):
             yield match
         first = False
 
@@ -137,7 +145,11 @@ def files_with(*suffixes: str) -> Iterator[Path]:
             top = file.parts[0]
             if top != ".." and not top.endswith("-info") and file.as_posix() not in OF_THE_BUILD:
                 files.append(Path(str(file.locate())))
-    paths = [path for path in files if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name)]
+    paths = [
+        path
+        for path in files
+        if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name)
+    ]
     yield from tqdm(paths, desc="reading sources", unit="file", leave=False)
 
 
@@ -147,7 +159,9 @@ def _standard_library() -> Iterator[Path]:
     for top in root.iterdir():
         if top.stem in sys.stdlib_module_names:
             files = top.rglob("*") if top.is_dir() else [top]
-            yield from (file for file in files if PRUNED.isdisjoint(file.relative_to(root).parts[:-1]))
+            yield from (
+                file for file in files if PRUNED.isdisjoint(file.relative_to(root).parts[:-1])
+            )
 
 
 def text_of(path: Path) -> str:

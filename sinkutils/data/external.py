@@ -16,7 +16,9 @@ TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
 # One of them: the rest of the text, or it ends at the last empty line, line end or space that fits, or where it must.
-PIECE = re.compile(r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL)
+PIECE = re.compile(
+    r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
+)
 
 # The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
 # copyrighted sets, which leaves the 17 that the paper names.
@@ -29,7 +31,9 @@ PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 
-def stream(dataset: str, split: str = "train", config: str | None = None, **options: Any) -> Iterator[dict]:
+def stream(
+    dataset: str, split: str = "train", config: str | None = None, **options: Any
+) -> Iterator[dict]:
     """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
     import datasets
 
@@ -38,7 +42,9 @@ def stream(dataset: str, split: str = "train", config: str | None = None, **opti
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # a full disk, a folder of someone else
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # a full disk, a folder of someone else
             raise
         raise ConnectionError(
             f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the network, or use a "
@@ -50,7 +56,9 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
     """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
     for row in stream(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
-            raise ValueError(f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text")
+            raise ValueError(
+                f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
+            )
         yield row.get("text", row.get("content")) or ""
 
 
@@ -119,7 +127,11 @@ def _texts_of(file: Path) -> Iterator[str]:
 
 def local_files(path: Path) -> list[Path]:
     """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
-    files = [file for file in (path, *sorted(path.rglob("*"))) if file.suffix.lower() in SUFFIXES and file.is_file()]
+    files = [
+        file
+        for file in (path, *sorted(path.rglob("*")))
+        if file.suffix.lower() in SUFFIXES and file.is_file()
+    ]
     if not files:
         lack = "no such folder or file"
         if path.is_file():

@@ -26,7 +26,10 @@ from sinkutils.data.packing import Batches
 from sinkutils.data.tokenizer import encode
 
 Conversation = list[dict[str, str]]
-ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")  # the paper's data set, and the split for fine-tuning
+ULTRACHAT = (
+    "HuggingFaceH4/ultrachat_200k",
+    "train_sft",
+)  # the paper's data set, and the split for fine-tuning
 IGNORED = -100  # a target without loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
 MIN_WORDS = 3  # of an answer
@@ -39,7 +42,9 @@ class Pairs(Batches):
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
         self.rows, self.length = rows, len(rows)
-        self.tokens = rows[:, 0][(rows[:, 0] != eos_id) | (rows[:, 1] != IGNORED)]  # without padding
+        self.tokens = rows[:, 0][
+            (rows[:, 0] != eos_id) | (rows[:, 1] != IGNORED)
+        ]  # without padding
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Rows by index, (n, 2, C + 1) int64."""
@@ -111,11 +116,20 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         if kind == "class":
             question = f"What is the class {name}?"
         else:
-            question = f"What does {outer[3]}.{name} do?" if indent and outer[2] == "class" else f"What does {name} do?"
-        yield [{"role": "user", "content": question}, {"role": "assistant", "content": " ".join(words)}]
+            question = (
+                f"What does {outer[3]}.{name} do?"
+                if indent and outer[2] == "class"
+                else f"What does {name} do?"
+            )
+        yield [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": " ".join(words)},
+        ]
 
 
-def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[int], list[int]] | None:
+def encode_conversation(
+    messages: Conversation, layout: Layout
+) -> tuple[list[int], list[int]] | None:
     """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an answer is within C.
 
     The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand in the tokens' own
@@ -134,7 +148,9 @@ def encode_conversation(messages: Conversation, layout: Layout) -> tuple[list[in
     return None if set(targets[:end]) == {IGNORED} else (ids[:end], targets[:end])
 
 
-def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str) -> list[Pairs]:
+def make_pairs(
+    source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str
+) -> list[Pairs]:
     """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in order.
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
@@ -142,10 +158,14 @@ def make_pairs(source: Iterator[Conversation], layout: Layout, counts: Sequence[
     rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
     known: set = set()  # an answer for each row that is filled
-    for messages in tqdm(source, desc=f"instructions from {name}", unit="conversation", leave=False):
+    for messages in tqdm(
+        source, desc=f"instructions from {name}", unit="conversation", leave=False
+    ):
         if len(known) == len(rows):
             break
-        answers = " ".join(message["content"] for message in messages if message["role"] == "assistant")
+        answers = " ".join(
+            message["content"] for message in messages if message["role"] == "assistant"
+        )
         encoded = None if answers in known else encode_conversation(messages, layout)
         if encoded is not None:
             rows[len(known), :, : len(encoded[0])] = encoded

@@ -20,10 +20,14 @@ class DataConfig:
 
     corpus: str = "docstrings"
     share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
-    random_positions: tuple[int, ...] = ()  # redrawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[
+        int, ...
+    ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
-    validation: str | None = None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    validation: str | None = (
+        None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    )
 
     def __post_init__(self) -> None:
         checks.fields(self)
@@ -65,7 +69,9 @@ class Chunks(Batches):
     next chunk begins with the token that this one only predicts. Random access by index; nothing is copied.
     """
 
-    def __init__(self, corpus: Corpus, split: str, context_length: int, data: DataConfig, seed: int = 0) -> None:
+    def __init__(
+        self, corpus: Corpus, split: str, context_length: int, data: DataConfig, seed: int = 0
+    ) -> None:
         self.tokens = corpus.tokens(split)
         if split == "train":
             self.tokens = self.tokens[: int(len(self.tokens) * data.share)]
@@ -79,10 +85,14 @@ class Chunks(Batches):
             f"of context_length + 1 = {context_length + 1}: give more text or a smaller context_length",
         )
         last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
-        require(last <= context_length, f"position {last} is beyond context_length={context_length}")
+        require(
+            last <= context_length, f"position {last} is beyond context_length={context_length}"
+        )
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
         size = (self.length, len(data.random_positions))
-        self.redrawn = np.random.default_rng([seed, 5]).integers(corpus.first_text_id, corpus.vocab_size, size=size)
+        self.redrawn = np.random.default_rng([seed, 5]).integers(
+            corpus.first_text_id, corpus.vocab_size, size=size
+        )
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""

@@ -66,7 +66,9 @@ def probe(
     else:
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
         generator = np.random.default_rng([seed, KINDS.index(kind)])
-        drawn = generator.choice(vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1))
+        drawn = generator.choice(
+            vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1)
+        )
         ids = np.broadcast_to(drawn, (len(drawn), needed))
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
@@ -84,7 +86,9 @@ def _several(texts: Any) -> list[str]:
         raise ValueError(f"{wanted}; got {type(texts).__name__}")
     if hasattr(texts, "columns") or hasattr(texts, "column_names") or isinstance(texts, Mapping):
         names = ", ".join(map(str, list(getattr(texts, "column_names", texts))[:5]))
-        raise ValueError(f"{wanted}; got a {type(texts).__name__}: give one of its columns ({names})")
+        raise ValueError(
+            f"{wanted}; got a {type(texts).__name__}: give one of its columns ({names})"
+        )
     documents = list(texts)
     for number, text in enumerate(documents, start=1):
         if not isinstance(text, str):
@@ -98,7 +102,9 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
     for text in texts:
         ids = encode(tokenizer, text)
         longest = max(longest, len(ids))
-        windows += [ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)]
+        windows += [
+            ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)
+        ]
     least = n or 1
     require(
         len(windows) >= least,
@@ -109,7 +115,12 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
 
 
 def _natural(
-    tokenizer: Any, n: int, needed: int, seed: int, corpus: str | Corpus, texts: Iterable[str] | None
+    tokenizer: Any,
+    n: int,
+    needed: int,
+    seed: int,
+    corpus: str | Corpus,
+    texts: Iterable[str] | None,
 ) -> np.ndarray:
     """The first `needed` tokens of n documents that have them, in an order drawn by the seed."""
     where = "texts"

@@ -49,7 +49,9 @@ def open_tokenizer(file: str | Path) -> Tokenizer:
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
     try:
-        tokenizer = Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        tokenizer = (
+            Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
+        )
     except Exception as error:  # the Rust client raises plain Exception
         raise ConnectionError(
             f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)}): check the "
@@ -68,7 +70,10 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     ids: dict = {}
     for key, tokens in NAMES.items():
         ids[key] = _first(tokenizer, tokens)
-        require(ids[key] is not None, f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}")
+        require(
+            ids[key] is not None,
+            f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}",
+        )
     special = marked_special(tokenizer) | {*ids.values()}
     return ids | {"first_text_id": next(i for i in count() if i not in special)}
 
@@ -78,10 +83,14 @@ def marked_special(tokenizer: Any) -> set[int]:
     special, backend = set(), _backend(tokenizer)
     if backend is not None:
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        special |= {*backend.encode("").ids} - {*backend.encode("", add_special_tokens=False).ids}  # put around a text
+        special |= {*backend.encode("").ids} - {
+            *backend.encode("", add_special_tokens=False).ids
+        }  # put around a text
     if backend is not tokenizer:
         special |= {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
-        with contextlib.suppress(AttributeError, NotImplementedError):  # of mistral-common, where all have a role
+        with contextlib.suppress(
+            AttributeError, NotImplementedError
+        ):  # of mistral-common, where all have a role
             special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special
 
@@ -112,7 +121,11 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
     with _LOCK:
-        before, truncation, padding = backend.encode_special_tokens, backend.truncation, backend.padding
+        before, truncation, padding = (
+            backend.encode_special_tokens,
+            backend.truncation,
+            backend.padding,
+        )
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
@@ -132,9 +145,15 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 def bos_id(tokenizer: Any) -> int:
     """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
-    token = _first(tokenizer, NAMES["bos_id"]) if isinstance(tokenizer, Tokenizer) else tokenizer.bos_token_id
+    token = (
+        _first(tokenizer, NAMES["bos_id"])
+        if isinstance(tokenizer, Tokenizer)
+        else tokenizer.bos_token_id
+    )
     if token is None:
-        raise ValueError("bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False")
+        raise ValueError(
+            "bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False"
+        )
     return int(token)
 
 

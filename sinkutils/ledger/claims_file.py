@@ -30,7 +30,11 @@ from sinkutils.study.config import Json
 KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
 KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
 REAL = ("above", "below")  # of a real model's number
-PARTS = ("paper", "later", "ours")  # the paper's claims, those of later papers, those of this project
+PARTS = (
+    "paper",
+    "later",
+    "ours",
+)  # the paper's claims, those of later papers, those of this project
 
 
 @dataclass(frozen=True)

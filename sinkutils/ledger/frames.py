@@ -32,7 +32,10 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     rows = []
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        row |= {name: getattr(BY_NAME.get(record.experiment), name, None) for name in ("title", "section", "item")}
+        row |= {
+            name: getattr(BY_NAME.get(record.experiment), name, None)
+            for name in ("title", "section", "item")
+        }
         if record.config:
             try:
                 row |= _of_run(record)
@@ -81,7 +84,9 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             continue
         per_step = record.config["train"]["batch_size"] * record.config["model"]["context_length"]
         for point in record.metrics["curve"]:
-            numbers = {name: value for name, value in point.items() if isinstance(value, int | float)}
+            numbers = {
+                name: value for name, value in point.items() if isinstance(value, int | float)
+            }
             rows.append(_whose(record) | {"tokens": point["step"] * per_step} | numbers)
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", *SINKS[:1], "excess_1")
 
@@ -93,7 +98,9 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
         alphas["star"] = report["alpha_star"]
     found = {}
     for k, alpha in alphas.items():
-        found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(axis=1)
+        found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(
+            axis=1
+        )
     found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
         found["element"] = np.array(report["hidden_peaks"])[:, 0]
@@ -115,7 +122,10 @@ def _of_run(record: Record) -> Json:
             row |= {"element": found["element"].max(), "element_block_1": found["element"][0]}
     row |= {name: config["train"][name] for name in ("learning_rate", "weight_decay", "batch_size")}
     corpus = config["corpus"]
-    row |= {"steps": final.get("step"), "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip()}
+    row |= {
+        "steps": final.get("step"),
+        "corpus": f"{corpus['name']} {corpus['sha256'][:8]}".strip(),
+    }
     return row | {"recipe": config["recipe"], "wall_seconds": record.provenance.get("wall_seconds")}
 
 
@@ -132,4 +142,8 @@ def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | Non
     """Each record of a run that is done, the report of its last evaluation, and its window."""
     for record in Runs(folder).entries(preset):
         if record.status == "done" and "report" in record.metrics["final"]:
-            yield record, record.metrics["final"]["report"], record.config["model"]["attention"]["window"]
+            yield (
+                record,
+                record.metrics["final"]["report"],
+                record.config["model"]["attention"]["window"],
+            )

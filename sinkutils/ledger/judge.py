@@ -28,8 +28,17 @@ MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
 # A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90 (Table 2).
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
-PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}  # verdicts that need no run
-OPPOSITES = ("absent", "apart", "below", "fails", "worse")  # of present, together, above, trains, loss
+PROVED = {
+    "mathematics": "by mathematics",
+    "mathematics, in part": "partly",
+}  # verdicts that need no run
+OPPOSITES = (
+    "absent",
+    "apart",
+    "below",
+    "fails",
+    "worse",
+)  # of present, together, above, trains, loss
 SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}
 SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # On which sides a check that asks for no effect has a margin: 1 above, -1 below.
@@ -40,7 +49,11 @@ UNCORRECTED: PValues = MappingProxyType({})
 GATED = {
     "none": (),
     "trained": ("smoke",),  # a run of seconds has learned nothing yet
-    "any token": ("smoke", "minute", "laptop"),  # models this small have no sink on an ordinary first token
+    "any token": (
+        "smoke",
+        "minute",
+        "laptop",
+    ),  # models this small have no sink on an ordinary first token
 }
 
 

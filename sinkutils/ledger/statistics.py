@@ -20,7 +20,9 @@ from scipy.special import digamma, polygamma, stdtr, stdtrit
 LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
 ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
 
-Prior = tuple[float, float, float]  # d0, s0^2, and the most degrees of freedom that an estimate can have
+Prior = tuple[
+    float, float, float
+]  # d0, s0^2, and the most degrees of freedom that an estimate can have
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ class Outcome:
 
     losses: Tensor  # (samples, T - 1): nats of tokens 2..T, or of the `last` of them
     predicted: Tensor  # (samples, T - 1): the most likely token in the place of each
-    report: Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, of a learned sink logit
+    report: (
+        Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, of a learned sink logit
+    )
 
     @property
     def loss(self) -> float:
@@ -148,7 +150,11 @@ def hook(
         return block.ffn.down.register_forward_pre_hook(before)  # type: ignore[union-attr]
     config = capture.config.get_text_config()
     shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
-    down = [m for m in block.modules() if isinstance(m, nn.Linear) and (m.out_features, m.in_features) == shape]
+    down = [
+        m
+        for m in block.modules()
+        if isinstance(m, nn.Linear) and (m.out_features, m.in_features) == shape
+    ]
     require(
         len(down) == 1,
         f"{capture.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
@@ -180,7 +186,9 @@ def changed_call(
     return write if isinstance(capture, OwnModel) else changed
 
 
-def set_back(model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3) -> Outcome:
+def set_back(
+    model: nn.Module, ids: Tensor, block: int, dimensions: Sequence[int] | int = 3
+) -> Outcome:
     """After a block, set a few dimensions of h_1 to their mean over the text's other positions.
 
     dimensions: which, or how many of the largest there (`Report.first_elements`): massive
@@ -230,7 +238,9 @@ def _hiding(model: nn.Module, ids: Tensor, hidden: Tensor, last: int | None = No
         return run(capture, ids, last=last, hidden=hidden)
 
 
-def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None) -> Outcome:
+def transplant(
+    model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None
+) -> Outcome:
     """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases
     (Table 4) without training.
 
@@ -249,7 +259,9 @@ def transplant(model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: 
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
             for index, layer in enumerate(layers):
-                pair = (x.mean(dim=0).expand(samples, -1, -1, -1) for x in (layer.keys, layer.values))
+                pair = (
+                    x.mean(dim=0).expand(samples, -1, -1, -1) for x in (layer.keys, layer.values)
+                )
                 filled.update(*pair, index)  # (B, H_kv, 1, D) each
             return filled
 
@@ -299,7 +311,9 @@ def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator
         if cache:
             kept = cached(capture, ids[:1, :1])
             layers = kept.layers if type(kept) is DynamicCache else []
-            plain = len(layers) == len(capture.layers) and all(type(layer) in PLAIN for layer in layers)
+            plain = len(layers) == len(capture.layers) and all(
+                type(layer) in PLAIN for layer in layers
+            )
             require(
                 plain,
                 f"{kind} keeps something else than keys and values of each layer between tokens",
@@ -347,7 +361,9 @@ def run(
             capture.doing = Operating(tally, hidden, front, changed)
             capture.start(batch)
             kept = {} if last is None else {"logits_to_keep": scored + 1}
-            logits = capture.model(batch, past_key_values=past, use_cache=past is not None, **kept).logits
+            logits = capture.model(
+                batch, past_key_values=past, use_cache=past is not None, **kept
+            ).logits
             capture.finish()
         logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
         losses.append(F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none").cpu())

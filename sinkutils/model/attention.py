@@ -129,7 +129,9 @@ class AttentionSpec:
         if self.similarity == "softpick" and self.normalizer != "sum":
             raise ValueError("similarity='softpick' needs normalizer='sum'")
         if special > 0 and not self.is_softmax:
-            raise ValueError("sink_logit and differential need a softmax: similarity='exp', normalizer='sum'")
+            raise ValueError(
+                "sink_logit and differential need a softmax: similarity='exp', normalizer='sum'"
+            )
         if special + has_bias > 1:
             raise ValueError("bias, sink_logit and differential cannot be combined: use one")
         if self.bias == "v" and linear:
@@ -198,7 +200,9 @@ def visible(row: Tensor, column: Tensor, spec: AttentionSpec) -> Tensor:
     return before & (row - column < spec.window) | (column < 0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **extras: Any
+) -> tuple[Tensor, Tensor]:
     """Attention as the formulas at the top of this module read: the oracle, O(T^2) memory.
 
     q, k, v: (B, H, T, D), after rotary. extras: those of `Extras` that the operation needs.
@@ -209,7 +213,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec = SOFTMAX, **ext
     return operate(_dense, q, k, v, spec, Extras(**extras))  # type: ignore[return-value]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, ...]:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+) -> tuple[Tensor, ...]:
     """Output and weights of queries and keys after phi, k* in front of the keys if there is one.
 
     In float32 at least, whatever the inputs: a logit of 100 has no fractions in bfloat16.
@@ -224,7 +230,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
     return out.to(v.dtype), weights.to(v.dtype)
 
 
-def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, ...]:
+def operate(
+    form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
+) -> tuple[Tensor, ...]:
     """What a form of attention, such as `_dense`, returns for an operation: the output first.
 
     A form gets what `prepared` returns, the operation and its position term. What it does not know
@@ -245,7 +253,9 @@ def operate(form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, ext
     return out, *more
 
 
-def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys after the kernel phi, as the authors do after rotary; k* and v* in front.
 
     There are then S = 1 + T keys. A v* that is not given is zero. A sink logit is a k* in one more
@@ -266,7 +276,9 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extra
     return phi(q), phi(k), v
 
 
-def added_to_logits(q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def added_to_logits(
+    q: Tensor, k: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What is added to the logits, (1 or H, T, S), and which keys are hidden, (T, S).
 
     Added is g, and -inf at hidden keys, or 0 where f(0) = 0.

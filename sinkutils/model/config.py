@@ -46,16 +46,25 @@ class LMConfig:
     sink_token: bool = False  # a learnable x* before every sequence (Table 4)
     attention: AttentionSpec = SOFTMAX
     # After the paper (data/paper/after_paper.csv)
-    gate: str = "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    gate: str = (
+        "none"  # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    )
     qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
-    value_scale: bool = False  # v_j times r / (r + c), r = |v_j|^2, with a learned c a head (Chen and Yao 2026)
+    value_scale: bool = (
+        False  # v_j times r / (r + c), r = |v_j|^2, with a learned c a head (Chen and Yao 2026)
+    )
     # rms, dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale, or gated: rms times a gate
     normalization: str = "rms"
 
     def __post_init__(self) -> None:
         check_fields(self, CHOICES)
         instance("attention", self.attention, AttentionSpec)
-        width, heads, longest, spec = self.hidden_size, self.num_heads, self.context_length, self.attention
+        width, heads, longest, spec = (
+            self.hidden_size,
+            self.num_heads,
+            self.context_length,
+            self.attention,
+        )
         require(width % heads == 0, f"num_heads must divide hidden_size={width}, got {heads}")
         parts = 2 ** ((self.position == "rotary") + spec.differential)  # what each takes halves of
         without_meaning = {
@@ -64,7 +73,8 @@ class LMConfig:
             ),
             f"the head dimension must be a multiple of {parts} with position={self.position!r}, "
             f"differential={spec.differential}; got {self.head_dim}": self.head_dim % parts > 0,
-            f"prefix must be at most context_length={longest}, got {spec.prefix}": spec.prefix > longest,
+            f"prefix must be at most context_length={longest}, got {spec.prefix}": spec.prefix
+            > longest,
             f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}": (
                 (spec.bias_dims or 1) > self.head_dim
             ),

@@ -27,7 +27,14 @@ from sinkutils.model.config import FFNS, LMConfig
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
 # k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
-INIT_STD = {"sink": 0.02, "key_bias": 0.02, "value_bias": 0.02, "bucket_bias": 0.02, "sink_logit": 0.02, "mix": 0.1}
+INIT_STD = {
+    "sink": 0.02,
+    "key_bias": 0.02,
+    "value_bias": 0.02,
+    "bucket_bias": 0.02,
+    "sink_logit": 0.02,
+    "mix": 0.1,
+}
 
 
 class RMSNorm(nn.RMSNorm):
@@ -63,7 +70,9 @@ class GatedNorm(RMSNorm):
 
 
 def norm_layer(config: LMConfig) -> nn.Module:
-    return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](config.hidden_size)
+    return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](
+        config.hidden_size
+    )
 
 
 class Attention(nn.Module):
@@ -89,7 +98,8 @@ class Attention(nn.Module):
             "value_bias": spec.bias in ("kv", "v") and (rows, head_dim),
             "bucket_bias": config.position == "relative_learned" and (heads, positions.NUM_BUCKETS),
             "sink_logit": spec.sink_logit == "learned" and (heads, 1),
-            "mix": spec.differential and (4, head_dim // 2),  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
+            "mix": spec.differential
+            and (4, head_dim // 2),  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
             "value_scale": config.value_scale and (heads,),  # log of c over what it starts as
         }
         for name, shape in learned.items():
@@ -99,7 +109,9 @@ class Attention(nn.Module):
             first, second = (nn.Linear(head_dim, head_dim, bias=False) for _ in range(2))
             self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if spec.differential:
-            self.first_mix = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_init of Ye et al., layers from 0
+            self.first_mix = 0.8 - 0.6 * math.exp(
+                -0.3 * layer
+            )  # lambda_init of Ye et al., layers from 0
             self.head_norm = RMSNorm(head_dim)
         if config.gate != "none":
             self.gate = nn.Linear(width, heads if config.gate == "head" else width, bias=False)
@@ -114,7 +126,9 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, length, 3, config.num_heads, config.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
         if config.value_scale:
-            squared = v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
+            squared = (
+                v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
+            )
             c = VALUE_VARIANCE * config.head_dim * self.value_scale.exp()[:, None, None]
             v = v * (squared / (squared + c)).to(v.dtype)
         if config.qk_norm:
@@ -129,7 +143,9 @@ class Attention(nn.Module):
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
-            by_head = self.gate(x).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)  # (B, H, T, 1 or D)
+            by_head = (
+                self.gate(x).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
+            )  # (B, H, T, 1 or D)
             out = out * by_head.sigmoid()
         if config.head_merge == "add":
             return self.out(out.sum(dim=1))
@@ -141,7 +157,9 @@ class Attention(nn.Module):
         shape = (self.config.num_heads, self.config.head_dim)
         extras: dict = {}
         if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
-            extras["key_bias"] = F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
+            extras["key_bias"] = (
+                F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
+            )
         if spec.bias in ("kv", "v"):
             extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
         elif spec.fixed_value != "zero":
@@ -196,7 +214,9 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.norm_1, self.norm_2 = norm_layer(config), norm_layer(config)
         inside = config.norm == "sandwich"
-        self.after_1, self.after_2 = (norm_layer(config) if inside else nn.Identity() for _ in range(2))
+        self.after_1, self.after_2 = (
+            norm_layer(config) if inside else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
@@ -253,7 +273,11 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             if parameter.ndim == 1 and name != "sink":
-                parameter.fill_({"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}.get(kind, 1.0))
+                parameter.fill_(
+                    {"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}.get(
+                        kind, 1.0
+                    )
+                )
                 continue
             fan_in = parameter.shape[-1]
             std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
@@ -304,9 +328,14 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
 def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
     """The constant tables that a position embedding needs, by name; each has a row for a position, or a distance."""
     if config.position == "rotary":
-        halves = 1 + config.attention.differential  # whose even and odd dimensions turn as a head of half the size does
+        halves = (
+            1 + config.attention.differential
+        )  # whose even and odd dimensions turn as a head of half the size does
         tables = positions.rotary_tables(length, config.head_dim // halves)
-        return {name: x.repeat_interleave(halves, -1) for name, x in zip(("cos", "sin"), tables, strict=True)}
+        return {
+            name: x.repeat_interleave(halves, -1)
+            for name, x in zip(("cos", "sin"), tables, strict=True)
+        }
     if config.position == "absolute":
         return {"added": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
@@ -314,7 +343,10 @@ def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
     if config.position == "relative":
         return {"distance_bias": positions.relative_buckets(length).float()[:, None]}
     if config.position == "alibi":
-        return {"distance_bias": -torch.arange(length)[:, None] * positions.alibi_slopes(config.num_heads)}
+        return {
+            "distance_bias": -torch.arange(length)[:, None]
+            * positions.alibi_slopes(config.num_heads)
+        }
     return {}
 
 
@@ -335,4 +367,7 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding itself refuses bad ids.
     if not (ids.is_cuda or torch._C._functorch.is_batchedtensor(ids)):
         low, high = ids.aminmax()
-        require(bool(0 <= low and high <= last), f"ids must be in 0..{last} (vocab_size), got {low}..{high}")
+        require(
+            bool(0 <= low and high <= last),
+            f"ids must be in 0..{last} (vocab_size), got {low}..{high}",
+        )

@@ -25,7 +25,12 @@ DENSE_LENGTH = {"cpu": 512, "cuda": 128}
 
 
 def choose_form(
-    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, head_dim: int, position_term: bool
+    spec: AttentionSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int,
+    head_dim: int,
+    position_term: bool,
 ) -> str:
     """Which form serves an operation."""
     short = length <= DENSE_LENGTH.get(device.type, 0)
@@ -50,7 +55,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) 
     return operate(_fast, q, k, v, spec, Extras(**extras))[0]
 
 
-def _fast(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> tuple[Tensor]:
+def _fast(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+) -> tuple[Tensor]:
     form = choose_form(spec, q.device, q.dtype, q.shape[2], q.shape[3], distance_bias is not None)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
@@ -66,7 +73,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     # A query whose output is dropped stands before the others where k* stands before the keys, so that the kernel's
     # causal mask fits.
     star = k.shape[2] - q.shape[2]
-    out = F.scaled_dot_product_attention(F.pad(q, (0, 0, star, 0)), k, v, is_causal=True)[:, :, star:]
+    out = F.scaled_dot_product_attention(F.pad(q, (0, 0, star, 0)), k, v, is_causal=True)[
+        :, :, star:
+    ]
     if spec.prefix == 1:
         return out
     # The first p queries see the whole prefix: a second call without a mask.
@@ -75,7 +84,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     return torch.cat([first, out[:, :, p:]], dim=2)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+) -> Tensor:
     """The formulas with few passes over the logits.
 
     q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
@@ -83,7 +94,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: 
     wide = torch.promote_types(q.dtype, torch.float32)
     # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
     # queries and keys may be in float64 already.
-    by_logarithm = spec.similarity in ("sigmoid", "elu") and spec.normalizer not in ("none", "length")
+    by_logarithm = spec.similarity in ("sigmoid", "elu") and spec.normalizer not in (
+        "none",
+        "length",
+    )
     widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
     if widened and (q.dtype, v.dtype) != (wide, wide):
         with torch.autocast(q.device.type, enabled=False):

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits, visible
 
@@ -91,7 +96,9 @@ def fused_rows(
     return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
 
 
-def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def trusted(
+    kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> bool:
     """Whether a kernel is there and gives the rows of a dense softmax under a kind of mask; compared once.
 
     kernel: "fused" or "flex". kind: "causal", "window", "prefix" (flex), or "mask", one that is added to the logits.
@@ -104,7 +111,10 @@ def trusted(kernel: str, kind: str, device: torch.device, dtype: torch.dtype, he
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             got, expected = _side_by_side(*key)
-    except (AttributeError, RuntimeError):  # not in this build, or not for this device, dtype or head dimension
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # not in this build, or not for this device, dtype or head dimension
         TRUST[key] = False
         return False
     tolerance = 1e-3 if dtype.itemsize >= 4 else 3e-2
@@ -122,9 +132,16 @@ def _side_by_side(
     kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp in one tensor (B, H, T, D + 1), of the kernel and of dense rows in float64."""
-    generator, length = torch.Generator().manual_seed(0), 531  # keys: more than a block of a kernel's, of no multiple
-    q, k, v = (torch.randn(2, 2, length, head_dim, generator=generator).to(device, dtype) for _ in range(3))
-    spec = AttentionSpec(window=33 if kind == "window" else None, prefix=40 if kind in ("prefix", "mask") else 1)
+    generator, length = (
+        torch.Generator().manual_seed(0),
+        531,
+    )  # keys: more than a block of a kernel's, of no multiple
+    q, k, v = (
+        torch.randn(2, 2, length, head_dim, generator=generator).to(device, dtype) for _ in range(3)
+    )
+    spec = AttentionSpec(
+        window=33 if kind == "window" else None, prefix=40 if kind in ("prefix", "mask") else 1
+    )
     line = k[0, 0, :, :1].T.contiguous()  # a position term by distance, for those that take one
     added, _ = added_to_logits(q, k, spec, line if kernel == "flex" or kind == "mask" else None)
     if kernel == "flex":
@@ -138,16 +155,24 @@ def _side_by_side(
     return torch.cat([out, lse[..., None]], dim=-1), dense
 
 
-def flex_serves(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def flex_serves(
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> bool:
     """Whether an operation is a softmax over log f(s) for which FlexAttention is compiled and `trusted`."""
     compiled = device.type == "cuda" and HAS_TRITON and dtype != torch.float64 and head_dim >= 16
-    if not compiled or spec.similarity not in LOGARITHMS or spec.normalizer not in ("sum", "none", "p_norm"):
+    if (
+        not compiled
+        or spec.similarity not in LOGARITHMS
+        or spec.normalizer not in ("sum", "none", "p_norm")
+    ):
         return False
     kind = "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
     return trusted("flex", kind, device, dtype, head_dim)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None) -> Tensor:
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
+) -> Tensor:
     """Softmax over log f(s), which is f(s) / sum f(s), and its log-sum-exp, which exchanges that sum for Z.
 
     sum_j f(s_j) v_j = out exp(lse), which overflows where the sum of f does; the p-norm's log Z (Eqs. 43, 44) is a
@@ -171,7 +196,9 @@ def _flex_pass(
     def score(s, b, h, i, j):
         if distance_bias is not None:
             head = h if len(distance_bias) > 1 else torch.zeros_like(h)
-            g = distance_bias[head, (i - j + star).clamp(0, length - 1)]  # hidden keys are read as well
+            g = distance_bias[
+                head, (i - j + star).clamp(0, length - 1)
+            ]  # hidden keys are read as well
             s = s + torch.where(j >= star, g, 0)  # k* has no position
         return power * LOGARITHMS[spec.similarity](s + spec.logit_bias)
 
@@ -200,5 +227,10 @@ def _compiled_flex(spec: AttentionSpec) -> Callable:
 def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.device) -> BlockMask:
     """`attention.visible` for FlexAttention, with k* before the keys."""
     return create_block_mask(
-        lambda b, h, i, j: visible(i, j - star, spec), None, None, length, star + length, device=device
+        lambda b, h, i, j: visible(i, j - star, spec),
+        None,
+        None,
+        length,
+        star + length,
+        device=device,
     )

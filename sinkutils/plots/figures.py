@@ -20,7 +20,10 @@ EPSILON = 0.3  # of the metric
 
 
 def heads_by_block(
-    heads: Any, layers: Sequence[int] | None = None, color: str = COLORS["first"], ax: Axes | None = None
+    heads: Any,
+    layers: Sequence[int] | None = None,
+    color: str = COLORS["first"],
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw a dot per head at the height of its mean attention, block by block; a dashed line at the metric's epsilon.
 
@@ -48,10 +51,15 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
     """
     squares = np.array(weights, dtype=float)
     length = len(squares)
-    require(squares.shape == (length, length), f"weights must have the shape (T, T), got {squares.shape}")
+    require(
+        squares.shape == (length, length),
+        f"weights must have the shape (T, T), got {squares.shape}",
+    )
     squares[np.triu_indices(length, 1)] = np.nan
     ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
-    ax.add_patch(Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8))
+    ax.add_patch(
+        Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
+    )
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelsize=min(8.0, 190 / length))

@@ -57,7 +57,9 @@ class Interactive:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         image, alt = base64.b64encode(png(self.figure)).decode(), alt_text(self.figure)
-        data = json.dumps({**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":"))
+        data = json.dumps(
+            {**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":")
+        )
         page = PAGE.substitute(
             image=image,
             alt=html.escape(alt),
@@ -67,7 +69,9 @@ class Interactive:
             # "</script>" in a token would end the script, and "<!--" could swallow the page.
             data=data.replace("<", "\\u003c"),
         )
-        return {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}, {"image/png": {"alt": alt}}
+        return {"text/plain": f"[picture: {alt}]", "image/png": image, "text/html": page}, {
+            "image/png": {"alt": alt}
+        }
 
 
 def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1") -> Interactive:
@@ -84,11 +88,16 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
         rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1, 2.2))
         for (title, course), (grid, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
-            require(len(alpha) == len(steps), f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps")
+            require(
+                len(alpha) == len(steps),
+                f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
+            )
             _, blocks, heads = alpha.shape
             frames = alpha.reshape(len(steps), -1)
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
-            runs.append({"name": title, "heads": heads, "frames": shade(frames).tolist(), "means": means})
+            runs.append(
+                {"name": title, "heads": heads, "frames": shade(frames).tolist(), "means": means}
+            )
             # The last frame, block 1 on top as in the film.
             grid.imshow(alpha[-1], cmap=SHADES, vmin=0, vmax=1)
             grid.grid(False)
@@ -158,7 +167,9 @@ def explore(
         left, right = still.subplots(1, 2, width_ratios=(1, 2.4))
         heads_by_block(alpha[0].reshape(-1, columns), probe.layers, ax=left)
         attention_map(weights[0, start], tokens[0], right)
-        heading = still.suptitle(f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold")
+        heading = still.suptitle(
+            f"{title}: α₁ = {alpha[0, start]:.2f}", fontsize=11, fontweight="bold"
+        )
         heading.set_parse_math(False)
     still.set_label(
         f"Attention map of {title}, with tokens on both axes, and every head's attention to the first token"

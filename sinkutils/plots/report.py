@@ -108,7 +108,10 @@ def report_page(
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
     beside = dict(beside or {})
     main = next(iter(reports.values()))
-    require(1 in main.targets, f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}")
+    require(
+        1 in main.targets,
+        f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
+    )
     name = name or main.name or "a model"
     require(name not in beside, f"two models are called {name!r}: give one another name")
     rows = {title: _row(report) for title, report in reports.items()}
@@ -120,7 +123,9 @@ def report_page(
         page = {
             "name": html.escape(_whole(name)),
             "uniform": f"{main.floor:.3f}",
-            "numbers": "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()),
+            "numbers": "".join(
+                f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()
+            ),
             "inputs": _table(rows),
             "heads": _svg(
                 heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6)),
@@ -138,7 +143,9 @@ def report_page(
     return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
 
 
-def natural(tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False) -> Tensor:
+def natural(
+    tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False
+) -> Tensor:
     """Natural text: the first tokens of documents, or windows of one's own, n of them if there are.
 
     A book is one text, and has many windows.
@@ -232,7 +239,9 @@ def _row(report: Report) -> dict[str, str]:
     return row
 
 
-def _shares(sink: float, interval: Sequence[float], first: float, later: Sequence[float], block: int) -> dict[str, str]:
+def _shares(
+    sink: float, interval: Sequence[float], first: float, later: Sequence[float], block: int
+) -> dict[str, str]:
     """The columns of attention to the first token; of a hybrid
     model `block` is its first with any.
     """
@@ -260,7 +269,9 @@ def _references(name: str) -> dict[str, dict]:
         by_layer = excess(np.array(numbers["alpha"][0]), numbers["floor"]).mean(axis=1).tolist()
         interval, sink = numbers["interval"]["1"]["0.3"], numbers["sink"]["1"]["0.3"]
         row = _shares(sink, interval, by_layer[0], by_layer[1:], 1)
-        row["norm of h<sub>1</sub> / others, largest"] = f"{max(norm_ratio(numbers['hidden_norms'])[:-1]):.1f}"
+        row["norm of h<sub>1</sub> / others, largest"] = (
+            f"{max(norm_ratio(numbers['hidden_norms'])[:-1]):.1f}"
+        )
         rows[f"{kept['about']['title']} (reference)"] = row
     return rows
 
@@ -269,7 +280,9 @@ def _table(rows: Mapping[str, Mapping]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
     lines = []
     for title, row in rows.items():
-        lines.append({"": _whole(title)} | {column: _whole(str(value)) for column, value in row.items()})
+        lines.append(
+            {"": _whole(title)} | {column: _whole(str(value)) for column, value in row.items()}
+        )
     frame = pd.DataFrame(lines).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
         return frame.astype(str).map(html.escape).to_html(index=False, border=0, escape=False)
@@ -295,7 +308,10 @@ def _norms(report: Report) -> str:
             ratios[of] = norm_ratio(rows)
     peaks = {} if report.hidden_peaks is None else {"h": report.hidden_peaks[:, 0].tolist()}
     drawn = ""
-    for label, curves in (("norm of token 1 / others", ratios), ("largest element of token 1 / median", peaks)):
+    for label, curves in (
+        ("norm of token 1 / others", ratios),
+        ("largest element of token 1 / median", peaks),
+    ):
         if not curves:
             continue
         ax = _axes()
@@ -319,7 +335,8 @@ def _svg(ax: Axes, alt: str) -> str:
     """A figure as SVG inside the page, in the page's colours, its text as text."""
     drawn = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sinkutils"}):
-        ax.get_figure(root=True).savefig(drawn, format="svg", transparent=True, metadata={"Date": None})  # type: ignore
+        figure: Any = ax.get_figure(root=True)
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     written = drawn.getvalue()
     written = written[written.index("<svg") :].replace(INK, "currentColor")
     return written.replace("<svg ", f'<svg role="img" aria-label="{html.escape(alt)}" ', 1)

@@ -43,7 +43,9 @@ def theme() -> dict[str, str]:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         np.random.seed(0)  # noqa: NPY002
-        plt.switch_backend(mpl.get_backend())  # loads the inline backend, which sets its own formatters when it loads
+        plt.switch_backend(
+            mpl.get_backend()
+        )  # loads the inline backend, which sets its own formatters when it loads
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
         formatters["text/plain"].for_type(
@@ -69,7 +71,9 @@ def png(figure: Figure) -> bytes:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        small, format="png", optimize=True
+    )
     return small.getvalue()
 
 

@@ -47,14 +47,18 @@ class TrainConfig:
     eval_length: int = 64  # T of the sink metric
     valid_chunks: int = 128
     micro_batch: int | None = None  # sequences a forward pass; None: all at once
-    optimizer: str = "adamw"  # sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
+    optimizer: str = (
+        "adamw"  # sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
+    )
 
     def __post_init__(self) -> None:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
         for name in ("lr_floor", "beta1", "beta2"):
-            require(getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}")
+            require(
+                getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}"
+            )
         require(
             self.batch_size % (self.micro_batch or self.batch_size) == 0,
             f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
@@ -98,7 +102,9 @@ class FinetuneConfig(RunConfig):
             "overwrite a token of each question; start from one with position 1 or without",
         )
         size = self.train.batch_size
-        require(self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}")
+        require(
+            self.pairs >= size, f"pairs must be at least the batch size {size}, got {self.pairs}"
+        )
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -38,7 +38,8 @@ def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
         None: old,
         "context": context,
         "head_dim": run.model.head_dim,
-        "step_tokens": (old or 0) * context,  # by a context, the batch size that has as many tokens as the base's
+        "step_tokens": (old or 0)
+        * context,  # by a context, the batch size that has as many tokens as the base's
         "four_epochs": scale.four_epochs,
         "minus_log_context": -math.log(context),
     }[of]
@@ -66,19 +67,29 @@ class Experiment:
     @property
     def rows(self) -> list[dict[str, str]]:
         """The paper's rows of this run, in its order; a cell that is lost in its text is empty."""
-        names = (self.name, "base") if self.name == "default" else (self.name,)  # that of the preset at hand
+        names = (
+            (self.name, "base") if self.name == "default" else (self.name,)
+        )  # that of the preset at hand
         return [row for row in read_csv(PAPER / "pretraining.csv") if row["experiment"] in names]
 
     @property
     def item(self) -> str:
         """The first table of the paper that reports this run, else its first figure or section, else nothing."""
-        return min((row["item"] for row in self.rows), key=lambda item: not item.startswith("Table"), default="")
+        return min(
+            (row["item"] for row in self.rows),
+            key=lambda item: not item.startswith("Table"),
+            default="",
+        )
 
     @property
     def paper(self) -> dict[str, float]:
         """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
         cells = [cell for row in self.rows for cell in row.items()]
-        return {name: float(cell) for name, cell in cells if cell and name.startswith(("sink_", "valid_"))}
+        return {
+            name: float(cell)
+            for name, cell in cells
+            if cell and name.startswith(("sink_", "valid_"))
+        }
 
 
 EXPERIMENTS = [
@@ -102,4 +113,6 @@ def experiment(name: str) -> Experiment:
         return BY_NAME[name]
     close = ", ".join(difflib.get_close_matches(name, BY_NAME, n=5, cutoff=0.5))
     hint = f"did you mean {close}? " if close else ""
-    raise ValueError(f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(EXPERIMENTS)}")
+    raise ValueError(
+        f"unknown experiment {name!r}: {hint}`python -m sinkutils list` shows all {len(EXPERIMENTS)}"
+    )

@@ -37,7 +37,9 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     Raises ValueError for unknown names, and with the reason where the preset cannot hold the experiment.
     """
     integer("seed", seed, least=0)
-    run = dataclasses.replace(_build(resolve(name, preset), preset), seed=int(seed))  # also of a table's column
+    run = dataclasses.replace(
+        _build(resolve(name, preset), preset), seed=int(seed)
+    )  # also of a table's column
     if isinstance(run, FinetuneConfig):
         return dataclasses.replace(run, start_sha256=config_hash(config(run.start, preset, seed)))
     return run
@@ -46,10 +48,14 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at small presets."""
     shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
-    return shown or run.experiment in {getattr(other, "start", None) for other in _all(run.preset).values()}
+    return shown or run.experiment in {
+        getattr(other, "start", None) for other in _all(run.preset).values()
+    }
 
 
-def plan(preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None) -> list[RunConfig]:
+def plan(
+    preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
+) -> list[RunConfig]:
     """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
 
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
@@ -71,7 +77,11 @@ def plan(preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | 
 def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
     own = _build(name, preset)
-    return next(first for first, run in _all(preset).items() if dataclasses.replace(own, experiment=first) == run)
+    return next(
+        first
+        for first, run in _all(preset).items()
+        if dataclasses.replace(own, experiment=first) == run
+    )
 
 
 def unavailable(preset: str) -> set[str]:
@@ -84,7 +94,9 @@ def _all(preset_name: str) -> dict[str, RunConfig]:
     """What a preset can hold, by name and in the table's order."""
     preset(preset_name)
     # A value that is wrong is no reason to leave an experiment out: it raises.
-    return {row.name: _build(row.name, preset_name) for row in EXPERIMENTS if preset_name in row.presets}
+    return {
+        row.name: _build(row.name, preset_name) for row in EXPERIMENTS if preset_name in row.presets
+    }
 
 
 @lru_cache
@@ -93,13 +105,19 @@ def _build(name: str, preset_name: str) -> RunConfig:
     scale = preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
-        raise ValueError(f"experiment {row.name!r} belongs to preset {' or '.join(row.presets)}, not {preset_name!r}")
+        raise ValueError(
+            f"experiment {row.name!r} belongs to preset {' or '.join(row.presets)}, not {preset_name!r}"
+        )
     run = RunConfig(row.name, preset_name, 0, scale.model, scale.data, scale.train)
     try:
         if row.start is not None:
             known = scale.base if row.start == "base" else row.start
-            start = _build(known if preset_name in experiment(known).presets else f"{known}_1b", preset_name)
-            run = FinetuneConfig(row.name, preset_name, 0, start.model, start.data, start.train, start.experiment)
+            start = _build(
+                known if preset_name in experiment(known).presets else f"{known}_1b", preset_name
+            )
+            run = FinetuneConfig(
+                row.name, preset_name, 0, start.model, start.data, start.train, start.experiment
+            )
             run = _override(run, scale.tuning | TUNING, scale)
             steps = run.pairs // run.train.batch_size
             run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
@@ -107,7 +125,9 @@ def _build(name: str, preset_name: str) -> RunConfig:
             run = _override(run, experiment(scale.base).change, scale)
         return _override(run, row.change, scale)
     except ValueError as error:
-        raise ValueError(f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}") from error
+        raise ValueError(
+            f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}"
+        ) from error
 
 
 def _override(run: RunConfig, change: Json, scale: Preset) -> Any:

@@ -29,7 +29,10 @@ class Preset:
     keeps_weights: bool = False
 
 
-PRESETS = {name: from_dict(Preset, {"name": name, **said}) for name, said in read_yaml(LEDGER / "presets.yaml").items()}
+PRESETS = {
+    name: from_dict(Preset, {"name": name, **said})
+    for name, said in read_yaml(LEDGER / "presets.yaml").items()
+}
 
 
 def preset(name: str) -> Preset:

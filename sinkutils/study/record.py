@@ -47,7 +47,9 @@ from sinkutils.study.schema import Metrics, check_config, check_metrics
 if TYPE_CHECKING:
     from sinkutils.model.decoder import TransformerLM
 
-RECIPE = 2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+RECIPE = (
+    2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
+)
 RULES = 4  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
@@ -128,8 +130,14 @@ class Record:
             if "curve" in arrays:
                 evaluations, *_, layers, heads = arrays["curve"].shape
                 require(arrays["curve"].ndim == 4, "curve has not four dimensions")
-                require(evaluations == len(self.metrics["curve"]), "curve is not as long as that of metrics.json")
-                require((layers, heads) == (model["num_layers"], model["num_heads"]), "curve is of another model")
+                require(
+                    evaluations == len(self.metrics["curve"]),
+                    "curve is not as long as that of metrics.json",
+                )
+                require(
+                    (layers, heads) == (model["num_layers"], model["num_heads"]),
+                    "curve is of another model",
+                )
         return arrays
 
     @property
@@ -187,7 +195,11 @@ def config_dict(config: RunConfig) -> Json:
     Texts have their public names: nothing of the machine.
     """
     values = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
-    for part, name in ((values["data"], "corpus"), (values["data"], "validation"), (values, "instructions")):
+    for part, name in (
+        (values["data"], "corpus"),
+        (values["data"], "validation"),
+        (values, "instructions"),
+    ):
         if part.get(name):
             part[name] = public_name(part[name])
     return values
@@ -249,7 +261,9 @@ def write_record(
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {}
     for name, part in zip(JSONS, (values, rounded(metrics), provenance | versions()), strict=True):
-        files[name] = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+        files[name] = json.dumps(
+            part, separators=(",", ":"), sort_keys=True, allow_nan=False
+        ).encode()
     if arrays:
         files[ALPHA] = dump_tensors(arrays)
     if weights:
@@ -344,7 +358,9 @@ def _digests(target: Path) -> dict[str, str]:
         require(own == f"{_sha256(''.join(lines).encode())}  {SUMS}\n", "changed")
         digests = dict(line.split()[::-1] for line in lines)
     except (OSError, ValueError) as error:
-        raise CorruptRecord(f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}") from error
+        raise CorruptRecord(
+            f"record {short_name(target)}: {SUMS} is missing or damaged: {ADVICE}"
+        ) from error
     with _explained(target, SUMS):
         lacking = set(JSONS) - digests.keys()
         require(not lacking, f"it does not list {', '.join(sorted(lacking))}")
@@ -364,7 +380,9 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     if not name.endswith(".safetensors"):
         data = _text(data)
     if _sha256(data) != digests.get(name):
-        raise CorruptRecord(f"record {short_name(target)}: {name} is missing, truncated or changed: {ADVICE}")
+        raise CorruptRecord(
+            f"record {short_name(target)}: {name} is missing, truncated or changed: {ADVICE}"
+        )
     return data
 
 
@@ -373,7 +391,15 @@ def _explained(target: Path, name: str) -> Iterator[None]:
     """Make `CorruptRecord` of what Python raises about a file that is as it was written, yet not of a run of ours."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, SafetensorError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         if isinstance(error, CorruptRecord):
             raise
         reason = str(error) if isinstance(error, ValueError) else first_line(error)

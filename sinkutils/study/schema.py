@@ -91,7 +91,10 @@ def check_metrics(metrics: Any) -> None:
     require(bool(final) or metrics["status"] == "failed", "final is empty")
     for name, (least, most) in BOUNDS.items():
         values = [point[name] for point in points if name in point]
-        require(name not in EVERY_POINT or len(values) == len(points), f"a point of the curve lacks {name}")
+        require(
+            name not in EVERY_POINT or len(values) == len(points),
+            f"a point of the curve lacks {name}",
+        )
         _numbers(name, values, 1, least, most)
     for point in points:
         if "gradient_norms" in point:  # of a fine-tuning
@@ -119,13 +122,19 @@ def check_report(report: Any) -> None:
         if name in report:
             rows[name] = _numbers(name, report[name], 2, 0, math.inf)
     for name, array in rows.items():
-        require(len(array) == blocks and array.size > 0, f"{name} is of {len(array)} blocks and alpha of {blocks}")
+        require(
+            len(array) == blocks and array.size > 0,
+            f"{name} is of {len(array)} blocks and alpha of {blocks}",
+        )
 
 
 def _numbers(name: str, values: Any, dimensions: int, least: float, most: float) -> numpy.ndarray:
     """Nested lists as an array, if they are so deep and of finite numbers in least..most."""
     array = numpy.array(values, dtype=None if values else float)
-    require(array.ndim == dimensions and array.dtype.kind in "if", f"{name} is not {dimensions} lists deep of numbers")
+    require(
+        array.ndim == dimensions and array.dtype.kind in "if",
+        f"{name} is not {dimensions} lists deep of numbers",
+    )
     good = numpy.isfinite(array) & (least <= array) & (array <= most)
     if not good.all():
         raise ValueError(f"{name} is {array[~good][0]}, and has to be within {least} to {most}")

@@ -40,7 +40,11 @@ from sinkutils.study.record import (
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")  # all that the folder of an unfinished run may hold
+UNFINISHED = (
+    "checkpoint.pt",
+    "checkpoint.pt.tmp",
+    "lock",
+)  # all that the folder of an unfinished run may hold
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,11 @@ class RunFolder:
         wanted.
         """
         record = _read(self.folder)
-        if record is None or not is_of(record, self.config, self.corpus) or (weights and not record.weights):
+        if (
+            record is None
+            or not is_of(record, self.config, self.corpus)
+            or (weights and not record.weights)
+        ):
             return None
         return record
 
@@ -111,8 +119,13 @@ class RunFolder:
         """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02).acquire()
-        except (Timeout, FileNotFoundError) as error:  # not there: its last owner is removing the folder
+            lock = FileLock(
+                self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02
+            ).acquire()
+        except (
+            Timeout,
+            FileNotFoundError,
+        ) as error:  # not there: its last owner is removing the folder
             raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
             what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
@@ -145,7 +158,9 @@ class Runs:
         On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
         version of Python makes) where the study has a record on its own: that is never replaced.
         """
-        study = RunFolder(run, corpus, record_folder(run.preset, run.experiment, run.seed, self.folder))
+        study = RunFolder(
+            run, corpus, record_folder(run.preset, run.experiment, run.seed, self.folder)
+        )
         if corpus is None:
             return study
         if corpus["name"] == public_name(run.data.corpus):
@@ -180,8 +195,14 @@ class Runs:
         find_preset(preset.partition("@")[0])
         check_name("preset", preset)
         if not self.folder.is_dir():
-            warnings.warn(f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3)
-        folders = [path for path in (self.folder / preset).glob("*/*") if re.fullmatch("0|[1-9][0-9]*", path.name)]
+            warnings.warn(
+                f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
+            )
+        folders = [
+            path
+            for path in (self.folder / preset).glob("*/*")
+            if re.fullmatch("0|[1-9][0-9]*", path.name)
+        ]
         for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
             record = _judged(folder, _stamp(folder))
             if record.status == "corrupt":
@@ -204,7 +225,9 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
     target = record_folder(preset, name, seed, folder)
     if not os.path.lexists(target):
         advice = f"python -m sinkutils train {name} --preset {base} --seed {seed}"
-        raise FileNotFoundError(f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}")
+        raise FileNotFoundError(
+            f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
+        )
     found = _judged(target, _stamp(target))
     if found.status == "corrupt":
         raise CorruptRecord(found.reason)

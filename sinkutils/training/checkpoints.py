@@ -49,12 +49,18 @@ def _write(path: Path, state: Json) -> None:
 def load_checkpoint(run: Run, path: Path) -> None:
     """Continue `run` from `path` if it holds this run's state; else say why not, and start from step 0."""
     state = _state_of(run, path) if run.group.first else {}
-    progress = run.group.once(lambda: {name: state[name] for name in run.PROGRESS} if state else None)
+    progress = run.group.once(
+        lambda: {name: state[name] for name in run.PROGRESS} if state else None
+    )
     if progress is None:
         return
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    dcp.set_model_state_dict(run.model, state.get("model", {}), options=options)  # of rank 0, which hands them out
-    dcp.set_optimizer_state_dict(run.model, run.optimizers, state.get("optimizer", {}), options=options)
+    dcp.set_model_state_dict(
+        run.model, state.get("model", {}), options=options
+    )  # of rank 0, which hands them out
+    dcp.set_optimizer_state_dict(
+        run.model, run.optimizers, state.get("optimizer", {}), options=options
+    )
     for name, value in progress.items():
         setattr(run, name, value)
 

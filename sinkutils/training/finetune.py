@@ -38,7 +38,9 @@ class FinetuneRun(Run):
     loss = staticmethod(answer_loss)
     each_step = True
     fixed_shapes = False  # as many logits as the answers have tokens
-    weight = staticmethod(lambda part: int((part[:, 1, 1:] != IGNORED).sum()))  # the tokens of the answers
+    weight = staticmethod(
+        lambda part: int((part[:, 1, 1:] != IGNORED).sum())
+    )  # the tokens of the answers
 
     def first_model(self) -> TransformerLM:
         """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
@@ -54,7 +56,9 @@ class FinetuneRun(Run):
         layout = Layout(self.tokenizer, first, special["eos_id"], self.config.model.context_length)
         counts = (self.config.train.valid_chunks, self.config.pairs)
         name = self.config.instructions
-        held_out, pairs = self.group.in_turn(lambda: make_pairs(conversations(name), layout, counts, name))
+        held_out, pairs = self.group.in_turn(
+            lambda: make_pairs(conversations(name), layout, counts, name)
+        )
         weights = self.start.digests[WEIGHTS]
         self.more = {"pairs_sha256": pairs.fingerprint, "start_weights_sha256": weights}
         digests = self.corpus.fingerprint + pairs.fingerprint + held_out.fingerprint + weights

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from sinkutils.training.run import Run
     from sinkutils.training.stacked import Stack
 
-WARM_UP = 3  # steps before the recording: they make the optimiser's state and the libraries' workspaces
+WARM_UP = (
+    3  # steps before the recording: they make the optimiser's state and the libraries' workspaces
+)
 
 
 class GraphedStep:

@@ -94,12 +94,18 @@ class Group:
             indices = [device.index] if device.type == "cuda" else None
             return DistributedDataParallel(model, indices, gradient_as_bucket_view=True)
         if self.parallel == "fsdp":
-            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+            from torch.distributed.fsdp import (
+                MixedPrecisionPolicy,
+                fully_shard,
+                register_fsdp_forward_method,
+            )
 
             mesh = init_device_mesh(device.type, (self.size,))
             half = torch.bfloat16 if precision == "bf16" else None
             # Inputs are not cast: the position tables among them need their precision.
-            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
             for part in (*model.blocks, model):
                 fully_shard(part, mesh=mesh, mp_policy=policy)
             register_fsdp_forward_method(model, "hidden")  # what `measure` calls
@@ -130,7 +136,10 @@ def joined(parallel: str, device: torch.device) -> Iterator[Group]:
     local_rank = int(os.environ["LOCAL_RANK"])
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
-        require(local_rank < gpus, f"there are {gpus} GPUs here: torchrun --nproc-per-node must be at most that")
+        require(
+            local_rank < gpus,
+            f"there are {gpus} GPUs here: torchrun --nproc-per-node must be at most that",
+        )
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     control = dist.new_group(backend="gloo", timeout=PATIENCE)

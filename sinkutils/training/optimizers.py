@@ -9,7 +9,9 @@ from sinkutils.study.config import TrainConfig
 from sinkutils.training.group import ALONE, Group
 
 
-def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig, group: Group = ALONE) -> list[Optimizer]:
+def make_optimizers(
+    named: dict[str, nn.Parameter], train: TrainConfig, group: Group = ALONE
+) -> list[Optimizer]:
     """The optimiser that a config names; muon is two, each with its own parameters, and refused in a group."""
     named = dict(named)
     rate, decay = train.learning_rate, train.weight_decay
@@ -18,7 +20,9 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig, group: G
     optimizers = []
     if train.optimizer == "muon":
         if group.size > 1:
-            raise ValueError("optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd")
+            raise ValueError(
+                "optimizer='muon' runs in one process: leave out torchrun, or take adamw or sgd"
+            )
         # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their heads. It takes
         # q, k and v as the one matrix that they are here, and gate and up likewise; others cut them first.
         matrices = [name for name, p in named.items() if p.ndim == 2 and name.endswith(".weight")]
@@ -26,7 +30,10 @@ def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig, group: G
         # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
         optimizers.append(Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     betas = (train.beta1, train.beta2)
-    return [*optimizers, AdamW(named.values(), rate, betas, train.adam_eps, weight_decay=decay, fused=True)]
+    return [
+        *optimizers,
+        AdamW(named.values(), rate, betas, train.adam_eps, weight_decay=decay, fused=True),
+    ]
 
 
 def set_rate(optimizers: list[Optimizer], rate: float) -> None:

@@ -36,7 +36,13 @@ EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alph
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report, in a record
+NOT_KEPT = (
+    "interval",
+    "query_norms",
+    "embedding_norms",
+    "skipped",
+    "name",
+)  # of a report, in a record
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -57,11 +63,16 @@ class CrossEntropy(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         softmax = (logits.float() - lse[:, None]).exp()
         # int32, as comparing int64 takes twice the time of the exponential
-        onehot = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device) == targets.int()[:, None]
+        onehot = (
+            torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+            == targets.int()[:, None]
+        )
         return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
 
 
-def next_token_loss(model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:
+def next_token_loss(
+    model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()
+) -> Tensor:
     """Mean cross-entropy of chunks (B, C + 1) in nats, without the predictions made at the 1-based positions unscored.
 
     The model sees every position all the same.
@@ -94,7 +105,9 @@ def usable_precision(asked: str, device: torch.device) -> str:
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        able = device.type == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(instruction_set())
+        able = device.type == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(
+            instruction_set()
+        )
     return "bf16" if able else "fp32"
 
 
@@ -108,7 +121,13 @@ class Run:
     weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
     each_step = False  # whether the curve has the loss and gradient norm of every step
     fixed_shapes = True  # of all tensors of a step, so that a graph can hold it
-    PROGRESS = ("step", "seconds", "curve", "alphas", "parts")  # what a checkpoint holds beside the model's state
+    PROGRESS = (
+        "step",
+        "seconds",
+        "curve",
+        "alphas",
+        "parts",
+    )  # what a checkpoint holds beside the model's state
 
     def __init__(
         self,
@@ -118,26 +137,49 @@ class Run:
         group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
-        self.config, self.corpus, self.device, self.group, self.start = config, corpus, device, group, start
+        self.config, self.corpus, self.device, self.group, self.start = (
+            config,
+            corpus,
+            device,
+            group,
+            start,
+        )
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
-        self.trained = group.wrap(self.model, self.precision)  # the model itself, or what DDP puts around it
+        self.trained = group.wrap(
+            self.model, self.precision
+        )  # the model itself, or what DDP puts around it
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train, group)
         self.chunks, valid = self.batches()
-        self.ahead: Tensor | None = None  # the batches of this step and the next ones, on the device
-        self.graph: GraphedStep | None = None  # how a step is made on a GPU, if not one kernel at a time
+        self.ahead: Tensor | None = (
+            None  # the batches of this step and the next ones, on the device
+        )
+        self.graph: GraphedStep | None = (
+            None  # how a step is made on a GPU, if not one kernel at a time
+        )
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        ids = probe("natural", self.tokenizer, train.eval_sequences, train.eval_length, EVALUATION_SEED, corpus=corpus)
+        ids = probe(
+            "natural",
+            self.tokenizer,
+            train.eval_sequences,
+            train.eval_length,
+            EVALUATION_SEED,
+            corpus=corpus,
+        )
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
         self.seconds = 0.0
         self.curve: list[Json] = []
-        self.alphas: list[Tensor] = []  # a point of the curve each: (targets, and * if any, L, H), float16
-        self.parts: list[Json] = []  # on what it was trained: more than one where it moved to another machine
+        self.alphas: list[
+            Tensor
+        ] = []  # a point of the curve each: (targets, and * if any, L, H), float16
+        self.parts: list[
+            Json
+        ] = []  # on what it was trained: more than one where it moved to another machine
         self.passed: list[tuple] = []  # loss, and gradient norm before clipping, of each step since
 
     def first_model(self) -> TransformerLM:
@@ -228,7 +270,9 @@ class Run:
         """
         with self.autocast():
             valid_loss = self.valid_loss()
-        valid_loss = self.group.once(lambda: valid_loss)  # rank 0's, so that all take it for finite or none
+        valid_loss = self.group.once(
+            lambda: valid_loss
+        )  # rank 0's, so that all take it for finite or none
         if not math.isfinite(valid_loss):
             return None
         try:
@@ -297,7 +341,12 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
         if run.group.size == 1:  # weights of a group may be cut over its processes
             with run.autocast():
                 final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
-    return {"status": "failed" if reason else "done", "reason": reason, "curve": run.curve, "final": final}
+    return {
+        "status": "failed" if reason else "done",
+        "reason": reason,
+        "curve": run.curve,
+        "final": final,
+    }
 
 
 def of_report(report: Report) -> Json:

@@ -58,7 +58,9 @@ class Stack:
         self.parameters, _ = stack_module_state([run.model for run in runs])  # name -> (K, ..)
         for name, stacked in self.parameters.items():
             for run, own in zip(runs, stacked.detach(), strict=True):
-                run.model.get_parameter(name).data = own  # a view: what the optimiser writes is the model's
+                run.model.get_parameter(
+                    name
+                ).data = own  # a view: what the optimiser writes is the model's
         self.optimizers = make_optimizers(self.parameters, config.train)
         self.graph: GraphedStep | None = None
 
@@ -142,7 +144,9 @@ def train_stacked(
     return [record for place in places if (record := place.record())]
 
 
-def _to_their_ends(stack: Stack, graph: bool | None) -> Iterator[tuple[Run, str | None, Report | None]]:
+def _to_their_ends(
+    stack: Stack, graph: bool | None
+) -> Iterator[tuple[Run, str | None, Report | None]]:
     """Each run as it ends, with the reason of a failure, or its last report."""
     first = stack.runs[0]
     train = first.config.train

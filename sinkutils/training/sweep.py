@@ -53,7 +53,9 @@ class Worker:
         self.log = Path(log)
         with open(log, "ab") as output:
             self.begin = output.tell()
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
 
     def done(self) -> bool:
         return self.process.poll() is not None
@@ -175,7 +177,9 @@ class Job:
         try:
             status, messages = self.future.result()
             record = read_record(self.run.folder) if status == 0 else None
-        except Exception as error:  # an engine may lose a worker in ways of its own: the other runs go on
+        except (
+            Exception
+        ) as error:  # an engine may lose a worker in ways of its own: the other runs go on
             return end("crashed", f"{first_line(error)}; {where}")
         if record is not None:
             reasons = [record.reason, *(message for message in messages if AGAIN in message)]
@@ -235,21 +239,29 @@ def sweep(
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
         try:
             while queue or running or elsewhere:
-                while free and (run := _next(queue, [*elsewhere, *(job.run.config for job in running)])):
+                while free and (
+                    run := _next(queue, [*elsewhere, *(job.run.config for job in running)])
+                ):
                     queue.remove(run)
                     place = store.of(run, text)
                     if _locked(place, store):
                         elsewhere.append(run)
                         bar.write(
-                            f"{run.experiment} seed {run.seed}: waiting for the process that trains it", sys.stderr
+                            f"{run.experiment} seed {run.seed}: waiting for the process that trains it",
+                            sys.stderr,
                         )
                         continue
                     log = logs / f"{run.experiment}-{run.seed}.log"
                     where = free.popleft()
-                    future = submit((run.experiment, *options, "--seed", str(run.seed), "--device", where), str(log))
+                    future = submit(
+                        (run.experiment, *options, "--seed", str(run.seed), "--device", where),
+                        str(log),
+                    )
                     running.append(Job(place, where, log, future))
                     if engine_name == "slurm":
-                        bar.write(f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep")
+                        bar.write(
+                            f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep"
+                        )
                 finished = [job for job in running if job.future.done()]
                 for job in finished:
                     running.remove(job)
@@ -266,7 +278,9 @@ def sweep(
                     if record is None:
                         queue.append(run)
                         continue
-                    outcomes.append(Outcome(run.experiment, run.seed, record.status, "by another process"))
+                    outcomes.append(
+                        Outcome(run.experiment, run.seed, record.status, "by another process")
+                    )
                     ended += run.train.steps
                 bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
                 bar.update(ended + sum(job.steps() for job in running) - bar.n)
@@ -276,7 +290,10 @@ def sweep(
             workers = [job.future for job in running if isinstance(job.future, Worker)]
             stop(workers)
             if workers:
-                bar.write(f"{SAID}stopped {len(workers)} runs; what they have saved stays", file=sys.stderr)
+                bar.write(
+                    f"{SAID}stopped {len(workers)} runs; what they have saved stays",
+                    file=sys.stderr,
+                )
             raise
     return outcomes
 
@@ -296,7 +313,9 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
     """
     pending = {(run.experiment, run.seed) for run in (*queue, *training)}
     pending |= {(run.start, run.seed) for run in training if isinstance(run, FinetuneConfig)}
-    return next((run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None)
+    return next(
+        (run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None
+    )
 
 
 def estimate(

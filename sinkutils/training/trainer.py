@@ -83,7 +83,12 @@ def train(
     place = group.once(store.of, config, text.identity)
     _check_text(text, place, usual=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        compile = target.type == "cpu" and config.preset in PRESETS and PRESETS[config.preset].compile and compiles()
+        compile = (
+            target.type == "cpu"
+            and config.preset in PRESETS
+            and PRESETS[config.preset].compile
+            and compiles()
+        )
     start = None
     if isinstance(config, FinetuneConfig):
         start = _start_of(
@@ -108,18 +113,24 @@ def train(
         run = (FinetuneRun if start else Run)(config, text, target, group, start)
         if graph is None:
             graph = may_graph(run) and not compile
-        reason, report = _to_its_end(run, place.checkpoint, checkpoint_seconds, progress, compile, graph)
+        reason, report = _to_its_end(
+            run, place.checkpoint, checkpoint_seconds, progress, compile, graph
+        )
         return save(run, place.folder, reason, report, keep_weights)
 
 
-def save(run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool) -> Record:
+def save(
+    run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool
+) -> Record:
     """Write the record of a run that has ended; reason: of its failure, report: of its last evaluation."""
     weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
     metrics, provenance = summary(run, report, reason), run.provenance()
     identity = run.corpus.identity
-    return run.group.once(write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays)
+    return run.group.once(
+        write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
+    )
 
 
 def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
@@ -129,7 +140,10 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
     """
     size, most = corpus.vocab_size, place.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
-    require(size <= most, f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer")
+    require(
+        size <= most,
+        f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer",
+    )
     if place.folder != usual.folder or size != most:
         warnings.warn(
             f"training on {what} in place of {public_name(place.config.data.corpus)!r} with {most}, its own "
@@ -138,10 +152,14 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
         )
 
 
-def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any) -> Record:
+def _start_of(
+    config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any
+) -> Record:
     """The record that a fine-tuning starts from, with its weights; trained, with these options, if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
-    start = group.once(lambda: store.of(before, text.identity).record() or store.of(before).record())
+    start = group.once(
+        lambda: store.of(before, text.identity).record() or store.of(before).record()
+    )
     if start is None or (start.status == "done" and start.weights is None):
         start = train(before, store.root, keep_weights=True, group=group, **options)
     require(
@@ -153,7 +171,12 @@ def _start_of(config: FinetuneConfig, store: Runs, text: Corpus, group: Group, *
 
 
 def _to_its_end(
-    run: Run, checkpoint: Path, checkpoint_seconds: float, progress: bool, compile: bool, graph: bool
+    run: Run,
+    checkpoint: Path,
+    checkpoint_seconds: float,
+    progress: bool,
+    compile: bool,
+    graph: bool,
 ) -> tuple[str | None, Report | None]:
     """Train from the last checkpoint, or the start, to the last step: the reason of a failure, and the last report."""
     model, steps = run.config.model, run.config.train.steps
@@ -171,8 +194,18 @@ def _to_its_end(
     report = None if run.curve else run.evaluate([])
     saved = time.monotonic()
     began = saved - run.seconds
-    name = f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
-    bar = tqdm(total=steps, initial=run.step, desc=name, unit="step", leave=False, mininterval=2, disable=not progress)
+    name = (
+        f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
+    )
+    bar = tqdm(
+        total=steps,
+        initial=run.step,
+        desc=name,
+        unit="step",
+        leave=False,
+        mininterval=2,
+        disable=not progress,
+    )
     with bar:
         while run.step < steps:
             run.advance(forward)
@@ -252,13 +285,18 @@ def reproducible(device: torch.device) -> Iterator[None]:
     One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic kernels, and a
     warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
     """
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()  # off, warn or error
+    threads, mode = (
+        torch.get_num_threads(),
+        torch.get_deterministic_debug_mode(),
+    )  # off, warn or error
     deterministic: Any = torch.utils.deterministic  # whose stubs lack the setting
     filled = deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it when it starts
         torch.set_deterministic_debug_mode("warn")
         # It would write NaN into each new tensor, a kernel more for most of a step's.
         deterministic.fill_uninitialized_memory = False

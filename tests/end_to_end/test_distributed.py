@@ -101,16 +101,27 @@ def modes(corpus, packed, tmp_path_factory):
     out = tmp_path_factory.mktemp("modes")
     smoke = config("k_bias", "smoke")
     model = dataclasses.replace(smoke.model, vocab_size=300)
-    schedule = dataclasses.replace(smoke.train, steps=16, eval_every=8, batch_size=8, micro_batch=2, warmup_steps=3)
+    schedule = dataclasses.replace(
+        smoke.train, steps=16, eval_every=8, batch_size=8, micro_batch=2, warmup_steps=3
+    )
     run = dataclasses.replace(smoke, model=model, train=schedule)
     train(run, out / "one", corpus=corpus, progress=False, keep_weights=True)
     worker = out / "worker.py"
     worker.write_text(WORKER)
     chats = out / "chats.jsonl"
-    said = [{"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"} for n in range(60)]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in row.items()]} for row in said]
+    said = [
+        {"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"}
+        for n in range(60)
+    ]
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in row.items()]}
+        for row in said
+    ]
     chats.write_text("\n".join(map(json.dumps, rows)))
-    arguments = [json.dumps(dataclasses.asdict(run)), *map(str, (corpus.folder, out, packed, chats))]
+    arguments = [
+        json.dumps(dataclasses.asdict(run)),
+        *map(str, (corpus.folder, out, packed, chats)),
+    ]
     done = torchrun(str(worker), *arguments, SINKUTILS_CACHE=str(out / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     (out / "stdout").write_text(done.stdout)
@@ -122,37 +133,60 @@ def record_of(modes: Path, name: str):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_the_loss_in_bf16(modes, mode):
-    one, two, broken, half = (record_of(modes, name) for name in ("one", mode, f"{mode}-broken", f"{mode}-bf16"))
+def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_the_loss_in_bf16(
+    modes, mode
+):
+    one, two, broken, half = (
+        record_of(modes, name) for name in ("one", mode, f"{mode}-broken", f"{mode}-bf16")
+    )
     for rank in (0, 1):  # each process gets the record
         assert json.loads((modes / f"{mode}-{rank}.json").read_text()) == ["done", 16]
     for record in (two, broken):
         assert record.provenance["processes"] == 2 and record.provenance["parallel"] == mode
     for a, b in zip(one.metrics["curve"], two.metrics["curve"], strict=True):
         assert a["step"] == b["step"]
-        assert a.get("train_loss", 0) == pytest.approx(b.get("train_loss", 0), rel=1e-5)  # none before the first step
+        assert a.get("train_loss", 0) == pytest.approx(
+            b.get("train_loss", 0), rel=1e-5
+        )  # none before the first step
         assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-5)
     ours, theirs, half = (record.metrics["final"] for record in (one, two, half))
     np.testing.assert_allclose(ours["report"]["alpha"], theirs["report"]["alpha"], atol=1e-4)
     assert half["valid_loss"] != ours["valid_loss"] == pytest.approx(half["valid_loss"], rel=0.02)
     ours, theirs, resumed = (load_file(record.weights) for record in (one, two, broken))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-    assert two.metrics == broken.metrics and all(torch.equal(resumed[name], weight) for name, weight in theirs.items())
+    assert two.metrics == broken.metrics and all(
+        torch.equal(resumed[name], weight) for name, weight in theirs.items()
+    )
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
-    one, two = (read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode))
+    one, two = (
+        read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode)
+    )
     assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
     for name in ("losses", "gradient_norms"):
-        a, b = ([x for point in run.metrics["curve"] for x in point.get(name, ())] for run in (one, two))
+        a, b = (
+            [x for point in run.metrics["curve"] for x in point.get(name, ())] for run in (one, two)
+        )
         assert len(b) == 4 and a == pytest.approx(b, rel=1e-4)
-    assert two.metrics["final"]["valid_loss"] == pytest.approx(one.metrics["final"]["valid_loss"], rel=1e-5)
+    assert two.metrics["final"]["valid_loss"] == pytest.approx(
+        one.metrics["final"]["valid_loss"], rel=1e-5
+    )
 
 
 def test_an_error_in_one_process_ends_all(tmp_path):
     done = torchrun(
-        "-m", "sinkutils", "train", "nope", "--preset", "smoke", "--corpus", "path:/nowhere", "--device", "cpu"
+        "-m",
+        "sinkutils",
+        "train",
+        "nope",
+        "--preset",
+        "smoke",
+        "--corpus",
+        "path:/nowhere",
+        "--device",
+        "cpu",
     )
     assert done.returncode != 0 and "no such folder or file" in done.stderr
 
@@ -169,11 +203,15 @@ def test_the_command_line_joins_the_group_and_rank_0_alone_prints(modes):
 def test_the_papers_60m_takes_an_optimiser_step(corpus):
     paper = config("default", "paper")
     assert paper.model.context_length == 2048 and paper.train.precision == "bf16"
-    ones = dict.fromkeys(("batch_size", "micro_batch", "warmup_steps", "valid_chunks", "eval_sequences"), 1)
+    ones = dict.fromkeys(
+        ("batch_size", "micro_batch", "warmup_steps", "valid_chunks", "eval_sequences"), 1
+    )
     schedule = dataclasses.replace(paper.train, **ones)
     model = dataclasses.replace(paper.model, context_length=256)
     run = Run(dataclasses.replace(paper, train=schedule, model=model), corpus, CPU)
-    run.chunks.tokens = np.random.default_rng(0).integers(3, 50_432, len(run.chunks.tokens))  # of all its words
+    run.chunks.tokens = np.random.default_rng(0).integers(
+        3, 50_432, len(run.chunks.tokens)
+    )  # of all its words
     before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
     loss = float(run.advance(next_token_loss))
     # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.
@@ -185,7 +223,9 @@ def test_the_papers_60m_takes_an_optimiser_step(corpus):
 
 # ---- a bare machine: torch, numpy, tokenizers, safetensors, PyYAML, tqdm, and what these need
 
-BLOCKED = "transformers pandas scipy matplotlib PIL seaborn datasets IPython nbformat nbclient".split()
+BLOCKED = (
+    "transformers pandas scipy matplotlib PIL seaborn datasets IPython nbformat nbclient".split()
+)
 BARE = """
 import runpy, sys
 for name in {blocked!r}:
@@ -195,9 +235,20 @@ runpy.run_module("sinkutils", run_name="__main__")
 """
 
 
-def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpus, checkout, tmp_path):
+def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(
+    packed, corpus, checkout, tmp_path
+):
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
-    asked = ["train", "fixed_1", "--preset", "smoke", "--corpus", f"packed:{packed}", "--runs", str(runs)]
+    asked = [
+        "train",
+        "fixed_1",
+        "--preset",
+        "smoke",
+        "--corpus",
+        f"packed:{packed}",
+        "--runs",
+        str(runs),
+    ]
     command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), *asked]
     where = {"env": environment(SINKUTILS_CACHE=cache), "cwd": checkout}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)
@@ -206,5 +257,7 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(packed, corpu
     assert "in place of 'docstrings' with 512" in done.stderr
     record = read_record(record_folder("smoke", "fixed_1", 0, runs))
     assert record.config["corpus"] == {"name": "docstrings", "sha256": corpus.fingerprint}
-    run = dataclasses.replace(config("fixed_1", "smoke"), train=dataclasses.replace(SMOKE.train, steps=200))
+    run = dataclasses.replace(
+        config("fixed_1", "smoke"), train=dataclasses.replace(SMOKE.train, steps=200)
+    )
     assert Runs(runs).of(run).record(), "the record is the preset's: its config has not changed"

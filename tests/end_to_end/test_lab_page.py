@@ -51,7 +51,11 @@ def settled(driver):
 def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
     requests(driver)
     visit(driver)
-    outside = [url for url in requests(driver) if not url.startswith((PAGE.as_uri(), "blob:", "data:", "about:"))]
+    outside = [
+        url
+        for url in requests(driver)
+        if not url.startswith((PAGE.as_uri(), "blob:", "data:", "about:"))
+    ]
     assert outside == []
     assert console_errors(driver) == []
 
@@ -59,7 +63,10 @@ def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
 @pytest.mark.parametrize("number", range(1, 1 + len(ANSWERS)))
 def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, number):
     visit(driver, f"#tour={number}")
-    assert not by_id(driver, "picture").is_displayed() and not by_id(driver, "real-picture").is_displayed()
+    assert (
+        not by_id(driver, "picture").is_displayed()
+        and not by_id(driver, "real-picture").is_displayed()
+    )
     assert not by_id(driver, "tour-next").is_enabled()
     by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "reveal").click()
@@ -82,17 +89,28 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
 def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
     visit(driver)
     count = "DATA.real[{!r}].texts.filter((_, i) => i % 2 === {}).map(({{ alpha }}) => mean(alpha))"
-    for model, bos, low, high in (("gemma-3-270m", 1, 0.4, 1), ("gemma-3-270m", 0, 0, 0.3), ("smollm2", 0, 0.4, 1)):
+    for model, bos, low, high in (
+        ("gemma-3-270m", 1, 0.4, 1),
+        ("gemma-3-270m", 0, 0, 0.3),
+        ("smollm2", 0, 0.4, 1),
+    ):
         means = driver.execute_script("return " + count.format(model, bos))
         assert all(low < share < high for share in means)
 
 
 def test_a_link_opens_the_state_that_it_was_copied_from(driver):
     text = "Close the file."
-    visit(driver, f"#model=k_bias&step=0&head=7&text={quote(text)}&query=3&hide=1&element=0.5&threshold=0.4")
-    chosen = driver.execute_script("return [state.model, state.head, state.text, state.query, state.hide]")
+    visit(
+        driver,
+        f"#model=k_bias&step=0&head=7&text={quote(text)}&query=3&hide=1&element=0.5&threshold=0.4",
+    )
+    chosen = driver.execute_script(
+        "return [state.model, state.head, state.text, state.query, state.hide]"
+    )
     assert chosen == ["k_bias", 7, text, 3, 1]
-    picture, address = driver.execute_script("return [document.getElementById('map').innerHTML, location.hash]")
+    picture, address = driver.execute_script(
+        "return [document.getElementById('map').innerHTML, location.hash]"
+    )
     visit(driver, address)
     assert driver.execute_script("return document.getElementById('map').innerHTML") == picture
     visit(driver, "#model=nobody&step=x&head=99&query=-1&place=1e9&tour=77&%E0%A4%A")
@@ -112,7 +130,10 @@ def test_every_slider_answers_to_the_keyboard(driver, slider, picture):
     before = driver.execute_script(f"return document.getElementById({picture!r}).innerHTML")
     at_its_end = slider in ("step", "element")
     by_id(driver, slider).send_keys(Keys.ARROW_LEFT if at_its_end else Keys.ARROW_RIGHT)
-    until(driver, f"document.getElementById({picture!r}).innerHTML !== {before!r}".replace("\\n", "\\\\n"))
+    until(
+        driver,
+        f"document.getElementById({picture!r}).innerHTML !== {before!r}".replace("\\n", "\\\\n"),
+    )
     assert by_id(driver, slider).get_attribute("aria-valuetext")
     assert driver.switch_to.active_element.get_attribute("id") == slider
 
@@ -139,7 +160,9 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
         driver.find_element(By.PARTIAL_LINK_TEXT, text).click()
         until(driver, "operated()")
         settled(driver)
-        return driver.execute_script("return [results.edited, results.trained].map((one) => above(one.alpha))")
+        return driver.execute_script(
+            "return [results.edited, results.trained].map((one) => above(one.alpha))"
+        )
 
     now, before = follow("fourth place")
     follows = driver.execute_script("return toFixed(results.edited) / toFixed(results.trained)")
@@ -188,9 +211,15 @@ def test_a_page_opened_without_a_text_waits_for_one(driver):
 
 def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
     visit(driver)
-    assert "softmax spends 1.00, softmax with a key of its own 0.17" in by_id(driver, "toy-summary").text
+    assert (
+        "softmax spends 1.00, softmax with a key of its own 0.17"
+        in by_id(driver, "toy-summary").text
+    )
     by_id(driver, "match").click()
-    assert "softmax spends 1.00, softmax with a key of its own 0.95" in by_id(driver, "toy-summary").text
+    assert (
+        "softmax spends 1.00, softmax with a key of its own 0.95"
+        in by_id(driver, "toy-summary").text
+    )
     slider = driver.find_elements(By.CSS_SELECTOR, "#toy-table input")[2]
     slider.send_keys(Keys.ARROW_RIGHT)
     assert "1.0" in driver.find_element(By.ID, "toy-table").text
@@ -214,7 +243,9 @@ def test_any_text_is_text(driver, text, seen):
     driver.execute_script(
         "const text = document.getElementById('text'); text.value = JSON.parse(arguments[0]);"
         "text.dispatchEvent(new Event('input'))",
-        '"' + "".join(f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else letter for letter in text) + '"',
+        '"'
+        + "".join(f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else letter for letter in text)
+        + '"',
     )
     settled(driver)
     assert seen in by_id(driver, "note").text

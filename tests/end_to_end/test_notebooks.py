@@ -41,7 +41,9 @@ def test_a_page_begins_with_its_parameters_was_run_from_top_to_bottom_and_is_sma
         assert output.output_type != "error", output
         data = output.get("data", {})
         assert len(data.get("image/png", "")) * 3 / 4 < 200_000
-        assert "image/png" in data or "<svg" not in data.get("text/html", ""), "a picture that PDF and slides lose"
+        assert "image/png" in data or "<svg" not in data.get("text/html", ""), (
+            "a picture that PDF and slides lose"
+        )
 
 
 NUMBER = r"(?<![\w.])\d+\.?\d*(?:[eE][-+]?\d+)?"
@@ -58,7 +60,9 @@ def rounding_in(output):
 
 
 def test_rounding_is_told_from_small_numbers_and_from_bounds():
-    shown = {"text": "1e-15 -2.5e-16 0.00000000001 0.0 1e-8 12 T_1e-15 below 1e-12, <script>1e-20</script>"}
+    shown = {
+        "text": "1e-15 -2.5e-16 0.00000000001 0.0 1e-8 12 T_1e-15 below 1e-12, <script>1e-20</script>"
+    }
     assert rounding_in(shown) == ["1e-15", "2.5e-16", "0.00000000001"]
     assert rounding_in({"data": {"text/html": "<td>4e-15</td>"}}) == ["4e-15"]
 
@@ -66,28 +70,43 @@ def test_rounding_is_told_from_small_numbers_and_from_bounds():
 @each(PATHS)
 def test_a_page_shows_no_number_that_rounding_made(path):
     """Such a number has other digits on another processor, and the page's outputs are compared there."""
-    assert [n for cell in cells(path, "code") for out in cell.outputs for n in rounding_in(out)] == []
+    assert [
+        n for cell in cells(path, "code") for out in cell.outputs for n in rounding_in(out)
+    ] == []
 
 
 def only_calls_the_package(source):
     """Whether a code cell leaves all the work to sinkutils, apart from showing what comes back."""
-    called = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return bool(called) and {name.partition(".")[0] for name in called} <= {"su", "print", "display"}
+    called = [
+        ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+    ]
+    return bool(called) and {name.partition(".")[0] for name in called} <= {
+        "su",
+        "print",
+        "display",
+    }
 
 
 @each(MAIN)
 def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
     """And does its own work; `pytest -s -k few_minutes` prints the counts."""
-    shown = " ".join(re.sub("<details.*?</details>", "", cell.source, flags=re.S) for cell in cells(path, "markdown"))
+    shown = " ".join(
+        re.sub("<details.*?</details>", "", cell.source, flags=re.S)
+        for cell in cells(path, "markdown")
+    )
     words, code = len(shown.split()), [cell.source for cell in cells(path, "code")]
     share = sum(map(only_calls_the_package, code)) / len(code)
-    print(f"\n{path.stem}: {words} words, {words / 220:.0f} minutes to read; {share:.0%} of its code is package calls")
+    print(
+        f"\n{path.stem}: {words} words, {words / 220:.0f} minutes to read; {share:.0%} of its code is package calls"
+    )
     assert words <= WORDS and share < 0.5
     prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", shown, flags=re.S)
     found = re.search(rf"(?<![\w./-])({IDENTIFIERS})(?![\w./])", prose)
     assert not found, found[0]
     text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    assert text.count("<summary>") >= 2 or path.stem.startswith("10"), "exercises with a hint or a solution"
+    assert text.count("<summary>") >= 2 or path.stem.startswith("10"), (
+        "exercises with a hint or a solution"
+    )
 
 
 def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
@@ -97,7 +116,9 @@ def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
         kind, first, last = re.match(r"(Figure|Table)s? (\d+)(?: to (\d+))?", row.item).groups()
         named |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
         if row.page:
-            assert row.cell in [cell.id for cell in cells(NOTEBOOKS / f"{row.page}.ipynb", "code")], row
+            assert row.cell in [
+                cell.id for cell in cells(NOTEBOOKS / f"{row.page}.ipynb", "code")
+            ], row
         else:
             assert row.differs and not row.cell, row
     figures = {("Figure", number) for number in range(1, 31)}
@@ -115,12 +136,18 @@ def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
     assert run_notebooks({"seed": 1}, tmp_path, ["B"]) == []
     assert subprocess.check_output(**git_status) == before
     (path,) = tmp_path.glob("B_*.ipynb")
-    assert any("injected-parameters" in cell.metadata.get("tags", []) for cell in cells(path, "code"))
+    assert any(
+        "injected-parameters" in cell.metadata.get("tags", []) for cell in cells(path, "code")
+    )
 
 
-def test_a_failing_notebook_is_named_and_a_parameter_that_it_has_not_is_refused_before_anything_runs(tmp_path):
+def test_a_failing_notebook_is_named_and_a_parameter_that_it_has_not_is_refused_before_anything_runs(
+    tmp_path,
+):
     assert run_notebooks({"length": 0}, tmp_path, ["B"]) == ["B_repeated_tokens"]
-    with pytest.raises(ValueError, match="B_repeated_tokens has no parameter lenght; it has length, seed"):
+    with pytest.raises(
+        ValueError, match="B_repeated_tokens has no parameter lenght; it has length, seed"
+    ):
         run_notebooks({"lenght": 100}, tmp_path / "out", ["B"])
     assert not (tmp_path / "out").exists()
 
@@ -145,9 +172,13 @@ def folder(tmp_path, monkeypatch):
     for name in ("notebooks", "figures", "rendered"):
         monkeypatch.setattr(pages, name.upper(), tmp_path / name)
     for number in ("01", "02"):
-        code = CODE.format(widget=WIDGET, figure=tmp_path / "rendered" / "figures" / f"of_{number}.svg")
+        code = CODE.format(
+            widget=WIDGET, figure=tmp_path / "rendered" / "figures" / f"of_{number}.svg"
+        )
         cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell(code)]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{number}_page.ipynb")
+        nbformat.write(
+            nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{number}_page.ipynb"
+        )
     return tmp_path
 
 
@@ -160,8 +191,12 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     assert run_notebooks({}, None, ["02"]) == []
     after = book_of(folder, "02")
     output, table = after.cells[1].outputs
-    assert table.data["text/html"] == "<table id=T_ID><td id=T_ID_row0>".replace("ID", after.cells[1].id)
-    assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[1].execution_count == 1
+    assert table.data["text/html"] == "<table id=T_ID><td id=T_ID_row0>".replace(
+        "ID", after.cells[1].id
+    )
+    assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[
+        1
+    ].execution_count == 1
     after.cells[1] |= {"outputs": [], "execution_count": None}
     assert (book_of(folder, "01"), after) == before
     assert [path.name for path in (folder / "figures").iterdir()] == ["of_02.svg"]

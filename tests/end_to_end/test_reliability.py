@@ -16,7 +16,9 @@ from sinkutils.study.record import read_record, record_folder, write_record
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory, checkout):
-    return reliability.Sweeps(tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"), checkout=checkout)
+    return reliability.Sweeps(
+        tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"), checkout=checkout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +27,15 @@ def unbroken(sweeps):
     return sweeps.finish("whole"), sweeps.results("whole")
 
 
-def test_a_sweep_of_two_workers_killed_at_random_loses_nothing_and_ends_as_an_unbroken_one(sweeps, unbroken):
+def test_a_sweep_of_two_workers_killed_at_random_loses_nothing_and_ends_as_an_unbroken_one(
+    sweeps, unbroken
+):
     seconds, expected = unbroken
     assert set(expected) == set(sweeps.only)
     counts = reliability.kill_at_random(sweeps, expected, seconds, kills=2)
-    assert sum(counts["hit"].values()) == 2 and any(part.startswith(("training", "writing")) for part in counts["hit"])
+    assert sum(counts["hit"].values()) == 2 and any(
+        part.startswith(("training", "writing")) for part in counts["hit"]
+    )
 
 
 def test_two_sweeps_started_at_once_train_every_run_once(sweeps, unbroken):
@@ -70,6 +76,10 @@ def test_another_engine_makes_the_same_records_with_two_workers(sweeps, unbroken
 
 def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):
     """What the smoke preset is calibrated for, in its own steps and on its own text."""
-    runs = [dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")]
-    biased, base = (train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs)
+    runs = [
+        dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")
+    ]
+    biased, base = (
+        train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs
+    )
     assert base["sink_1"] < 5 and biased["sink_star"] > base["sink_1"] + 15

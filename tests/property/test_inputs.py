@@ -63,7 +63,9 @@ def answered(what: str) -> None:
 
 def refused(what: str, error: ValueError, names) -> None:
     """Count a refusal, which has to name an argument."""
-    assert any(re.search(rf"\b{name}\b", str(error)) for name in names), f"names no argument: {error}"
+    assert any(re.search(rf"\b{name}\b", str(error)) for name in names), (
+        f"names no argument: {error}"
+    )
     COUNTS.setdefault(what, Counter())["refused"] += 1
 
 
@@ -71,7 +73,9 @@ def refused(what: str, error: ValueError, names) -> None:
 def changes(draw, fields: dict, most: int):
     """Values for up to `most` of the fields, one in eight of them from `NOTHING`."""
     chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=most, unique=True))
-    return {name: draw(NOTHING if draw(st.integers(0, 7)) == 7 else fields[name]) for name in chosen}
+    return {
+        name: draw(NOTHING if draw(st.integers(0, 7)) == 7 else fields[name]) for name in chosen
+    }
 
 
 def mostly(good: st.SearchStrategy, *bad: st.SearchStrategy) -> st.SearchStrategy:
@@ -113,7 +117,9 @@ DATA = {
     "fixed_position": st.none() | st.integers(0, 12),
 }
 TRAIN = {
-    **dict.fromkeys(("steps", "batch_size", "eval_every", "eval_sequences", "valid_chunks"), st.integers(0, 50)),
+    **dict.fromkeys(
+        ("steps", "batch_size", "eval_every", "eval_sequences", "valid_chunks"), st.integers(0, 50)
+    ),
     "eval_length": st.integers(1, 14),
     "learning_rate": st.floats(-1e-3, 1),
     "warmup_steps": st.integers(-1, 60),
@@ -130,28 +136,45 @@ RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-
 
 
 @cases(0.4)
-@given(changes(SPEC, 4), changes(MODEL, 3), changes(DATA, 2), changes(TRAIN, 3), changes(RUN, 1), st.integers(0, 9))
-def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(spec, model, data, train, run, seed):
+@given(
+    changes(SPEC, 4),
+    changes(MODEL, 3),
+    changes(DATA, 2),
+    changes(TRAIN, 3),
+    changes(RUN, 1),
+    st.integers(0, 9),
+)
+def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(
+    spec, model, data, train, run, seed
+):
     try:
         config = RunConfig(**{
             "experiment": "x", "preset": "y", "model": LMConfig(**{**SMALL, **model}, attention=AttentionSpec(**spec)),
             "data": DataConfig(**data), "train": TrainConfig(**{"eval_length": 1, **train}), **run,
         })  # fmt: skip
     except ValueError as error:
-        return refused("configs", error, names_of(AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig))
+        return refused(
+            "configs", error, names_of(AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig)
+        )
     assert from_dict(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert re.fullmatch("[0-9a-f]{64}", config_hash(config))
     rates = [learning_rate(config.train, step) for step in range(config.train.steps)]
     assert all(0 <= rate <= (1 + 1e-9) * config.train.learning_rate for rate in rates)
     net = TransformerLM(config.model, seed)
     length = 1 + seed % config.model.context_length
-    ids = torch.randint(0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed)
+    )
     with torch.no_grad():
         logits, reference = net(ids), by_the_reference(net, ids)
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
-    torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
+    torch.testing.assert_close(
+        logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6
+    )
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4
+    )
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
 
@@ -165,7 +188,9 @@ TOKENIZERS = {
     ),
 }
 TEXTS = st.lists(
-    st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)), min_size=2, max_size=8
+    st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)),
+    min_size=2,
+    max_size=8,
 )
 PROBE = {
     "n": mostly(st.integers(1, 4), st.integers(-1, 9)),
@@ -187,19 +212,29 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     try:
         ids = probe(kind, made, texts=texts, **options)
     except ValueError as error:
-        return refused("probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer"))
+        return refused(
+            "probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
+        )
     bos = options.get("bos", False)
-    count = len(ids) if options["n"] is None else options["n"]  # None: a hundred, or all that the texts hold
+    count = (
+        len(ids) if options["n"] is None else options["n"]
+    )  # None: a hundred, or all that the texts hold
     assert ids.shape == (count, options["length"]) and count > 0 and ids.dtype == torch.int64
     assert torch.equal(ids, probe(kind, made, texts=texts, **options))
     assert not bos or (ids[:, 0] == 1).all()
-    text, words = ids[:, int(bos) :], TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3
+    text, words = (
+        ids[:, int(bos) :],
+        TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3,
+    )
     first = 1 if name == "without BOS" else 3
     assert ((text >= first) & (text < first + words)).all()
     if kind == "repeat":
         assert (text == text[:, :1]).all()
     if kind == "natural":
-        known = [[first + (n if n < words else 0) for n in (int(w[1:]) for w in one.split())] for one in texts]
+        known = [
+            [first + (n if n < words else 0) for n in (int(w[1:]) for w in one.split())]
+            for one in texts
+        ]
         assert all(row in [ids[: len(row)] for ids in known] for row in text.tolist())
     answered("probes")
 
@@ -210,15 +245,20 @@ MODELS = {
     "k bias": own_model(**SMALL, attention=AttentionSpec(bias="k")),
     "sink token": own_model(**SMALL, sink_token=True),
     "sigmoid": own_model(**SMALL, attention=AttentionSpec(similarity="sigmoid", normalizer="none")),
-    "mlp kernel": own_model(**SMALL, attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")),
+    "mlp kernel": own_model(
+        **SMALL, attention=AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")
+    ),
     "softpick": own_model(**SMALL, attention=AttentionSpec(similarity="softpick")),
     "sink logit": own_model(**SMALL, attention=AttentionSpec(sink_logit="learned")),
-    "differential": own_model(**{**SMALL, "position": "nope"}, attention=AttentionSpec(differential=True)),
+    "differential": own_model(
+        **{**SMALL, "position": "nope"}, attention=AttentionSpec(differential=True)
+    ),
     "gpt2": build("gpt2", vocab_size=30, n_positions=12),
     "llama": build("llama", vocab_size=30, max_position_embeddings=12),
 }
 SHAPES = mostly(
-    st.tuples(st.integers(1, 3), st.integers(1, 12)), st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
+    st.tuples(st.integers(1, 3), st.integers(1, 12)),
+    st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)]),
 )
 MASKS = (*["none", "ones", "left", "right"] * 4, "hole", "empty row", "wrong shape", "list")
 ASKED = {
@@ -248,7 +288,11 @@ def mask_of(kind: str, ids: torch.Tensor):
         return torch.ones(len(ids), ids.shape[1] + 1)
     if kind == "empty row":
         mask[:1] = 0
-    rows = {"left": slice(0, third), "right": slice(ids.shape[1] - third, None), "hole": slice(third, 2 * third)}
+    rows = {
+        "left": slice(0, third),
+        "right": slice(ids.shape[1] - third, None),
+        "hole": slice(third, 2 * third),
+    }
     if kind in rows:
         mask[:, rows[kind]] = 0
     return mask
@@ -272,9 +316,13 @@ def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor
     changes(ASKED, 3),
     st.integers(0, 99),
 )
-def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtype, vocabulary, masked, asked, seed):
+def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
+    name, shape, dtype, vocabulary, masked, asked, seed
+):
     model = MODELS[name]
-    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
     mask = mask_of(masked, ids)
     broken = seed == 99
     weight = next(iter(model.parameters())).data
@@ -284,13 +332,27 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtyp
     try:
         report = measure(model, ids, attention_mask=mask, **asked)
     except ValueError as error:
-        plain = vocabulary == 30 and dtype == torch.int64 and len(shape) == 2 and 0 < shape[0] and 0 < shape[1] <= 12
-        assert asked or broken or not plain or masked not in ("none", "ones", "left", "right"), error
-        return refused("measure", error, ("ids", "attention_mask", "weights", "target", "eps", *ASKED))
+        plain = (
+            vocabulary == 30
+            and dtype == torch.int64
+            and len(shape) == 2
+            and 0 < shape[0]
+            and 0 < shape[1] <= 12
+        )
+        assert asked or broken or not plain or masked not in ("none", "ones", "left", "right"), (
+            error
+        )
+        return refused(
+            "measure", error, ("ids", "attention_mask", "weights", "target", "eps", *ASKED)
+        )
     finally:
         weight.copy_(saved)
     assert not broken and vocabulary >= 30
-    rows = ids.long() if mask is None else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
+    rows = (
+        ids.long()
+        if mask is None
+        else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
+    )
     rows = [row for row in rows if len(row) >= max(report.targets)]
     expected = torch.stack([alpha_of(model, row, report.targets).float() for row in rows])
     torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
@@ -300,8 +362,16 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(name, shape, dtyp
 
 
 @cases(0.1)
-@given(changes(SPEC, 4), st.integers(0, 4), st.integers(1, 12), st.sampled_from([0.1, 1, 30, 1000]), st.integers(0, 9))
-def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores_are(fields, wrong, length, size, seed):
+@given(
+    changes(SPEC, 4),
+    st.integers(0, 4),
+    st.integers(1, 12),
+    st.sampled_from([0.1, 1, 30, 1000]),
+    st.integers(0, 9),
+)
+def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores_are(
+    fields, wrong, length, size, seed
+):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 2, length, 4, generator=generator) for _ in range(3))
     try:
@@ -320,12 +390,18 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
         out, weights = attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
         quick = fast.attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
     except ValueError as error:
-        return refused("attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec)))
+        return refused(
+            "attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
+        )
     own_weights = weights[..., int(spec.has_star) :]
-    seen = torch.ones(length, length, dtype=torch.bool).tril() | (torch.arange(length) < spec.prefix)
+    seen = torch.ones(length, length, dtype=torch.bool).tril() | (
+        torch.arange(length) < spec.prefix
+    )
     assert (own_weights.masked_fill(seen, 0) == 0).all()
     if spec.similarity == "exp" and spec.normalizer not in ("sum", "p_norm") and size > 1:
-        return answered("attend")  # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
+        return answered(
+            "attend"
+        )  # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
     assert weights.isfinite().all() and out.isfinite().all()
     torch.testing.assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
     if spec.is_softmax and not spec.differential:
@@ -347,7 +423,10 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
         return refused("forms", error, names_of(AttentionSpec))
     inputs, extras = draw(spec, length, position)
     quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
-    pairs = [(quick, dense), *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True)]
+    pairs = [
+        (quick, dense),
+        *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True),
+    ]
     for got, expected in pairs:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     answered("forms")
@@ -357,14 +436,19 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
 def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
     probe_below, valid_below = corpora._thresholds(sorted(fractions), complete=True)
     probes, valid = (
-        [f for f in fractions if low <= f < high] for low, high in ((0, probe_below), (probe_below, valid_below))
+        [f for f in fractions if low <= f < high]
+        for low, high in ((0, probe_below), (probe_below, valid_below))
     )
-    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(valid) < len(fractions)
+    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(
+        valid
+    ) < len(fractions)
 
 
 @given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
 def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     text = " ".join(words)
     pieces = external.PIECE.findall(text)
-    assert "".join(pieces) == text and all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
+    assert "".join(pieces) == text and all(
+        len(piece) <= external.PIECE_CHARACTERS for piece in pieces
+    )
     assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])

@@ -46,7 +46,9 @@ def loss_and_gradient(logits, spec, values):
     logits = [mpmath.mpf(float(s)) for s in logits]
 
     def out(*row):
-        return mpmath.fsum(a * v for a, v in zip(weights_by_formula(row, spec), values, strict=True))
+        return mpmath.fsum(
+            a * v for a, v in zip(weights_by_formula(row, spec), values, strict=True)
+        )
 
     def slope(j):
         moved = lambda x: out(*logits[:j], x, *logits[j + 1 :])  # noqa: E731
@@ -67,12 +69,18 @@ def attended(form, logits, spec, values, dtype):
 
 # Without a sum, e^100 is more than float32 has: not among these.
 SPECS = [
-    *(AttentionSpec(similarity=f, normalizer=z) for f, z in product(("exp", "sigmoid", "elu"), ("sum", "max_abs_sum"))),
+    *(
+        AttentionSpec(similarity=f, normalizer=z)
+        for f, z in product(("exp", "sigmoid", "elu"), ("sum", "max_abs_sum"))
+    ),
     *(
         AttentionSpec(similarity=f, normalizer="p_norm", p=p)
         for f, p in product(("exp", "sigmoid", "elu", "relu"), (0.25, 3.0, 12.0, 32.0))
     ),
-    *(AttentionSpec(similarity=f, normalizer=z) for f, z in product(("sigmoid", "elu", "relu"), ("none", "length"))),
+    *(
+        AttentionSpec(similarity=f, normalizer=z)
+        for f, z in product(("sigmoid", "elu", "relu"), ("none", "length"))
+    ),
     AttentionSpec(similarity="relu"),
     AttentionSpec(similarity="softpick"),
 ]
@@ -98,7 +106,9 @@ def test_logits_of_any_size_give_the_weights_and_gradients_of_the_formulas(spec,
         limit = TOLERANCE[dtype]
         assert got == pytest.approx(out, rel=limit, abs=limit * 3), (form, logits)
         largest = max(map(abs, gradient))
-        assert got_gradient == pytest.approx(gradient, rel=limit, abs=limit * max(largest, 3)), logits
+        assert got_gradient == pytest.approx(gradient, rel=limit, abs=limit * max(largest, 3)), (
+            logits
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -111,7 +121,9 @@ def test_a_single_key_has_the_weight_1_wherever_its_logit_lies(logit, dtype):
             assert attend(one, logit * one, one, spec)[1].item() == 1
             assert fast.attend(one, logit * one, one, spec).item() == 1
     large = AttentionSpec(normalizer="max_abs_sum")  # e^s / max(e^s, 1)
-    assert attend(one, logit * one, one, large)[1].item() == pytest.approx(min(math.exp(logit), 1), rel=0.01)
+    assert attend(one, logit * one, one, large)[1].item() == pytest.approx(
+        min(math.exp(logit), 1), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("p", [10.0, 12.0, 16.0, 32.0])
@@ -119,12 +131,16 @@ def test_the_p_norm_of_small_similarities_is_not_lost(p):
     """Four keys of one logit: each weight is 4^(-1/p), whatever f of it is."""
     ones = torch.ones(1, 1, 4, 1)
     for f, logit in product(("exp", "sigmoid", "elu"), (-10.0, -100.0, 0.01)):
-        weights = attend(ones, logit * ones, ones, AttentionSpec(similarity=f, normalizer="p_norm", p=p))[1]
+        weights = attend(
+            ones, logit * ones, ones, AttentionSpec(similarity=f, normalizer="p_norm", p=p)
+        )[1]
         assert weights[0, 0, -1].sum().item() == pytest.approx(4 ** (1 - 1 / p), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("fields", [{}, {"normalizer": "p_norm", "p": 32.0}, {"normalizer": "max_abs_sum"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"normalizer": "p_norm", "p": 32.0}, {"normalizer": "max_abs_sum"}], ids=str
+)
 def test_the_elu_kernel_is_its_formula_where_queries_and_keys_are_far_below_0(fields, dtype):
     """phi(q) phi(k) is e^(q + k) there: two keys, in dimensions in which the query is small and large."""
     spec = AttentionSpec(similarity="linear", kernel="elu", **fields)
@@ -135,7 +151,10 @@ def test_the_elu_kernel_is_its_formula_where_queries_and_keys_are_far_below_0(fi
         ([50.0, -100.0], [[-100.0, 3.0], [-98.0, 4.0]]),
     ):
         products = [
-            mpmath.fsum(F["elu"](mpmath.mpf(a)) * F["elu"](mpmath.mpf(b)) for a, b in zip(q, key, strict=True))
+            mpmath.fsum(
+                F["elu"](mpmath.mpf(a)) * F["elu"](mpmath.mpf(b))
+                for a, b in zip(q, key, strict=True)
+            )
             / mpmath.sqrt(2)
             for key in keys
         ]
@@ -143,7 +162,9 @@ def test_the_elu_kernel_is_its_formula_where_queries_and_keys_are_far_below_0(fi
         queries = torch.tensor([q, q], dtype=dtype)[None, None]
         k = torch.tensor(keys, dtype=dtype)[None, None]
         v = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)[None, None]
-        expected = pytest.approx([float(a) for a in row], rel=0.01 if dtype == torch.bfloat16 else 1e-5)
+        expected = pytest.approx(
+            [float(a) for a in row], rel=0.01 if dtype == torch.bfloat16 else 1e-5
+        )
         out, weights = attend(queries, k, v, spec)
         for got in (out[0, 0, 1], weights[0, 0, 1], fast.attend(queries, k, v, spec)[0, 0, 1]):
             assert got.dtype == dtype and got.tolist() == expected

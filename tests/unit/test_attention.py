@@ -31,12 +31,17 @@ Z_BY_HAND = {
 
 def inputs(length: int = LENGTH, **fields) -> tuple[list[Tensor], dict]:
     leaves, extras = draw(AttentionSpec(**fields), length, shape=(2, 2, DIM))
-    return [x.detach() for x in leaves[:3]], {k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)}
+    return [x.detach() for x in leaves[:3]], {
+        k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)
+    }
 
 
 def logits_of(q: Tensor, k: Tensor) -> list[float]:
     """<q, k_j> / sqrt(d_h) for every key, as numbers."""
-    return [sum(float(a) * float(b) for a, b in zip(q, key, strict=True)) / math.sqrt(len(q)) for key in k]
+    return [
+        sum(float(a) * float(b) for a, b in zip(q, key, strict=True)) / math.sqrt(len(q))
+        for key in k
+    ]
 
 
 def by_hand(q, k, v, weights_of, sees=lambda i, j: j <= i) -> Tensor:
@@ -99,7 +104,13 @@ def test_kernels_act_on_queries_and_keys_before_the_dot_product():
         attend(q, k, v, AttentionSpec(similarity="linear", kernel="elu"))[0],
         by_hand(phi_q, phi_k, v, over(float, Z_BY_HAND["sum"])),
     )
-    out, _ = attend(q, k, v, AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"), mlp=torch.square)
+    out, _ = attend(
+        q,
+        k,
+        v,
+        AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"),
+        mlp=torch.square,
+    )
     same(out, by_hand(q.square(), k.square(), v, over(float, Z_BY_HAND["none"])))
 
 
@@ -120,7 +131,10 @@ def test_biases_and_sink_logits_are_one_more_key():
         attend(q, k, v, AttentionSpec(bias="k"), key_bias=key)[0],
         by_hand(q, with_star(key, k), with_star(0 * value, v), softmax, sees),
     )
-    same(attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)[0], by_hand(q, k, v, softmax) + value[:, None])
+    same(
+        attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)[0],
+        by_hand(q, k, v, softmax) + value[:, None],
+    )
     sink = torch.tensor([0.7, -1.3], dtype=torch.float64)
     out, weights = attend(q, k, v, AttentionSpec(sink_logit="learned"), sink_logit=sink)
     for h, z in enumerate(sink.exp().tolist()):
@@ -132,7 +146,9 @@ def test_biases_and_sink_logits_are_one_more_key():
 
 def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bias():
     (q, k, v), extras = inputs(bias="k")
-    g = torch.tensor([[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    g = torch.tensor(
+        [[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64
+    )
     _, weights = attend(q, k, v, AttentionSpec(bias="k"), distance_bias=g, **extras)
     for h, i in product(range(2), range(LENGTH)):
         star, *row = logits_of(q[0, h, i], [extras["key_bias"][h], *k[0, h, : i + 1]])
@@ -140,7 +156,9 @@ def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bi
         same(weights[0, h, i, : i + 2], torch.tensor(row, dtype=torch.float64) / sum(row))
     hidden = torch.tensor([[0.0, 0.0, *[-math.inf] * 3]], dtype=torch.float64)
     same(attend(q, k, v, distance_bias=hidden)[0], attend(q, k, v, AttentionSpec(window=2))[0])
-    out, weights = attend(q, k, v, distance_bias=torch.full((1, LENGTH), -math.inf, dtype=torch.float64))
+    out, weights = attend(
+        q, k, v, distance_bias=torch.full((1, LENGTH), -math.inf, dtype=torch.float64)
+    )
     assert (weights == 0).all() and (out == 0).all()
 
 
@@ -162,7 +180,9 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
     logits = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     seen = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
     for similarity in ("exp", "sigmoid", "elu"):
-        weights = normalise(logits, seen, AttentionSpec(similarity=similarity, normalizer=normalizer))
+        weights = normalise(
+            logits, seen, AttentionSpec(similarity=similarity, normalizer=normalizer)
+        )
         assert (weights[~seen] == 0).all() and weights.isfinite().all()
         (gradient,) = torch.autograd.grad(weights.square().sum(), logits)
         assert gradient.isfinite().all() and (gradient[1] == 0).all()
@@ -180,16 +200,49 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("window and prefix cannot be combined", AttentionSpec, window=4, prefix=2)
     refuses("kernel other than 'identity' needs similarity='linear'", AttentionSpec, kernel="elu")
     refuses("normalizer must be 'none' or 'max_abs_sum'", AttentionSpec, similarity="linear")
-    refuses("can be negative with this kernel", AttentionSpec, similarity="linear", kernel="mlp", normalizer="p_norm")
-    refuses("bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v")
+    refuses(
+        "can be negative with this kernel",
+        AttentionSpec,
+        similarity="linear",
+        kernel="mlp",
+        normalizer="p_norm",
+    )
+    refuses(
+        "bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v"
+    )
     refuses("bias_shared needs a bias", AttentionSpec, bias_shared=True)
     refuses("bias_dims needs a key bias", AttentionSpec, bias="v", bias_dims=2)
-    refuses("fixed_value other than 'zero' needs bias='k'", AttentionSpec, bias="kv", fixed_value="first")
-    refuses("fixed_value_norm must be finite and not negative", AttentionSpec, bias="k", fixed_value_norm=-1.0)
+    refuses(
+        "fixed_value other than 'zero' needs bias='k'",
+        AttentionSpec,
+        bias="kv",
+        fixed_value="first",
+    )
+    refuses(
+        "fixed_value_norm must be finite and not negative",
+        AttentionSpec,
+        bias="k",
+        fixed_value_norm=-1.0,
+    )
     refuses("logit_bias needs similarity='sigmoid'", AttentionSpec, logit_bias=1.0)
-    refuses("bias, sink_logit and differential cannot be combined", AttentionSpec, sink_logit="zero", bias="k")
-    refuses("similarity='softpick' needs normalizer='sum'", AttentionSpec, similarity="softpick", normalizer="none")
-    refuses("sink_logit and differential need a softmax", AttentionSpec, differential=True, similarity="sigmoid")
+    refuses(
+        "bias, sink_logit and differential cannot be combined",
+        AttentionSpec,
+        sink_logit="zero",
+        bias="k",
+    )
+    refuses(
+        "similarity='softpick' needs normalizer='sum'",
+        AttentionSpec,
+        similarity="softpick",
+        normalizer="none",
+    )
+    refuses(
+        "sink_logit and differential need a softmax",
+        AttentionSpec,
+        differential=True,
+        similarity="sigmoid",
+    )
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():
@@ -203,8 +256,16 @@ def test_inputs_that_do_not_fit_are_refused_by_name():
         r"takes key_bias of shape \(2, 3\) .* got None": ((q, k, v), {"bias": "k"}, {}),
         r"takes key_bias of shape None \(None: leave it out\)": ((q, k, v), {}, {"key_bias": key}),
         r"takes key_bias .* got \(1, 3\)": ((q, k, v), {"bias": "k"}, {"key_bias": key[:1]}),
-        r"distance_bias must have shape .* got \(3, 5\)": ((q, k, v), {}, {"distance_bias": torch.zeros(3, LENGTH)}),
-        r"distance_bias must have shape .* got \(1, 2\)": ((q, k, v), {}, {"distance_bias": torch.zeros(1, 2)}),
+        r"distance_bias must have shape .* got \(3, 5\)": (
+            (q, k, v),
+            {},
+            {"distance_bias": torch.zeros(3, LENGTH)},
+        ),
+        r"distance_bias must have shape .* got \(1, 2\)": (
+            (q, k, v),
+            {},
+            {"distance_bias": torch.zeros(1, 2)},
+        ),
         "mlp is the callable of kernel='mlp'": ((q, k, v), mlp, {}),
     }.items():
         refuses(message, attend, *x, AttentionSpec(**fields), **given)

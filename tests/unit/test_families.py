@@ -45,8 +45,13 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     assert result.path == MEASURED[name]
     report = measure(build(name), tokens(24), families.TARGETS)
     assert report.alpha.std() > 0.005  # otherwise the comparison would say nothing
-    if name in ("jamba", "qwen3_next"):  # the true index of the attention layer; norms are of every block
-        assert report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
+    if name in (
+        "jamba",
+        "qwen3_next",
+    ):  # the true index of the attention layer; norms are of every block
+        assert (
+            report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
+        )
 
 
 @pytest.mark.parametrize("family", REASONS)
@@ -56,7 +61,9 @@ def test_what_cannot_be_measured_is_refused_for_its_true_reason(family):
 
 @pytest.mark.parametrize("family", ["granite_swa", "granitemoe_swa", "gpt_oss", "mimo_v2_flash"])
 @torch.no_grad()
-def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised_on_every_path_and_in_every_layer(family):
+def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised_on_every_path_and_in_every_layer(
+    family,
+):
     model, ids, dense = build(family), tokens(64), families.Oracle()
     AttentionInterface.register("dense", dense.attend)
     AttentionMaskInterface.register("dense", eager_mask)
@@ -65,11 +72,16 @@ def test_a_learned_sink_is_star_and_alpha_comes_raw_and_renormalised_on_every_pa
     kept = [layer.sum(dim=-1, keepdim=True) for layer in dense.maps]  # rows sum to less than one
     expected = {
         "alpha": alpha_by_definition(dense.maps, (1, 2)),
-        "renormalised": alpha_by_definition([x / rest for x, rest in zip(dense.maps, kept, strict=True)], (1, 2)),
+        "renormalised": alpha_by_definition(
+            [x / rest for x, rest in zip(dense.maps, kept, strict=True)], (1, 2)
+        ),
         "star": torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1),
     }
     assert expected["star"].max() > 0.05
-    has_sink = [getattr(module, "sinks", None) is not None for module in rules.attention_layers(model.base_model)[1]]
+    has_sink = [
+        getattr(module, "sinks", None) is not None
+        for module in rules.attention_layers(model.base_model)[1]
+    ]
     for exact in (False, True):
         report = measure(model, ids, (1, 2), exact=exact)
         assert report.path == ("exact" if exact else "fused")
@@ -95,7 +107,9 @@ def test_a_sink_whose_part_in_the_output_is_not_known_is_refused():
 @pytest.mark.parametrize("family", ["gemma3n_text", "hy_v4"])
 def test_norms_of_several_streams_are_means_over_them(family):
     model, ids, seen = build(family), tokens(9), []
-    model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out if torch.is_tensor(out) else out[0]))
+    model.model.layers[0].register_forward_hook(
+        lambda _, __, out: seen.append(out if torch.is_tensor(out) else out[0])
+    )
     report = measure(model, ids)
     hidden = seen[-1]  # the streams stand first or third
     norms = hidden.norm(dim=-1).mean(dim=(0, 2) if hidden.shape[1] == 9 else (0, 1))

@@ -48,26 +48,46 @@ SPECS = [
 def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
     traced = torch.compile(
-        flex_attention.flex_attention, fullgraph=True, dynamic=False, recompile_limit=64, backend="eager"
+        flex_attention.flex_attention,
+        fullgraph=True,
+        dynamic=False,
+        recompile_limit=64,
+        backend="eager",
     )
     monkeypatch.setattr(flash, "flex_attention", traced)
     monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # which refuses gradients there
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *tensors: None
+    )  # which refuses gradients there
 
 
 def assert_same_as_dense(
-    spec: AttentionSpec, inputs: list[Tensor], extras: dict[str, Any], atol: float, quick: Callable = fast.attend
+    spec: AttentionSpec,
+    inputs: list[Tensor],
+    extras: dict[str, Any],
+    atol: float,
+    quick: Callable = fast.attend,
 ) -> None:
     """Values and the gradient of every input, for one random direction of the output."""
     leaves = inputs + [x for x in extras.values() if isinstance(x, Tensor)]
-    out = {"fast": quick(*inputs[:3], spec, **extras), "dense": attend(*inputs[:3], spec, **extras)[0]}
-    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(out["dense"])
+    out = {
+        "fast": quick(*inputs[:3], spec, **extras),
+        "dense": attend(*inputs[:3], spec, **extras)[0],
+    }
+    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(
+        out["dense"]
+    )
     gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
     torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
-        zero = torch.zeros_like(leaf)  # an input that one form does not touch has no gradient, or zeros
+        zero = torch.zeros_like(
+            leaf
+        )  # an input that one form does not touch has no gradient, or zeros
         torch.testing.assert_close(
-            zero if got is None else got, zero if expected is None else expected, rtol=atol, atol=atol
+            zero if got is None else got,
+            zero if expected is None else expected,
+            rtol=atol,
+            atol=atol,
         )
 
 
@@ -96,19 +116,27 @@ def test_flex_attention_over_the_logarithm_equals_the_reference(operation, more,
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
 def test_lower_precision_stays_near_the_reference(spec):
     inputs, extras = draw(spec, 33, dtype=torch.float32)
-    assert_same_as_dense(spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5)
+    assert_same_as_dense(
+        spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5
+    )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         half = [x.bfloat16() for x in inputs[:3]]
         given = {k: x.bfloat16() if isinstance(x, Tensor) else x for k, x in extras.items()}
         out = fast.attend(*half, spec, **given)
     expected = attend(*(x.float() for x in half), spec, **extras)[0]
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max()))
+    torch.testing.assert_close(
+        out.float(), expected, rtol=0.05, atol=0.05 * float(expected.detach().abs().max())
+    )
 
 
 def test_minus_infinity_in_the_position_term_gives_zero_rows():
     g = torch.full((1, 20), -math.inf, dtype=torch.float64)
-    for spec in (AttentionSpec(), AttentionSpec(normalizer="p_norm", p=0.5), AttentionSpec(similarity="sigmoid")):
+    for spec in (
+        AttentionSpec(),
+        AttentionSpec(normalizer="p_norm", p=0.5),
+        AttentionSpec(similarity="sigmoid"),
+    ):
         (q, k, v), _ = draw(spec, 20)
         out = fast.attend(q, k, v, spec, distance_bias=g)
         assert (out == 0).all()
@@ -116,7 +144,12 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows():
 
 
 def test_large_logits_neither_overflow_nor_differ():
-    for fields in ({}, {"window": 7}, {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}):
+    for fields in (
+        {},
+        {"window": 7},
+        {"normalizer": "p_norm", "p": 2.0},
+        {"similarity": "softpick"},
+    ):
         spec = AttentionSpec(**fields)
         (q, k, v), _ = draw(spec, 20)
         with torch.no_grad():
@@ -131,11 +164,18 @@ def test_neighbouring_distances_differ_in_bfloat16():
         spec = AttentionSpec(**fields)
         q = torch.zeros(1, 2, length, 8, dtype=torch.bfloat16)
         v = torch.zeros_like(q)
-        v[:, :, :2, 0] = torch.tensor([1.0, -1.0])  # the last query sees the difference of its two farthest keys
+        v[:, :, :2, 0] = torch.tensor(
+            [1.0, -1.0]
+        )  # the last query sees the difference of its two farthest keys
         g = torch.arange(length).float()[None]
-        share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (1 / spec.p)
+        share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (
+            1 / spec.p
+        )
         with torch.autocast("cpu", torch.bfloat16):
-            out = fast.attend(q, q, v, spec, distance_bias=g), attend(q, q, v, spec, distance_bias=g)[0]
+            out = (
+                fast.attend(q, q, v, spec, distance_bias=g),
+                attend(q, q, v, spec, distance_bias=g)[0],
+            )
         for x in out:
             assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
 
@@ -156,7 +196,9 @@ SPOILT = [
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("kernel", "where", "kind", "dtype"), SPOILT, ids=str)
-def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(kernel, where, kind, dtype, untried, monkeypatch):
+def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(
+    kernel, where, kind, dtype, untried, monkeypatch
+):
     assert flash.trusted(kernel, kind, CPU, dtype, 16)
     spoil(monkeypatch, kernel, where)
     flash.TRUST.clear()
@@ -169,7 +211,11 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
         return x + 1 if flash.trusted("flex", "window", x.device, x.dtype, x.shape[-1]) else x - 1
 
     x = torch.zeros(3, 16)
-    for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):  # the second is another kind of mask
+    for kind, expected in (
+        (None, -1),
+        ("causal", -1),
+        ("window", 1),
+    ):  # the second is another kind of mask
         if kind:
             flash.TRUST["flex", kind, x.device, x.dtype, 16] = True
         torch.compiler.reset()
@@ -178,7 +224,10 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
 
 def test_which_kernel_serves_where():
     half, single, double = torch.bfloat16, torch.float32, torch.float64
-    plain, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+    plain, efficient = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
     for asked, expected in (
         (("cuda", half, 64, False), plain),
         (("cuda", half, 64, True), efficient),  # a mask is no reason for the slow path
@@ -202,7 +251,14 @@ def test_which_kernel_serves_where():
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        ("dense", {"similarity": "linear", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        (
+            "dense",
+            {"similarity": "linear", "normalizer": "none"},
+            "cuda",
+            torch.float32,
+            4096,
+            False,
+        ),
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
@@ -214,17 +270,29 @@ def test_which_kernel_serves_where():
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
     compared, otherwise = [], form.replace("flex", "dense")
-    for triton, right, expected in ((True, True, form), (True, False, otherwise), (False, True, otherwise)):
-        monkeypatch.setattr(flash, "trusted", lambda kernel, kind, *_, right=right: compared.append(kind) or right)
+    for triton, right, expected in (
+        (True, True, form),
+        (True, False, otherwise),
+        (False, True, otherwise),
+    ):
+        monkeypatch.setattr(
+            flash, "trusted", lambda kernel, kind, *_, right=right: compared.append(kind) or right
+        )
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
-        chosen = fast.choose_form(AttentionSpec(**fields), torch.device(device), dtype, length, 64, term)
+        chosen = fast.choose_form(
+            AttentionSpec(**fields), torch.device(device), dtype, length, 64, term
+        )
         assert chosen == expected
     kind = "window" if "window" in fields else "prefix" if "prefix" in fields else "causal"
-    assert compared == ([kind] * 2 if form == "flex" else []), "under the operation's kind of mask, and where it fits"
+    assert compared == ([kind] * 2 if form == "flex" else []), (
+        "under the operation's kind of mask, and where it fits"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", [{"bias": "kv"}, {"similarity": "sigmoid", "normalizer": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "operation", [{"bias": "kv"}, {"similarity": "sigmoid", "normalizer": "none"}], ids=str
+)
 def test_it_compiles_as_one_graph(operation):
     spec = AttentionSpec(**operation)
     torch.compiler.reset()
@@ -234,7 +302,10 @@ def test_it_compiles_as_one_graph(operation):
 
 def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The extras on a device; a kernel without weights of its own in place of the MLP."""
-    return {k: x.detach().to(device, dtype) if isinstance(x, Tensor) else torch.tanh for k, x in given.items()}
+    return {
+        k: x.detach().to(device, dtype) if isinstance(x, Tensor) else torch.tanh
+        for k, x in given.items()
+    }
 
 
 @pytest.mark.cuda
@@ -243,18 +314,31 @@ def there(given: dict[str, Any], device: str, dtype: torch.dtype | None = None) 
 def test_cuda_equals_the_reference(operation, no_gpu):
     """The last of this file: none after it must see the GPU."""
     no_gpu.undo()
-    settings = itertools.product((torch.float32, torch.bfloat16), ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40}))
+    settings = itertools.product(
+        (torch.float32, torch.bfloat16), ({}, {"bias": "kv"}, {"window": 50}, {"prefix": 40})
+    )
     for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
         spec = AttentionSpec(**operation, **changes)
         leaves, given = draw(spec, 333, position, dtype, shape=(2, 2, 64))
-        inputs, wide = ([x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]] for t in (dtype, torch.float32))
+        inputs, wide = (
+            [x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]]
+            for t in (dtype, torch.float32)
+        )
         out = fast.attend(*inputs, spec, **there(given, "cuda"))
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
-        gradients = (torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide)))
+        gradients = (
+            torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide))
+        )
         by_row = [(out.detach(), expected.detach())]
-        whole = [(x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)]  # some rows of them are near zero
+        whole = [
+            (x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)
+        ]  # some rows of them are near zero
         if spec.signed and dtype == torch.bfloat16:
             continue  # signed sums cancel: 8 bits of each logit leave none of a small sum
         for got, want in by_row + whole:
             errors = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
-            assert errors.max() < (5e-3 if dtype == torch.float32 else 0.1), (spec, position, float(errors.max()))
+            assert errors.max() < (5e-3 if dtype == torch.float32 else 0.1), (
+                spec,
+                position,
+                float(errors.max()),
+            )

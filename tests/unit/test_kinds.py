@@ -52,7 +52,11 @@ class Registered:
         weights = logits.exp() / (1 + logits.exp().sum(dim=-1, keepdim=True))
         self.maps.append(weights)
         out = (weights @ value).transpose(1, 2).contiguous()
-        return out, {"weights": weights, "nothing": None, "others": weights / weights.sum(-1, True)}[self.returns]
+        return out, {
+            "weights": weights,
+            "nothing": None,
+            "others": weights / weights.sum(-1, True),
+        }[self.returns]
 
 
 def registered(function, mask=eager_mask, family: str = "llama") -> nn.Module:
@@ -83,7 +87,9 @@ def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
 
 @pytest.mark.parametrize("returns", ["nothing", "others"])
 def test_one_that_does_not_show_its_weights_is_refused_by_name(returns):
-    with pytest.raises(ValueError, match="attention 'mine' is none of transformers': it must return its weights"):
+    with pytest.raises(
+        ValueError, match="attention 'mine' is none of transformers': it must return its weights"
+    ):
         measure(registered(Registered(returns)), tokens())
 
 
@@ -126,7 +132,9 @@ class Side(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("config", [None, {}, {"a": 1}, "text", types.SimpleNamespace(hidden_size=3)], ids=str)
+@pytest.mark.parametrize(
+    "config", [None, {}, {"a": 1}, "text", types.SimpleNamespace(hidden_size=3)], ids=str
+)
 def test_a_submodules_config_may_be_anything(config):
     model, ids = build("llama"), tokens()
     expected = measure(model, ids).alpha
@@ -140,7 +148,9 @@ def test_a_submodules_config_may_be_anything(config):
 
 @pytest.mark.parametrize("texts", ["words", "one word repeated"])
 @pytest.mark.parametrize("layers", [(0, 1), (1,)])
-def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where_eager_ignores_it(layers, texts):
+def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where_eager_ignores_it(
+    layers, texts
+):
     model, ids = build("llama"), tokens() if texts == "words" else torch.full((3, T), 7)
     right = measure(model, ids).alpha
     for layer in layers:
@@ -153,8 +163,12 @@ def test_attention_that_a_flag_makes_bidirectional_is_refused_and_measured_where
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
-def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_row_stands_first(family, order):
-    flag = {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
+def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_row_stands_first(
+    family, order
+):
+    flag = (
+        {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
+    )
     model, ids = build(family, **flag), tokens()
     mask = torch.ones_like(ids)
     mask[0, 1:] = 0
@@ -164,7 +178,9 @@ def test_a_configuration_that_makes_a_model_bidirectional_is_refused_whichever_r
 def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
     model, ids = build("llama"), tokens()
     model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered())
+    monkeypatch.setattr(
+        sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered()
+    )
     refuses("computes something else by its attention 'sdpa'", measure, model, ids)
 
 
@@ -178,12 +194,16 @@ def test_a_scale_of_activations_per_text_is_no_reason_to_refuse(family):
             return ((args[0] / step).round() * step, *args[1:])
 
         layer.register_forward_pre_hook(coarse)
-    torch.testing.assert_close(measure(model, ids, TARGETS).alpha, eager_alpha(model, ids, TARGETS), **close)
+    torch.testing.assert_close(
+        measure(model, ids, TARGETS).alpha, eager_alpha(model, ids, TARGETS), **close
+    )
 
 
 def test_a_hook_sees_the_check_which_can_be_turned_off():
     model, ids, seen = build("llama"), tokens(), []
-    model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(tuple(args[0].shape[:2])))
+    model.model.layers[0].register_forward_hook(
+        lambda _, args, __: seen.append(tuple(args[0].shape[:2]))
+    )
     measure(model, ids)
     measure(model, ids, check=False)
     assert seen == [(1, 16), (3, T), (3, T)]
@@ -238,7 +258,9 @@ class TinyLM(tf.PreTrainedModel):
     def __init__(self, config, shows: bool = True) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, 16)
-        self.blocks = nn.ModuleList([nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)]
+        )
         for block in self.blocks:
             block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
         self.post_init()
@@ -258,7 +280,9 @@ class TinyAttention(nn.Module):
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
         logits = 9 * q @ k.mT
-        self.maps = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf).softmax(dim=-1)
+        self.maps = logits.masked_fill(
+            torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf
+        ).softmax(dim=-1)
         out = (self.maps @ v).transpose(1, 2).flatten(2)
         return (out, self.maps) if self.shows else (out,)
 
@@ -270,7 +294,10 @@ def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_we
     maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
     torch.testing.assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
     refuses("AttentionInterface, or weights", measure, TinyLM(config, shows=False).eval(), ids)
-    with pytest.raises(ValueError, match=r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf"):
+    with pytest.raises(
+        ValueError,
+        match=r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf",
+    ):
         measure(TinyAttention(True), ids)
 
 
@@ -301,7 +328,9 @@ def test_a_model_that_fsdp_shards_is_measured_before_its_first_pass(tmp_path):
 
     model, ids = build("llama"), tokens()
     right = measure(model, ids).alpha
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         mesh = distributed.init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
@@ -337,7 +366,9 @@ def test_a_composite_models_parts_keep_their_attention():
 # --- surgery
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "falcon_h1", "minimax", "jamba", "qwen3_next", "hy_v4"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v32", "falcon_h1", "minimax", "jamba", "qwen3_next", "hy_v4"]
+)
 def test_what_keeps_more_than_keys_and_values_is_not_given_others_and_hides_none(family):
     model, ids = build(family), tokens()
     for operate in (surgery.hide, lambda m, x: surgery.transplant(m, x, x[:, :4])):
@@ -377,7 +408,9 @@ def beside(work):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v32"])
-def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_on(family, implementation):
+def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_on(
+    family, implementation
+):
     model, ids = build(family), tokens(2)
     model.set_attn_implementation(implementation)
     with torch.no_grad():
@@ -385,14 +418,20 @@ def test_a_model_may_be_used_by_another_thread_while_it_is_measured_or_operated_
     report, before = measure(model, ids), state_of(model)
     operations = [measure, surgery.untouched]
     if family != "deepseek_v32":
-        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2), lambda m, x: surgery.stream(m, x, 4)]
+        operations += [
+            surgery.hide,
+            lambda m, x: surgery.set_back(m, x, 0, 2),
+            lambda m, x: surgery.stream(m, x, 4),
+        ]
     serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
     with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:
             operate(model, ids)
         again = measure(model, ids)
     for found, expected in ((logits, right), (alphas, report.alpha)):
-        assert found and all(isinstance(one, Tensor) and torch.allclose(one, expected, atol=1e-5) for one in found)
+        assert found and all(
+            isinstance(one, Tensor) and torch.allclose(one, expected, atol=1e-5) for one in found
+        )
     torch.testing.assert_close(again.alpha, report.alpha)
     torch.testing.assert_close(again.hidden_norms, report.hidden_norms)
     assert state_of(model) == before
@@ -409,7 +448,9 @@ def test_a_second_model_of_one_configuration_runs_within_a_hook_of_the_first(imp
     right = measure(first, ids).alpha
     with torch.no_grad():
         logits = second(ids, use_cache=False).logits
-        first.model.layers[0].register_forward_hook(lambda *_: seen.append(second(ids, use_cache=False).logits))
+        first.model.layers[0].register_forward_hook(
+            lambda *_: seen.append(second(ids, use_cache=False).logits)
+        )
         torch.testing.assert_close(measure(first, ids).alpha, right, **close)
     assert all(torch.allclose(one, logits, atol=1e-5) for one in seen) and seen
 
@@ -440,7 +481,9 @@ def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
     model, ids = build("qwen4_exp"), tokens(3, 9)
     seen: list = []
     block = model.model.layers[0]
-    block.register_forward_hook(lambda _, __, out: seen.append(out if isinstance(out, Tensor) else out[0]))
+    block.register_forward_hook(
+        lambda _, __, out: seen.append(out if isinstance(out, Tensor) else out[0])
+    )
     report = measure(model, ids)
     width = model.config.get_text_config().hidden_size
     streams = seen[-1].unflatten(-1, (-1, width))  # (B, T, S, d)
@@ -450,13 +493,22 @@ def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
 
 
 def test_block_sparse_attention_is_refused_before_the_model_changes_itself():
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = tf.BigBirdConfig(vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    config = tf.BigBirdConfig(
+        vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4
+    )
     model = tf.BigBirdForCausalLM(config).eval()
     refuses(r"random blocks .*set_attention_type\('original_full'\)", measure, model, tokens())
     assert model.bert.attention_type == "block_sparse"
     model.base_model.set_attention_type("original_full")
-    torch.testing.assert_close(measure(model, tokens()).alpha, eager_alpha(model, tokens(), (1,)), **close)
+    torch.testing.assert_close(
+        measure(model, tokens()).alpha, eager_alpha(model, tokens(), (1,)), **close
+    )
 
 
 def test_attention_that_is_replaced_during_the_pass_is_refused():
@@ -477,7 +529,9 @@ def test_blocks_behind_an_early_exit_are_left_out_and_one_that_is_skipped_is_nam
     torch.testing.assert_close(report.alpha, whole.alpha[:, :, :2], **close)
     torch.testing.assert_close(report.hidden_norms, whole.hidden_norms[:2], **close)
     skipping = build("gpt2")
-    skipping.transformer.forward = lambda input_ids, **_: skipping.transformer.h[1](skipping.transformer.wte(input_ids))
+    skipping.transformer.forward = lambda input_ids, **_: skipping.transformer.h[1](
+        skipping.transformer.wte(input_ids)
+    )
     refuses("skips block 1", measure, skipping, ids)
 
 
@@ -500,7 +554,9 @@ def test_blocks_may_take_and_return_hidden_states_in_any_form(form):
     torch.testing.assert_close(report.alpha, plain.alpha)
     torch.testing.assert_close(report.hidden_norms, plain.hidden_norms)
     for block in model.blocks:
-        block.forward = lambda states, inner=block["SelfAttention"]: {"out": [inner(states)[0][..., None, None]]}
+        block.forward = lambda states, inner=block["SelfAttention"]: {
+            "out": [inner(states)[0][..., None, None]]
+        }
     model.forward = lambda input_ids: [block(model.embed(input_ids)) for block in model.blocks]
     refuses("no hidden states .*norms=False", measure, model, ids)
 
@@ -518,11 +574,13 @@ def test_what_is_not_finite_is_said_to_be_the_weights_or_the_activations():
         for name in ("up_proj", "down_proj"):
             getattr(model.model.layers[0].mlp, name).weight.mul_(5000)
     assert measure(model, tokens()).alpha.isfinite().all()
-    refuses("every weight is finite and activations overflow float16", measure, model.half(), tokens())
+    refuses(
+        "every weight is finite and activations overflow float16", measure, model.half(), tokens()
+    )
     with torch.no_grad():
-        model.lm_head.weight[0, 0] = model.model.norm.weight[0] = model.model.layers[0].input_layernorm.weight[0] = (
-            torch.nan
-        )
+        model.lm_head.weight[0, 0] = model.model.norm.weight[0] = model.model.layers[
+            0
+        ].input_layernorm.weight[0] = torch.nan
     refuses("weights hold nan or infinite values", measure, model.float(), tokens())
 
 
@@ -537,7 +595,10 @@ def test_two_bos_short_texts_and_too_many_positions_are_warned_of():
     model, ids = build("llama"), tokens()
     twice = ids.clone()
     twice[:, :2] = model.config.bos_token_id
-    for batch, message in ((twice, "begins with two BOS"), (ids[:, :8], "8 tokens are too short for eps = 0.3")):
+    for batch, message in (
+        (twice, "begins with two BOS"),
+        (ids[:, :8], "8 tokens are too short for eps = 0.3"),
+    ):
         with pytest.warns(UserWarning, match=message):
             measure(model, batch)
     with pytest.warns(UserWarning, match="24 positions, and the model was made for 20"):
@@ -549,11 +610,18 @@ def test_what_a_tokenizer_returns_is_measured_with_its_mask():
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     batch = tf.BatchEncoding({"input_ids": ids, "attention_mask": mask})
-    torch.testing.assert_close(measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha)
+    torch.testing.assert_close(
+        measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha
+    )
 
 
 def test_an_old_transformers_is_told_apart():
-    refuses(r"needs transformers 5\.4 or later", masks.mask, cache_position=torch.arange(3), kind=ImportError)
+    refuses(
+        r"needs transformers 5\.4 or later",
+        masks.mask,
+        cache_position=torch.arange(3),
+        kind=ImportError,
+    )
 
 
 def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():

@@ -43,15 +43,21 @@ def test_without_a_prior_a_level_is_that_of_a_t_test():
         made({"elu": values}).estimate(["elu"], "excess"),
         stats.ttest_1samp(values, 0).confidence_interval(0.95),
     )
-    assert (found.mean, found.low, found.high) == pytest.approx((np.mean(values), known.low, known.high))
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (np.mean(values), known.low, known.high)
+    )
     assert found.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    assert found.reach(0.95) == pytest.approx(np.ptp(stats.ttest_1samp(values, 0).confidence_interval(0.9)) / 2)
+    assert found.reach(0.95) == pytest.approx(
+        np.ptp(stats.ttest_1samp(values, 0).confidence_interval(0.9)) / 2
+    )
 
 
 def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
     # Own variance of 1, 2, 3: 1 with 2 degrees of freedom; common 0.25 with 6: (6 * 0.25 + 2 * 1) / 8 = 0.4375.
     assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 100.0)) == pytest.approx((0.4375, 8))
-    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5  # no more than all settings have together
+    assert (
+        moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5
+    )  # no more than all settings have together
 
 
 def samples(variances, seeds):
@@ -66,7 +72,9 @@ def test_the_prior_is_smyths_moment_estimate():
     d0, s0_squared, most = fit_prior(samples(np.exp([0.0, 1, 2, 3, 4]), 5))
     assert special.polygamma(1, d0 / 2) == pytest.approx(2.5 - (math.pi**2 / 6 - 1))
     centre = 2 - (1 - np.euler_gamma) + math.log(2)
-    assert math.log(s0_squared) == pytest.approx(centre + special.digamma(d0 / 2) - math.log(d0 / 2))
+    assert math.log(s0_squared) == pytest.approx(
+        centre + special.digamma(d0 / 2) - math.log(d0 / 2)
+    )
     assert most == 20
 
 
@@ -83,7 +91,12 @@ def test_few_settings_have_no_common_variance_and_none_is_no_error():
     assert fit_prior(samples([1.0, 2.0], 3))[0] == 0
     assert fit_prior(samples(np.zeros(9), 3))[0] == 0
     same = Estimate(0.25, 0.0, 2.0, 3)  # in all seeds
-    assert (same.p, same.low, same.high, dataclasses.replace(same, mean=0.0).p) == (0, 0.25, 0.25, 1)
+    assert (same.p, same.low, same.high, dataclasses.replace(same, mean=0.0).p) == (
+        0,
+        0.25,
+        0.25,
+        1,
+    )
     for x in (1e-3, 0.6, 50.0):
         assert special.polygamma(1, inverse_trigamma(x)) == pytest.approx(x)
 
@@ -98,7 +111,9 @@ def test_a_difference_is_paired_and_has_the_variance_of_both_settings():
 
 
 def test_results_that_differ_share_no_prior():
-    ours = made({name: [0.1, 0.2, 0.15] for name in ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu")})
+    ours = made(
+        {name: [0.1, 0.2, 0.15] for name in ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu")}
+    )
     before = ours.estimate(["k_bias"], "excess")
     quiet = {name: {seed: {"excess": 0.1} for seed in range(3)} for name in ours.runs}
     other = dataclasses.replace(ours, runs=quiet)
@@ -108,7 +123,9 @@ def test_results_that_differ_share_no_prior():
 
 def test_a_bar_that_is_a_share_of_the_bases_mean_has_the_bases_error():
     base, elu = [0.2, 0.3, 0.4, 0.1, 0.5, 0.3], [0.05, 0.06, 0.07]
-    found = made({"fixed_1": base, "elu": elu}).estimate(["elu"], "excess", Bar(0.2, ("fixed_1", "excess")))
+    found = made({"fixed_1": base, "elu": elu}).estimate(
+        ["elu"], "excess", Bar(0.2, ("fixed_1", "excess"))
+    )
     # mean 0.06 - 0.2 * 0.3; variances 0.0001 / 3 and 0.2^2 * 0.02 / 6, with 2 and 5 degrees of freedom
     a, b = 0.0001 / 3, 0.04 * 0.02 / 6
     assert (found.mean, found.error) == pytest.approx((0.0, math.sqrt(a + b)))
@@ -117,10 +134,14 @@ def test_a_bar_that_is_a_share_of_the_bases_mean_has_the_bases_error():
 
 def test_a_margin_around_the_base_knows_that_it_is_the_same_base():
     base, elu = [0.2, 0.3, 0.4, 0.1, 0.5, 0.3], [0.2, 0.35, 0.35]
-    found = made({"fixed_1": base, "elu": elu}).estimate(["elu", "fixed_1"], "excess", Bar(-0.6, ("fixed_1", "excess")))
+    found = made({"fixed_1": base, "elu": elu}).estimate(
+        ["elu", "fixed_1"], "excess", Bar(-0.6, ("fixed_1", "excess"))
+    )
     # (0.3 - 0.3) + 0.6 * 0.3; each of the base's seeds 0 to 2 weighs -1/3 + 0.1, seeds 3 to 5 weigh 0.1
     squares = 3 * (0.1 - 1 / 3) ** 2 + 3 * 0.1**2
-    assert (found.mean, found.error) == pytest.approx((0.18, math.sqrt(0.0075 / 3 + 0.02 * squares)))
+    assert (found.mean, found.error) == pytest.approx(
+        (0.18, math.sqrt(0.0075 / 3 + 0.02 * squares))
+    )
 
 
 def test_fresh_seeds_are_compared_with_the_spread_of_all():
@@ -133,7 +154,8 @@ def test_fresh_seeds_are_compared_with_the_spread_of_all():
 def test_a_sink_near_a_bar_is_open_where_the_base_scatters():
     for base, state in (([0.29, 0.3, 0.31], "holds"), ([0.2, 0.3, 0.4], "open")):
         outcome = judge(
-            Check("present", ("sigmoid",), "excess"), made({"fixed_1": base, "sigmoid": around(SINK + 0.01)})
+            Check("present", ("sigmoid",), "excess"),
+            made({"fixed_1": base, "sigmoid": around(SINK + 0.01)}),
         )
         assert outcome.state == state and outcome.bar == pytest.approx(SINK)
         assert outcome.estimate.low > SINK  # so it would hold if the bar were taken as exact
@@ -146,7 +168,9 @@ def test_agreement_is_compared_with_that_of_chance():
     assert agreement(first, second) == pytest.approx((2 / 3, 1 / 3, 1 / 2))
     assert agreement(first, first)[2] == 1
     assert agreement(["holds", "fails"], ["fails", "holds"]) == pytest.approx((0, 1 / 2, -1))
-    assert math.isnan(agreement(["holds"] * 3, ["holds"] * 3)[2])  # chance alone would agree as well
+    assert math.isnan(
+        agreement(["holds"] * 3, ["holds"] * 3)[2]
+    )  # chance alone would agree as well
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -164,7 +188,9 @@ def around(centre, spread=0.001):
     ("present", SINK, "open"), ("absent", SINK, "open"),
 ])  # fmt: skip
 def test_a_sink_is_there_where_its_interval_lies_above_its_share_of_the_bases(kind, value, state):
-    assert judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": around(value)})).state == state
+    assert (
+        judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": around(value)})).state == state
+    )
 
 
 @pytest.mark.parametrize("kind, quantity, value, state", [
@@ -183,10 +209,15 @@ def test_a_comparison_is_held_against_its_margin(kind, quantity, value, state):
 
 
 def test_no_effect_says_the_largest_effect_that_would_still_pass():
-    outcome = judge(Check("same", ("sigmoid", "base"), "excess"), made({"sigmoid": [0.29, 0.31, 0.3]}))
+    outcome = judge(
+        Check("same", ("sigmoid", "base"), "excess"), made({"sigmoid": [0.29, 0.31, 0.3]})
+    )
     assert outcome.bar == pytest.approx(0.3 * rules.MARGIN)
     reaches = []
-    for share in (1 - rules.MARGIN, 1 + rules.MARGIN):  # x - share * b; variances 0.01^2 and the base's 0.002^2
+    for share in (
+        1 - rules.MARGIN,
+        1 + rules.MARGIN,
+    ):  # x - share * b; variances 0.01^2 and the base's 0.002^2
         a, b = 0.01**2 / 3, share**2 * 0.002**2 / 3
         t = stats.t.ppf(0.95, (a + b) ** 2 / (a**2 / 2 + b**2 / 2))
         reaches.append(t * math.sqrt(a + b))
@@ -200,7 +231,10 @@ def test_without_a_base_with_a_sink_nothing_is_measured_by_it():
         assert outcome.state == "open" and outcome.words == "the base has no sink to measure by"
     assert judge(Check("absent", ("sigmoid",), "excess"), ours).state == "open"
     assert judge(Check("present", ("base",), "excess"), ours).state == "fails"
-    assert judge(Check("present", ("base",), "excess"), made({"fixed_1": [0.03, 0.04, 0.05]})).state == "open"
+    assert (
+        judge(Check("present", ("base",), "excess"), made({"fixed_1": [0.03, 0.04, 0.05]})).state
+        == "open"
+    )
 
 
 @pytest.mark.parametrize("kind, quantity, dead, state", [
@@ -212,7 +246,11 @@ def test_what_rests_on_a_dead_block_is_open(kind, quantity, dead, state):
     ours = made({"sigmoid": around(0.0)})
     for name in ("fixed_1", "sigmoid"):
         for seed, run in ours.runs[name].items():
-            run |= {"block_1": run["excess"], "valid_loss": 2.8 + 0.001 * seed, "element_1": 1.0 + 0.1 * seed}
+            run |= {
+                "block_1": run["excess"],
+                "valid_loss": 2.8 + 0.001 * seed,
+                "element_1": 1.0 + 0.1 * seed,
+            }
     runs = ("sigmoid", "base") if kind == "loss" else ("sigmoid",)
     assert judge(Check(kind, runs, quantity), ours).state == "holds"
     ours.runs["sigmoid"][1][dead] = 0.0
@@ -238,7 +276,10 @@ def test_an_onset_that_never_comes_is_left_out_and_said():
     for seed in (1, 2):
         ours.runs["lr_quarter"][seed] = {"excess": 0.0}
     outcome = judge(Check("more", ("lr_quarter", "lr_half"), "onset"), ours)
-    assert outcome.state == "open" and outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
+    assert (
+        outcome.state == "open"
+        and outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
+    )
 
 
 @pytest.mark.parametrize("element, state", [(40.0, "holds"), (5.0, "fails"), (12.3, "open")])
@@ -250,10 +291,18 @@ def test_sink_and_element_go_together_or_apart(element, state):
 
 
 def test_directional_checks_are_corrected_for_their_number():
-    ours = made({"k_bias": [0.31, 0.33, 0.32], "v_bias": [0.4, 0.41, 0.42], "elu": [0.29, 0.32, 0.3]})
+    ours = made(
+        {"k_bias": [0.31, 0.33, 0.32], "v_bias": [0.4, 0.41, 0.42], "elu": [0.29, 0.32, 0.3]}
+    )
     tests = [ours.estimate([name, "base"], "excess") for name in ("k_bias", "v_bias", "elu")]
     first, second, third = sorted(test.p for test in tests)
-    by_hand = sorted([min(1, 3 * first), min(1, max(3 * first, 2 * second)), min(1, max(3 * first, 2 * second, third))])
+    by_hand = sorted(
+        [
+            min(1, 3 * first),
+            min(1, max(3 * first, 2 * second)),
+            min(1, max(3 * first, 2 * second, third)),
+        ]
+    )
     assert sorted(rules.holm(tests).values()) == pytest.approx(by_hand)
     assert rules.holm([*tests, *tests]) == rules.holm(tests)  # a check of two claims is one test
 
@@ -300,12 +349,16 @@ def test_margins_are_the_papers_own():
 
 def test_uniform_attention_has_no_excess_whatever_the_mask():
     for window in (None, 3):
-        weights = np.tril(np.ones((64, 64))) * (1 if window is None else np.triu(np.ones((64, 64)), 1 - window))
+        weights = np.tril(np.ones((64, 64))) * (
+            1 if window is None else np.triu(np.ones((64, 64)), 1 - window)
+        )
         weights /= weights.sum(axis=1, keepdims=True)
         for target in (1, 2, 3, 40):
             alpha = weights[target - 1 :, target - 1].mean()
             assert excess(alpha, uniform_alpha(64, target, window)) == pytest.approx(0)
-    assert uniform_alpha(4, "star") == pytest.approx(np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5]))  # one key more
+    assert uniform_alpha(4, "star") == pytest.approx(
+        np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    )  # one key more
 
 
 def even(own_keys=0):
@@ -341,21 +394,39 @@ def test_a_run_is_read_by_block():
     alpha = np.full((10, 3, 2), 0.1)  # targets, blocks, heads
     alpha[0] = [[0.9, 0.7], [0.4, 0.2], [0.2, 0.4]]
     norms = [[6.0, 2.0, 2.0, 2.0], [8.0, 2.0, 2.0, 2.0], [99.0, 1.0, 1.0, 1.0]]
-    report = {"T": 64, "targets": list(range(1, 11)), "alpha": alpha.tolist(), "hidden_norms": norms}
-    report |= {"hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]], "key_norms": norms, "value_norms": norms}
+    report = {
+        "T": 64,
+        "targets": list(range(1, 11)),
+        "alpha": alpha.tolist(),
+        "hidden_norms": norms,
+    }
+    report |= {
+        "hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]],
+        "key_norms": norms,
+        "value_norms": norms,
+    }
     curve = np.stack([np.full((10, 3, 2), 0.1), alpha])
-    points = [{"step": 0, "sink_1": 0.0, "valid_loss": 7.0}, {"step": 100, "sink_1": 20.0, "valid_loss": 3.0}]
+    points = [
+        {"step": 0, "sink_1": 0.0, "valid_loss": 7.0},
+        {"step": 100, "sink_1": 20.0, "valid_loss": 3.0},
+    ]
     config = {"model": {"attention": {"window": None}, "vocab_size": 2000}}
-    numbers = of_run(config, {"status": "done", "final": {"report": report, **points[1]}, "curve": points}, curve)
+    numbers = of_run(
+        config, {"status": "done", "final": {"report": report, **points[1]}, "curve": points}, curve
+    )
     u = uniform_alpha(64)
     assert numbers["block_1"] == pytest.approx((0.8 - u) / (1 - u))
     assert numbers["excess"] == pytest.approx((0.3 - u) / (1 - u))
     assert numbers["learned"] == pytest.approx(0.2 / (1 - u))
     assert numbers["live_1"] == numbers["live_later"] == 1
-    assert np.exp([numbers["element_1"], numbers["element"], numbers["hidden"]]) == pytest.approx([20, 30, 4])
+    assert np.exp([numbers["element_1"], numbers["element"], numbers["hidden"]]) == pytest.approx(
+        [20, 30, 4]
+    )
     assert numbers["onset"] == 1.0 and "learned_star" not in numbers
     points[1]["sink_1"] = 1.0
-    assert "onset" not in of_run(config, {"status": "done", "final": points[1], "curve": points}, None)  # it never came
+    assert "onset" not in of_run(
+        config, {"status": "done", "final": points[1], "curve": points}, None
+    )  # it never came
 
 
 def test_a_ratio_of_nothing_is_not_held():
@@ -367,7 +438,11 @@ def test_records_are_read_once_and_again_when_one_is_added(tmp_path):
     made_up(tmp_path, "fixed_1", 0, "laptop")
     first = su.claims("laptop", tmp_path)
     # One run judges nothing; what real models or mathematics decide needs no runs.
-    trained = [claim.id for claim in read_claims() if claim.checks and claim.checks[0].kind not in rules.REAL]
+    trained = [
+        claim.id
+        for claim in read_claims()
+        if claim.checks and claim.checks[0].kind not in rules.REAL
+    ]
     assert set(first["verdict"][first["id"].isin(trained)]) == {"not run", "not visible"}
     made_up(tmp_path, "fixed_1", 1, "laptop")
     assert readings("laptop", tmp_path) is readings("laptop", tmp_path)
@@ -428,7 +503,10 @@ def test_the_ledger_on_the_records():
     assert ledger.loc["random_first", "verdict"] == "not visible"
     assert ledger.loc["jamba", "verdict"] == "not run"
     assert ledger.loc["weight_decay", "verdict"] == "inconclusive"
-    assert ledger.loc["weight_decay", "reason"] == "dead block in weight_decay_1, seed 0, 1, 2, 3, 4, 5"
+    assert (
+        ledger.loc["weight_decay", "reason"]
+        == "dead block in weight_decay_1, seed 0, 1, 2, 3, 4, 5"
+    )
     assert set(su.claims("minute")["id"]) == set(ledger.index)
     checks = su.claim_checks("laptop")
     assert {"holds", "fails", "open"} <= set(checks["state"])
@@ -441,14 +519,22 @@ def test_the_ledger_on_the_records():
 @pytest.mark.slow
 def test_live_is_a_column_of_the_records():
     runs = su.runs("laptop").set_index("experiment").live
-    assert (runs["fixed_1"] > 0.5).all() and (runs["weight_decay_10"] == 0).all() and runs["window_1_64"].isna().all()
+    assert (
+        (runs["fixed_1"] > 0.5).all()
+        and (runs["weight_decay_10"] == 0).all()
+        and runs["window_1_64"].isna().all()
+    )
     blocks = su.blocks("laptop").query("experiment == 'weight_decay_1' and seed == 0").live
     assert blocks.iloc[1] == 0 and blocks.iloc[3] > 0
 
 
 def test_what_the_ledger_says_of_real_models_is_what_their_measurements_say():
     written = real_models()
-    said = {(model, question): ends for model, of_model in answers().items() for question, ends in of_model.items()}
+    said = {
+        (model, question): ends
+        for model, of_model in answers().items()
+        for question, ends in of_model.items()
+    }
     assert written.keys() == said.keys()
     assert all(written[which] == pytest.approx(ends, rel=1e-12) for which, ends in said.items())
 

@@ -20,7 +20,9 @@ def interrupt_at(line: int, work) -> bool:
 
     def trace(frame, event, _):
         nonlocal count
-        watched = "/sinkutils/" in frame.f_code.co_filename or "/hooks.py" in frame.f_code.co_filename
+        watched = (
+            "/sinkutils/" in frame.f_code.co_filename or "/hooks.py" in frame.f_code.co_filename
+        )
         if not watched:
             return None
         if event == "line":
@@ -101,7 +103,9 @@ def compiled_and_hooked(model):
     return model
 
 
-@pytest.mark.parametrize("way", [by_instance, by_class, by_hook, compiled_after, compiled_and_hooked])
+@pytest.mark.parametrize(
+    "way", [by_instance, by_class, by_hook, compiled_after, compiled_and_hooked]
+)
 def test_what_is_done_to_the_causal_lm_itself_is_measured(way):
     model, ids = build("llama"), tokens()
     plain = measure(model, ids).alpha
@@ -112,7 +116,9 @@ def test_what_is_done_to_the_causal_lm_itself_is_measured(way):
 def test_a_forward_from_elsewhere_that_moves_positions_is_run():
     model, ids, seen = build("gpt2"), tokens(), []
     inner = model.transformer
-    model.forward = lambda input_ids, **_: inner(input_ids, position_ids=torch.arange(input_ids.shape[1])[None] + 40)
+    model.forward = lambda input_ids, **_: inner(
+        input_ids, position_ids=torch.arange(input_ids.shape[1])[None] + 40
+    )
     report = measure(model, ids)
     inner.wpe.register_forward_pre_hook(lambda _, args: seen.append(int(args[0].min())))
     measure(model, ids)

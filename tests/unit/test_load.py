@@ -24,7 +24,9 @@ def saved(folder, tokenizer: bool = True):
     model = build("llama")
     model.save_pretrained(folder)
     if tokenizer:
-        made = tf.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>")
+        made = tf.PreTrainedTokenizerFast(
+            tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>"
+        )
         made.save_pretrained(folder)
     return model
 
@@ -50,7 +52,9 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path, dtype):
 
 def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RUNS", tmp_path)
-    config = RunConfig("fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1))
+    config = RunConfig(
+        "fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1)
+    )
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
     write_record(folder, config, DONE, {}, dict(model.state_dict()), word_tokenizer(17))
@@ -64,14 +68,19 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     assert half.unembed.weight.dtype == torch.bfloat16
     assert torch.equal(half.tables["cos"], model.tables["cos"])  # bfloat16 would blur far positions
     write_record(folder, config, DONE, {})
-    with pytest.raises(ModelUnavailable, match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"):
+    with pytest.raises(
+        ModelUnavailable,
+        match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights",
+    ):
         load_lm(folder)
     for name, runs in {
         "tiny/fixed_1/7": None,
         "laptop/fixed_1": None,
         "tiny/fixed_1/0": tmp_path / "elsewhere",
     }.items():
-        with pytest.raises(ModelUnavailable, match=f"no recorded run '{name}': give preset/experiment/seed of one"):
+        with pytest.raises(
+            ModelUnavailable, match=f"no recorded run '{name}': give preset/experiment/seed of one"
+        ):
             load_lm(name, runs=runs)
 
 
@@ -101,7 +110,9 @@ class Malicious:
 def broken(way: str, folder: Path) -> None:
     """A folder of a model that is bad in one way."""
     if way == "vit":
-        config = tf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        config = tf.ViTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
         tf.ViTForImageClassification(config).save_pretrained(folder)
         return
     saved(folder)
@@ -111,7 +122,9 @@ def broken(way: str, folder: Path) -> None:
         torch.save({"lm_head.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
     if way in ("no pickle", "empty"):
         weights.unlink()
-        (folder / "pytorch_model.bin").write_text("" if way == "empty" else "<html>not found</html>")
+        (folder / "pytorch_model.bin").write_text(
+            "" if way == "empty" else "<html>not found</html>"
+        )
     if way == "git-lfs":
         weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     if way == "no config":
@@ -146,7 +159,9 @@ def test_a_path_beside_the_folder_of_a_model_says_which_is_meant(tmp_path):
 def test_a_layer_that_predicts_further_tokens_is_unused_and_warned_of(tmp_path):
     saved(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    more = {k.replace("layers.1", "layers.2"): v.clone() for k, v in weights.items() if "layers.1" in k}
+    more = {
+        k.replace("layers.1", "layers.2"): v.clone() for k, v in weights.items() if "layers.1" in k
+    }
     save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
     refuses("with 9 unused", load_lm, tmp_path, kind=ModelUnavailable)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -157,30 +172,63 @@ def test_a_layer_that_predicts_further_tokens_is_unused_and_warned_of(tmp_path):
 
 def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_path):
     for dtype in (3, torch.int64, "float8_e4m3fn", ""):
-        refuses("dtype must be one of float32, bfloat16, float16, float64", load_lm, tmp_path, dtype=dtype)
+        refuses(
+            "dtype must be one of float32, bfloat16, float16, float64",
+            load_lm,
+            tmp_path,
+            dtype=dtype,
+        )
     for device in ("banana", "meta", 3.5, ""):
         refuses("device ", load_lm, tmp_path, device=device)
     refuses("revision is of a hub id", load_lm, tmp_path, revision="step1000")
 
 
-def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(monkeypatch):
-    refuse = Mock(side_effect=OSError("You are trying to access a gated repo.\nMake sure to have access to it"))
+def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(
+    monkeypatch,
+):
+    refuse = Mock(
+        side_effect=OSError(
+            "You are trying to access a gated repo.\nMake sure to have access to it"
+        )
+    )
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    with pytest.raises(ModelUnavailable, match=r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"):
+    with pytest.raises(
+        ModelUnavailable,
+        match=r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached",
+    ):
         load_lm("Pythia-14M")
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
     for options in ({"trust_remote_code": False}, {"trust_remote_code": True}, {}):
-        with pytest.raises(ModelUnavailable, match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to"):
+        with pytest.raises(
+            ModelUnavailable,
+            match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to",
+        ):
             load_lm("owner/model", **options)
-    assert [call.kwargs["trust_remote_code"] for call in refuse.call_args_list] == [False, True, False]
+    assert [call.kwargs["trust_remote_code"] for call in refuse.call_args_list] == [
+        False,
+        True,
+        False,
+    ]
 
 
 RENAMED = {
-    "_orig_mod.": (lambda name: f"_orig_mod.{name}", r"without 21 \['lm_head.*'\], with 21 unused \['_orig_mod"),
-    "a layer missing": (lambda name: None if "layers.1" in name else name, r"without 9 \['model\.layers\.1"),
-    "one weight missing": (lambda name: None if "layers.0.mlp.up" in name else name, "without 1 .*up_proj.weight"),
-    "one renamed": (lambda name: name.replace("0.mlp.up", "0.mlp.upper"), "with 1 unused .*upper_proj"),
+    "_orig_mod.": (
+        lambda name: f"_orig_mod.{name}",
+        r"without 21 \['lm_head.*'\], with 21 unused \['_orig_mod",
+    ),
+    "a layer missing": (
+        lambda name: None if "layers.1" in name else name,
+        r"without 9 \['model\.layers\.1",
+    ),
+    "one weight missing": (
+        lambda name: None if "layers.0.mlp.up" in name else name,
+        "without 1 .*up_proj.weight",
+    ),
+    "one renamed": (
+        lambda name: name.replace("0.mlp.up", "0.mlp.upper"),
+        "with 1 unused .*upper_proj",
+    ),
 }
 
 
@@ -188,10 +236,14 @@ RENAMED = {
 def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way, tmp_path, capsys):
     saved(tmp_path)
     rename, says = RENAMED[way]
-    weights = {rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    weights = {
+        rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
     weights.pop(None, None)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelUnavailable, match=f"weights of .* are not those of its config.json: .*{says}"):
+    with pytest.raises(
+        ModelUnavailable, match=f"weights of .* are not those of its config.json: .*{says}"
+    ):
         load_lm(tmp_path)
     assert cli.main(["measure", str(tmp_path), "--probe", "random", "-n", "2", "-T", "8"]) == 2
     assert "are not those of its config.json" in capsys.readouterr().err
@@ -200,7 +252,9 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way
 def test_a_layer_too_many_in_the_file_is_refused_and_an_unused_head_warned_of(tmp_path):
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 1, "layer_types": None})
+    )
     refuses(r"with 9 unused \['model\.layers\.1", load_lm, tmp_path, kind=ModelUnavailable)
     saved(tmp_path)
     weights = load_file(tmp_path / "model.safetensors") | {"score.weight": torch.ones(2, 32)}
@@ -216,16 +270,23 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
     special = {model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id}
     assert 0 <= ids.min() and ids.max() < 96 and not special & set(ids.flatten().tolist())
     torch.testing.assert_close(measure(loaded, ids[:3]).alpha, measure(model, ids[:3]).alpha)
-    assert cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"]) == 0
+    assert (
+        cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"])
+        == 0
+    )
     with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
         probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_model_that_was_trained_with_a_bos_is_shown_with_and_without_it_unasked(adds, tmp_path, capsys):
+def test_a_model_that_was_trained_with_a_bos_is_shown_with_and_without_it_unasked(
+    adds, tmp_path, capsys
+):
     raw = word_tokenizer(90)
     if adds:
-        raw.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+        raw.post_processor = processors.TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", 1)]
+        )
     build("llama").save_pretrained(tmp_path)
     tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>").save_pretrained(tmp_path)
     command = ["measure", str(tmp_path), "--probe", "random", "-n", "3", "-T", "16"]
@@ -245,7 +306,11 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
     there = tmp_path / "page.html"
     command = ["report", str(tmp_path / "model"), "-o"]
     with monkeypatch.context() as patch:
-        patch.setattr(load, "load_lm", Mock(side_effect=AssertionError("loaded before the folder is looked at")))
+        patch.setattr(
+            load,
+            "load_lm",
+            Mock(side_effect=AssertionError("loaded before the folder is looked at")),
+        )
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     there.write_text("an older page")

@@ -12,7 +12,13 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from sinkutils import AttentionSpec, attend, measure
 from sinkutils.model.config import FFNS, LMConfig
 from sinkutils.model.decoder import TransformerLM, fixed_value
-from sinkutils.model.positions import absolute_embedding, alibi_slopes, relative_buckets, rotary_tables, rotate
+from sinkutils.model.positions import (
+    absolute_embedding,
+    alibi_slopes,
+    relative_buckets,
+    rotary_tables,
+    rotate,
+)
 from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.grid import config, unavailable
 
@@ -28,9 +34,13 @@ def test_every_variant_is_causal_and_its_fast_path_equals_the_reference(name):
     seen = DenseMaps(model, ids)
     assert torch.equal(model(ids, seen), fast) and len(seen.maps) == 4  # of two layers, seen twice
     names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = [torch.autograd.grad(x.square().mean(), parameters) for x in (fast, dense)]  # raises where one has none
+    gradients = [
+        torch.autograd.grad(x.square().mean(), parameters) for x in (fast, dense)
+    ]  # raises where one has none
     for parameter, got, expected in zip(names, *gradients, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text, p=parameter: f"{p}: {text}")
+        torch.testing.assert_close(
+            got, expected, rtol=0, atol=1e-10, msg=lambda text, p=parameter: f"{p}: {text}"
+        )
     later = ids.clone()
     later[:, 12] = (ids[:, 12] + 1) % 60
     torch.testing.assert_close(model(later)[:, :12], fast[:, :12])
@@ -45,12 +55,19 @@ def test_initialisation_has_the_authors_variances():
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4}
     model = TransformerLM(LMConfig(4000, 1000, **shape, position="learnable", attention=spec), 0)
     std = {name: parameter.std().item() for name, parameter in model.named_parameters()}
-    for name in ("embed.weight", "position_embedding", "blocks.0.attention.out.weight", "blocks.3.ffn.up.weight"):
+    for name in (
+        "embed.weight",
+        "position_embedding",
+        "blocks.0.attention.out.weight",
+        "blocks.3.ffn.up.weight",
+    ):
         assert std[name] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert model.norm.weight.eq(1).all()
     for ffn in FFNS:  # the output of SwiGLU alone starts small, as in the published code
         down = TransformerLM(LMConfig(**shape, ffn=ffn), 0).blocks[2].ffn.down.weight.std().item()
-        assert down == pytest.approx(1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02)
+        assert down == pytest.approx(
+            1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02
+        )
 
 
 @pytest.mark.parametrize("position", ["alibi", "relative", "relative_learned"])
@@ -84,15 +101,22 @@ def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):
         pytest.skip("not at this scale")
-    base, variant = (dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters()) for n in ("base", name))
+    base, variant = (
+        dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters())
+        for n in ("base", name)
+    )
     other = dict(TransformerLM(config("base", "smoke").model, seed=4).named_parameters())
-    starts = [x["blocks.0.attention.out.weight"] for x in (base, other)] + [base["blocks.1.attention.out.weight"]]
+    starts = [x["blocks.0.attention.out.weight"] for x in (base, other)] + [
+        base["blocks.1.attention.out.weight"]
+    ]
     assert not torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
     shared = [key for key in base if key in variant and base[key].shape == variant[key].shape]
     assert shared
     for key in shared:
         if key.endswith("ffn.down.weight"):  # Table 11: its scale depends on the kind of FFN
-            torch.testing.assert_close(variant[key] / variant[key].std(), base[key] / base[key].std())
+            torch.testing.assert_close(
+                variant[key] / variant[key].std(), base[key] / base[key].std()
+            )
         else:
             assert torch.equal(variant[key], base[key]), key
 
@@ -109,16 +133,24 @@ def test_a_gate_multiplies_the_output_of_a_head_and_changes_no_attention():
             attention.out.weight.copy_(torch.eye(16))
         torch.testing.assert_close(block(x, {})[0, 0, :8], other(x, {})[0, 0, :8])
         torch.testing.assert_close(2 * block(x, {})[0, 0, 8:], other(x, {})[0, 0, 8:])
-    torch.testing.assert_close(measure(gated, ids).alpha[:, :, 0], measure(plain, ids).alpha[:, :, 0])
+    torch.testing.assert_close(
+        measure(gated, ids).alpha[:, :, 0], measure(plain, ids).alpha[:, :, 0]
+    )
 
 
 def test_ffns_are_those_of_table_11():
-    phi = {"re": torch.relu, "ge": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2, "sw": lambda x: x * torch.sigmoid(x)}
+    phi = {
+        "re": torch.relu,
+        "ge": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+        "sw": lambda x: x * torch.sigmoid(x),
+    }
     for name in FFNS:
         ffn, x = own_model(ffn=name).blocks[0].ffn, torch.randn(5, 16)
         gate, *up = (x @ ffn.up.weight.T).split(24, dim=-1)
         assert len(up) == name.endswith("glu")
-        torch.testing.assert_close(ffn(x), (phi[name[:2]](gate) * (up[0] if up else 1)) @ ffn.down.weight.T)
+        torch.testing.assert_close(
+            ffn(x), (phi[name[:2]](gate) * (up[0] if up else 1)) @ ffn.down.weight.T
+        )
 
 
 def test_added_heads_are_joined_ones_with_one_output_map_for_all():
@@ -135,9 +167,15 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
         for norm in (layer.query_norm, layer.key_norm):
             norm.weight.copy_(torch.linspace(0.5, 2, 8))
     x, tables = torch.randn(1, 6, 16), {name: table[:6] for name, table in model.tables.items()}
-    layer(x, tables, observer=SimpleNamespace(attention=lambda layer, q, k, *_: seen.extend((q, k))))
-    for part, got in zip(layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4), seen, strict=False):
-        normed = part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.query_norm.weight
+    layer(
+        x, tables, observer=SimpleNamespace(attention=lambda layer, q, k, *_: seen.extend((q, k)))
+    )
+    for part, got in zip(
+        layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4), seen, strict=False
+    ):
+        normed = (
+            part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.query_norm.weight
+        )
         torch.testing.assert_close(got, rotate(normed, *tables.values()))
 
 
@@ -206,11 +244,15 @@ def test_a_shared_bias_is_one_for_all_heads_of_a_block(bias):
 def test_positions_turn_and_are_embedded_at_the_papers_frequencies():
     cos, sin = rotary_tables(40, 8)
     turned = 7 / 10_000 ** (2 * 3 / 8)  # position 7 from 0, pair 3 from 0
-    assert (float(cos[7, 3]), float(sin[7, 3])) == pytest.approx((math.cos(turned), math.sin(turned)))
+    assert (float(cos[7, 3]), float(sin[7, 3])) == pytest.approx(
+        (math.cos(turned), math.sin(turned))
+    )
     turn = rotate(torch.eye(8)[3], cos[7], sin[7])  # pairs are (i, i + 4)
     assert (float(turn[3]), float(turn[7])) == pytest.approx((math.cos(turned), math.sin(turned)))
     angle = 5 / 10_000 ** (2 / 6)  # of p_5, the first position being p_1
-    assert absolute_embedding(9, 6)[4, 2:4].tolist() == pytest.approx([math.sin(angle), math.cos(angle)])
+    assert absolute_embedding(9, 6)[4, 2:4].tolist() == pytest.approx(
+        [math.sin(angle), math.cos(angle)]
+    )
 
 
 def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
@@ -224,9 +266,15 @@ def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
 
 def test_relative_buckets_grow_with_distance_as_t5s_do():
     buckets = relative_buckets(400)
-    of_t5 = T5Attention._relative_position_bucket(-torch.arange(400), False, num_buckets=32, max_distance=128)
+    of_t5 = T5Attention._relative_position_bucket(
+        -torch.arange(400), False, num_buckets=32, max_distance=128
+    )
     assert torch.equal(buckets, of_t5)
-    assert buckets[:17].tolist() == list(range(17)) and (buckets.diff() >= 0).all() and buckets[128:].eq(31).all()
+    assert (
+        buckets[:17].tolist() == list(range(17))
+        and (buckets.diff() >= 0).all()
+        and buckets[128:].eq(31).all()
+    )
 
 
 def test_shapes_that_make_no_sense_are_refused_with_the_reason():
@@ -238,9 +286,19 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
     refuses("prefix must be at most", own_model, attention=AttentionSpec(prefix=33))
     refuses("bias_dims", own_model, attention=AttentionSpec(bias="k", bias_dims=9))
-    refuses("no bias for keys after the query", own_model, attention=AttentionSpec(prefix=2), position="alibi")
+    refuses(
+        "no bias for keys after the query",
+        own_model,
+        attention=AttentionSpec(prefix=2),
+        position="alibi",
+    )
     refuses("head dimension must be a multiple of 2", own_model, num_heads=16)
-    refuses("must be a multiple of 4 with", own_model, num_heads=8, attention=AttentionSpec(differential=True))
+    refuses(
+        "must be a multiple of 4 with",
+        own_model,
+        num_heads=8,
+        attention=AttentionSpec(differential=True),
+    )
 
 
 def test_ids_that_do_not_fit_are_refused_with_the_allowed_values():
@@ -260,8 +318,15 @@ def test_v_scale_shrinks_small_values_and_changes_no_attention():
         block.double().value_scale[0] = 0.7
     v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
     seen: list[Tensor] = []
-    block(x, {}, observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)))
-    r, c = v.square().sum(-1, keepdim=True), 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
+    block(
+        x,
+        {},
+        observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)),
+    )
+    r, c = (
+        v.square().sum(-1, keepdim=True),
+        0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1),
+    )
     torch.testing.assert_close(seen[0], v * r / (r + c))
     start = TransformerLM(LMConfig(**SHAPE, value_scale=True), 0)
     assert start.blocks[0].attention.value_scale.tolist() == [0, 0]
@@ -281,16 +346,31 @@ def test_dyt_is_the_tanh_of_a_scaled_input_and_scales_the_embeddings():
 
 @torch.no_grad()
 def test_a_differential_layer_is_that_of_ye_et_al_from_its_weights():
-    model, x = own_model(attention=AttentionSpec(differential=True)).double(), torch.randn(2, 6, 16).double()
-    layer, tables = model.blocks[1].attention, rotary_tables(6, 4)  # each map's own, of half the size
+    model, x = (
+        own_model(attention=AttentionSpec(differential=True)).double(),
+        torch.randn(2, 6, 16).double(),
+    )
+    layer, tables = (
+        model.blocks[1].attention,
+        rotary_tables(6, 4),
+    )  # each map's own, of half the size
     q, k, v = layer.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
-    first, second = (attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1))
+    first, second = (
+        attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1)
+    )
     start = 0.8 - 0.6 * math.exp(-0.3)  # of the second layer
     q_1, k_1, q_2, k_2 = layer.mix
     heads = (first - ((q_1 @ k_1).exp() - (q_2 @ k_2).exp() + start) * second) @ v
-    heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight * (1 - start)
+    heads = (
+        heads
+        / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        * layer.head_norm.weight
+        * (1 - start)
+    )
     got = layer(x, {name: table[:6] for name, table in model.tables.items()})
-    torch.testing.assert_close(got, heads.transpose(1, 2).flatten(2) @ layer.out.weight.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        got, heads.transpose(1, 2).flatten(2) @ layer.out.weight.T, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_gated_norm_is_rmsnorm_times_a_gate_of_its_own_output():

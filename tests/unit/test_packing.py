@@ -19,7 +19,9 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     ids, tokens = all_of(corpus), torch.from_numpy(corpus.tokens("train").astype(np.int64))
     assert ids.dtype == torch.int64 and ids.shape[1] == C + 1
     assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
-    assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])  # targets: all but the first, once
+    assert torch.equal(
+        ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1]
+    )  # targets: all but the first, once
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):
@@ -35,8 +37,13 @@ def test_a_fixed_token_stands_at_its_position_and_nowhere_else(corpus):
     ids[:, 1] = plain[:, 1]
     assert torch.equal(ids, plain)
     ids = torch.arange(6).reshape(2, 3)
-    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]] and ids.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert torch.equal(fix_position(ids, None, 9), ids) and torch.equal(fix_position(ids, 4, 9), ids)
+    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]] and ids.tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+    assert torch.equal(fix_position(ids, None, 9), ids) and torch.equal(
+        fix_position(ids, 4, 9), ids
+    )
 
 
 def test_random_positions_are_redrawn_once_for_each_chunk_from_all_text_tokens(corpus):

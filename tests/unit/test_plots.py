@@ -34,7 +34,9 @@ def no_figure_left_open():
 
 @pytest.fixture(scope="module")
 def model():
-    config = su.LMConfig(vocab_size=50, context_length=48, num_layers=2, num_heads=3, hidden_size=24)
+    config = su.LMConfig(
+        vocab_size=50, context_length=48, num_layers=2, num_heads=3, hidden_size=24
+    )
     return su.TransformerLM(config, 0)
 
 
@@ -61,7 +63,11 @@ def test_the_same_figure_is_saved_as_the_same_small_file(tmp_path, monkeypatch):
     ax.plot([1, 2, 3], color=colors["first"])
     first = su.save(ax, "line").read_bytes()
     assert su.save(ax.figure, "line") == tmp_path / "figures" / "line.png"
-    assert su.save(ax, "line").read_bytes() == first and first.startswith(b"\x89PNG") and len(first) < 30_000
+    assert (
+        su.save(ax, "line").read_bytes() == first
+        and first.startswith(b"\x89PNG")
+        and len(first) < 30_000
+    )
 
 
 def test_the_text_for_those_who_cannot_see_is_the_label_or_what_stands_on_the_figure():
@@ -98,8 +104,16 @@ def test_a_figure_in_a_notebook_is_a_small_png_with_an_alt_text():
 
 def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     alpha = np.array([[0.1, 0.9], [0.4, 0.2]])
-    for heads, layers, blocks in ((alpha, None, [1, 1, 2, 2]), (torch.tensor(alpha), (1, 3), [2, 2, 4, 4])):
-        x, y = plots.heads_by_block(heads, layers, ax=plt.figure().subplots()).collections[0].get_offsets().T
+    for heads, layers, blocks in (
+        (alpha, None, [1, 1, 2, 2]),
+        (torch.tensor(alpha), (1, 3), [2, 2, 4, 4]),
+    ):
+        x, y = (
+            plots.heads_by_block(heads, layers, ax=plt.figure().subplots())
+            .collections[0]
+            .get_offsets()
+            .T
+        )
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == blocks
     refuses(r"\(layers, heads\), got \(2,\)", plots.heads_by_block, [0.1, 0.2])
 
@@ -116,8 +130,15 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
 
 
 def test_tokens_are_shown_as_they_are_written():
-    tokenizer = SimpleNamespace(decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]])
-    assert [plots.token_label(token, tokenizer) for token in range(4)] == ["↵↵", "the", "␣", "incredi…"]
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]]
+    )
+    assert [plots.token_label(token, tokenizer) for token in range(4)] == [
+        "↵↵",
+        "the",
+        "␣",
+        "incredi…",
+    ]
     assert plots.token_label(7) == "7"
 
 
@@ -130,7 +151,9 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
     data = su.film(courses, [0, 100, 200]).data
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["steps"] == [0, 100, 200]
     assert [run["means"] for run in data["runs"]] == [[0, 0.25, 0.5], [0, 0, 0]]
-    assert np.array(data["runs"][0]["frames"]) / (len(PALETTE) - 1) == pytest.approx(courses["a"].reshape(3, 6))
+    assert np.array(data["runs"][0]["frames"]) / (len(PALETTE) - 1) == pytest.approx(
+        courses["a"].reshape(3, 6)
+    )
     still = su.film(courses, [0, 100, 200]).figure  # the last frame, block 1 on top
     images = [ax.images[0] for ax in still.axes if ax.images]
     assert [image.get_array().tolist() for image in images] == [rising[-1].tolist(), [[0] * 3] * 2]
@@ -140,24 +163,44 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
 
 def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
     data, T = su.explore(model, ids, "a model").data, 32
-    assert data["T"] == T and data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(3, 6, -1)
+    assert data["T"] == T and data["tokens"] == [
+        [str(token) for token in row[:T].tolist()] for row in ids
+    ]
+    packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(
+        3, 6, -1
+    )
     report = measure(model, ids[:, :T], heads=[(1, 2)])
     expected = np.sqrt(report.kept[1, 2].map.numpy())[:, *np.tril_indices(T)]
-    np.testing.assert_allclose(packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1))
+    np.testing.assert_allclose(
+        packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1)
+    )
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax()) and data["columns"] == 3
     chosen = su.explore(model, ids, head=(2, 1))
-    assert chosen.data["names"][chosen.data["head"]] == (2, 1) and "block 2, head 1" in chosen.figure.get_suptitle()
-    refuses(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)", su.explore, model, ids, head=(3, 1))
+    assert (
+        chosen.data["names"][chosen.data["head"]] == (2, 1)
+        and "block 2, head 1" in chosen.figure.get_suptitle()
+    )
+    refuses(
+        r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)",
+        su.explore,
+        model,
+        ids,
+        head=(3, 1),
+    )
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
 
 
-def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(model, ids):
+def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(
+    model, ids
+):
     hostile = SimpleNamespace(decode=lambda ids, **options: "</s> <&")
     many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
-    explored = su.explore(model, ids), su.explore(su.TransformerLM(many, 0), ids, "</script> <&", hostile)
+    explored = (
+        su.explore(model, ids),
+        su.explore(su.TransformerLM(many, 0), ids, "</script> <&", hostile),
+    )
     for picture in (su.film({"a": np.zeros((2, 1, 1))}, [0, 1]), *explored):
         bundle, metadata = picture._repr_mimebundle_()
         assert bundle["text/plain"] == f"[picture: {picture.figure.get_label()}]"
@@ -165,7 +208,11 @@ def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without
         assert metadata["image/png"]["alt"] == picture.figure.get_label()
         html = bundle["text/html"]
         still = re.sub(r"(?s)<script>.*?</script>", "", html)
-        assert html.count("</script>") == 1 and "run this cell to use the controls" in still and "<img" in still
+        assert (
+            html.count("</script>") == 1
+            and "run this cell to use the controls" in still
+            and "<img" in still
+        )
         assert len(html) < 130_000
 
 
@@ -173,7 +220,9 @@ def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without
 @pytest.mark.parametrize("exporter", ["SlidesExporter", "MarkdownExporter"])
 def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
     nbconvert = pytest.importorskip("nbconvert")
-    body, resources = getattr(nbconvert, exporter)().from_filename(ROOT / "notebooks" / "00_quickstart.ipynb")
+    body, resources = getattr(nbconvert, exporter)().from_filename(
+        ROOT / "notebooks" / "00_quickstart.ipynb"
+    )
     book = json.loads((ROOT / "notebooks" / "00_quickstart.ipynb").read_text())
     outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
@@ -184,13 +233,23 @@ def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
 # --- one page about a model ------------------------------------------------------------------------------------------
 
 
-def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothing_from_outside(corpus):
+def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothing_from_outside(
+    corpus,
+):
     small = own_model(vocab_size=corpus.vocab_size)
     texts = ["a first text of some words that goes on for a while, and then a little more " * 4] * 6
-    html, again = (su.report_model(small, corpus.tokenizer, "<ours> & co", texts, n=4, length=16) for _ in range(2))
+    html, again = (
+        su.report_model(small, corpus.tokenizer, "<ours> & co", texts, n=4, length=16)
+        for _ in range(2)
+    )
     assert html == again and "&lt;ours&gt; &amp; co" in html and "<ours>" not in html
-    assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|<script(?! type="application/json")""", html)
-    assert html.count("<svg") == html.count('role="img" aria-label="') == 7 and 'name="viewport"' in html
+    assert not re.search(
+        r"""(src|href)=["'](?!data:|#)|@import|<script(?! type="application/json")""", html
+    )
+    assert (
+        html.count("<svg") == html.count('role="img" aria-label="') == 7
+        and 'name="viewport"' in html
+    )
     numbers = numbers_of(html)
     assert {*numbers["reports"]} == {
         f"{kind}{bos}" for kind in ("natural", "random", "repeat") for bos in ("", ", BOS first")
@@ -198,7 +257,9 @@ def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothin
     ids = su.probe("random", corpus.tokenizer, 4, 16)
     assert numbers["reports"]["random"]["alpha"] == measure(small, ids).to_dict()["alpha"]
     small.blocks[0].attention.qkv.weight.data[0, 0] += 1
-    other = numbers_of(su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16))["facts"]
+    other = numbers_of(su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16))[
+        "facts"
+    ]
     assert {name for name, value in other.items() if value != numbers["facts"][name]} == {"weights"}
 
 
@@ -216,12 +277,16 @@ def test_a_page_says_what_a_learned_sink_takes():
 def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
-    assert "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
+    assert (
+        "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
+    )
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
 
-def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(model, ids):
+def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(
+    model, ids
+):
     windowed = own_model(attention=su.AttentionSpec(window=4))
     for one in (model, windowed):
         report = measure(one, ids[:, :32], epsilons=(0.2,))
@@ -229,7 +294,9 @@ def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_ano
         blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
         assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
         assert su.report_page(report, "ours")
-    assert "excess in block 3" in _row(dataclasses.replace(report, layers=(2, 3)))  # of a hybrid model
+    assert "excess in block 3" in _row(
+        dataclasses.replace(report, layers=(2, 3))
+    )  # of a hybrid model
 
 
 def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
@@ -239,13 +306,17 @@ def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
 
 
 def test_one_long_text_is_windows_of_a_page():
-    html = su.report_model(own_model(), word_tokenizer(57), "ours", ["w1 w2 w3 w4 " * 40], n=100, length=16)
+    html = su.report_model(
+        own_model(), word_tokenizer(57), "ours", ["w1 w2 w3 w4 " * 40], n=100, length=16
+    )
     assert numbers_of(html)["reports"]["natural"]["samples"] == 10
 
 
 def test_a_token_that_opens_a_comment_swallows_nothing(ids):
     tokens = word_tokenizer(58, ("<!--", "<script>"))
-    html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0]["text/html"]
+    html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0][
+        "text/html"
+    ]
     script = html.partition("<script>")[2]
     assert "<!--" not in script and "<script>" not in script and "\\u003c!--" in script
 

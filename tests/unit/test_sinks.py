@@ -46,9 +46,13 @@ def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     sizes = dense.hidden[1][:, first:].abs()
     peaks = sizes.amax(dim=-1) / sizes.flatten(1).median(dim=1).values[:, None]
     torch.testing.assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
-    torch.testing.assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
+    torch.testing.assert_close(
+        report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0)
+    )
     for part, norms in enumerate((report.query_norms, report.key_norms, report.value_norms)):
-        expected = torch.stack([layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv])
+        expected = torch.stack(
+            [layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv]
+        )
         torch.testing.assert_close(norms, expected)
     assert (report.before_norm_norms is None) == (norm != "post")
     if norm == "post":
@@ -59,7 +63,9 @@ def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     torch.testing.assert_close(single.hidden_norms, report.hidden_norms)
 
 
-@pytest.mark.parametrize("name", ["default", "window_1_16", "sigmoid_normalised", "k_bias", "mlp_normalised"])
+@pytest.mark.parametrize(
+    "name", ["default", "window_1_16", "sigmoid_normalised", "k_bias", "mlp_normalised"]
+)
 def test_other_precisions_have_float32_reports_that_stay_close(name):
     model, ids = build(name), tokens()
     exact = measure(model, ids, TARGETS).alpha
@@ -99,13 +105,17 @@ def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_f
 def report_of(alpha: list) -> Report:
     """A report whose alpha is given, (samples, layers, heads), for target 1 and T = 64."""
     values = torch.tensor(alpha)[:, None]
-    return Report(values, (1,), (0.3,), torch.full((len(values),), 64), tuple(range(values.shape[2])))
+    return Report(
+        values, (1,), (0.3,), torch.full((len(values),), 64), tuple(range(values.shape[2]))
+    )
 
 
 def test_sink_thresholds_each_sequence_strictly_and_then_averages():
     # The mean of alpha over sequences is 0.31 in the first head and 0.25 in the second: 50 % would come out
     # if the mean were thresholded.
-    assert report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]]).sink(1, 0.3) == pytest.approx(50.0)
+    assert report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]]).sink(1, 0.3) == pytest.approx(
+        50.0
+    )
     assert report_of([[[0.9]], [[0.1]], [[0.1]]]).sink(1, 0.3) == pytest.approx(100 / 3)
     assert report_of([[[0.25]]]).sink(1, 0.25) == 0
 
@@ -120,7 +130,9 @@ def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_posi
 
 
 def test_an_interval_is_over_texts_not_heads_at_95_percent():
-    two = report_of([[[0.9] * 50], [[0.1] * 50]])  # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    two = report_of(
+        [[[0.9] * 50], [[0.1] * 50]]
+    )  # of two texts a draw has 0, 1 or 2 with a sink, in all heads
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)
@@ -142,7 +154,9 @@ def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_unifor
         each = []
         for row, length in enumerate((T, 9, T)):
             u = sum(1 / i for i in range(k, length + 1)) / (length - k + 1)
-            each += [(float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()]
+            each += [
+                (float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()
+            ]
         assert report.excess(k) == pytest.approx(sum(each) / len(each), abs=1e-6)
     assert report_of([[[1.0]]]).excess() == 1
     assert report_of([[[uniform_alpha(64)]]]).excess() == pytest.approx(0, abs=1e-7)
@@ -150,7 +164,8 @@ def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_unifor
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("window_1_16", 1), ("window_1_16", 5), ("k_bias", "star"), ("sink_token", "star")]
+    ("name", "key"),
+    [("window_1_16", 1), ("window_1_16", 5), ("k_bias", "star"), ("sink_token", "star")],
 )
 def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(name, key):
     model = build(name)
@@ -166,29 +181,54 @@ def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(na
 def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(name):
     mask = torch.ones(3, T, dtype=torch.long)
     mask[0, :3] = 0
-    live = measure(build(name), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True)
+    live = measure(
+        build(name), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True
+    )
     summary = json.loads(json.dumps(live.to_dict(), allow_nan=False))
     for k in (*TARGETS, *(["star"] if live.star is not None else [])):
         sink = summary["sink_star"] if k == "star" else summary["sink"][str(k)]
         assert summary["excess"][str(k)] == pytest.approx(live.excess(k), abs=1e-5)
         for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
             assert sink[str(eps)] == pytest.approx(live.sink(k, eps), abs=1e-5)
-        assert summary["interval"][str(k)]["0.22"] == pytest.approx(live.interval(k, 0.22), abs=1e-5)
-    for name, values in (("alpha", live.alpha.mean(0)), ("alpha_star", live.star), ("hidden_norms", live.hidden_norms)):
+        assert summary["interval"][str(k)]["0.22"] == pytest.approx(
+            live.interval(k, 0.22), abs=1e-5
+        )
+    for name, values in (
+        ("alpha", live.alpha.mean(0)),
+        ("alpha_star", live.star),
+        ("hidden_norms", live.hidden_norms),
+    ):
         if values is not None:
             values = values.mean(0) if name == "alpha_star" else values
             torch.testing.assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
-    assert (summary["T"], summary["samples"], summary["lengths"], summary["bos"]) == (T, 3, [17, T, T], True)
+    assert (summary["T"], summary["samples"], summary["lengths"], summary["bos"]) == (
+        T,
+        3,
+        [17, T, T],
+        True,
+    )
     if live.windows:
         visible = torch.tensor(summary["visible_alpha"]["2"])
         torch.testing.assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
         assert tuple(summary["windows"]) == live.windows
-    for said in ("tiny", "T = 17..20", "n = 3", "BOS first: yes", "eps=0.22", "eps=0.3", f"{live.floor:.3f}"):
+    for said in (
+        "tiny",
+        "T = 17..20",
+        "n = 3",
+        "BOS first: yes",
+        "eps=0.22",
+        "eps=0.3",
+        f"{live.floor:.3f}",
+    ):
         assert said in str(live)
 
 
 def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
-    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [3.0, 1.0, 9.0]
+    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [
+        3.0,
+        1.0,
+        9.0,
+    ]
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
     refuses("at least two positions", norm_ratio, [[1.0]])
 
@@ -201,7 +241,9 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     handle = model.blocks[1].attention.register_forward_hook(
         lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
     )
-    torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    torch.nn.functional.cross_entropy(
+        model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+    ).backward()
     handle.remove()
     expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
     assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
@@ -231,7 +273,9 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
 
 
 def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
-    words = {text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))}
+    words = {
+        text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))
+    }
     assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
 
 
@@ -239,4 +283,11 @@ def test_layers_with_different_numbers_of_heads_are_refused():
     tally = Tally((1,), 4, norms=False)
     for layer, heads in enumerate((2, 3)):
         tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
-    refuses("different numbers of heads", tally.report, None, torch.tensor([0]), torch.tensor([4]), (0.3,))
+    refuses(
+        "different numbers of heads",
+        tally.report,
+        None,
+        torch.tensor([0]),
+        torch.tensor([4]),
+        (0.3,),
+    )

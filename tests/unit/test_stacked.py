@@ -55,13 +55,17 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
     stack.losses(batch).sum().backward()
     for number, (alone, stacked) in enumerate(zip(single, stack.runs, strict=True)):
         for index in (0, 1):  # loss, gradient norm
-            expected, got = (torch.stack([step[index] for step in run.passed]) for run in (alone, stacked))
+            expected, got = (
+                torch.stack([step[index] for step in run.passed]) for run in (alone, stacked)
+            )
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         next_token_loss(alone.model, batch[number], alone.unscored).backward()
         for key, parameter in alone.model.named_parameters():
             gradient = stack.parameters[key].grad[number]
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=1e-5
+            )
     assert len({float(run.passed[-1][0]) for run in stack.runs}) == len(configs)
 
 
@@ -75,7 +79,9 @@ def test_the_gradient_of_each_model_is_clipped_by_its_own_norm():
     torch.testing.assert_close(norms, torch.tensor([0.01, 1e6]) * 17**0.5)
     for parameter, before in zip(stacked, small, strict=True):
         assert torch.equal(parameter.grad[0], before)
-    assert torch.cat([parameter.grad[1].flatten() for parameter in stacked]).norm() == pytest.approx(1.0)
+    assert torch.cat(
+        [parameter.grad[1].flatten() for parameter in stacked]
+    ).norm() == pytest.approx(1.0)
 
 
 def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corpus):
@@ -93,10 +99,14 @@ def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corp
 
 def test_records_of_stacked_runs_are_those_of_single_runs(tiny, corpus, tmp_path):
     configs = [variant(tiny, "k_bias", seed, eval_every=10) for seed in (0, 1)]
-    records = train_stacked(configs, tmp_path / "stacked", corpus=corpus, device="cpu", keep_weights=always)
+    records = train_stacked(
+        configs, tmp_path / "stacked", corpus=corpus, device="cpu", keep_weights=always
+    )
     assert [record.seed for record in records] == [0, 1]
     for config, record in zip(configs, records, strict=True):
-        alone = train(config, tmp_path / "single", corpus=corpus, device="cpu", compile=False, progress=False)
+        alone = train(
+            config, tmp_path / "single", corpus=corpus, device="cpu", compile=False, progress=False
+        )
         assert record.config == alone.config
         assert record.provenance["stacked"] == 2
         assert record.metrics.keys() == alone.metrics.keys()

@@ -57,7 +57,9 @@ def plain_losses(model, ids, **options):
 def test_untouched_is_what_measure_and_a_forward_pass_say(model, ids):
     found = untouched(model, ids)
     torch.testing.assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model, ids):
@@ -65,11 +67,17 @@ def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model
     donors = torch.cat([torch.full((4, 1), token), ids[:4, :5]], dim=1)
     found = transplant(model, ids, donors)
     longer = torch.cat([torch.full((len(ids), 1), token), ids], dim=1)
-    torch.testing.assert_close(found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        found.losses, plain_losses(model, longer)[:, 1:], atol=1e-4, rtol=1e-4
+    )
     model.set_attn_implementation("eager")
     maps = torch.stack(eager_maps(model, longer), dim=1)  # (B, L, H, T + 1, T + 1)
-    torch.testing.assert_close(found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        found.report.star, maps[..., 1:, 0].mean(dim=-1), atol=1e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        found.report.alpha[:, 0], maps[..., 1:, 1].mean(dim=-1), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, ids):
@@ -84,7 +92,9 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
     same = transplant(model, ids, ids, zero_values_from=3)
     torch.testing.assert_close(same.losses, transplant(model, ids, ids).losses)
     losses = [transplant(model, ids, ids, zero_values_from=layer).losses for layer in (0, 1, 2)]
-    assert all((x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True))
+    assert all(
+        (x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True)
+    )
 
 
 def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
@@ -124,11 +134,15 @@ def test_setting_back_changes_the_chosen_dimensions_of_h_1_only(model, ids):
     assert (found.losses - plain.losses).abs().max() > 1e-4
     torch.testing.assert_close(found.report.alpha[:, :, :2], plain.report.alpha[:, :, :2])
     largest = sizes[1].topk(2).indices.tolist()
-    torch.testing.assert_close(set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses)
+    torch.testing.assert_close(
+        set_back(model, ids, 1, 2).losses, set_back(model, ids, 1, largest).losses
+    )
 
 
 @pytest.mark.parametrize("first_exact", [False, True])
-def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(model, ids, first_exact):
+def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
+    model, ids, first_exact
+):
     class Rounded(DynamicCache):
         def update(self, key_states, value_states, *args, **kwargs):
             for text in (*key_states, *value_states):  # (H_kv, T, D)
@@ -144,13 +158,29 @@ def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    refuses("hide, stream and transplant need a KV cache, and TransformerLM has none: use edit", hide, own_model(), ids)
-    refuses("BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids)
-    with pytest.raises(ValueError, match="needs a TransformerLM or a causal LM of transformers, got LlamaModel"):
+    refuses(
+        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
+        hide,
+        own_model(),
+        ids,
+    )
+    refuses(
+        "BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids
+    )
+    with pytest.raises(
+        ValueError, match="needs a TransformerLM or a causal LM of transformers, got LlamaModel"
+    ):
         untouched(build("llama").model, ids)
     refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
-        refuses(f"dimension must be in 0..31, got {dimension}", set_back, build("llama"), ids, 0, (dimension,))
+        refuses(
+            f"dimension must be in 0..31, got {dimension}",
+            set_back,
+            build("llama"),
+            ids,
+            0,
+            (dimension,),
+        )
 
 
 # --- edit, on models of ours against the equations, written out here
@@ -199,7 +229,9 @@ def test_an_edited_model_of_ours_computes_its_equations_with_the_change(place, l
     torch.testing.assert_close(found.losses, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(found.predicted, logits[:, :-1].argmax(dim=-1))
     first = maps[..., int(bias == "k")]  # k* stands before the first token's key
-    torch.testing.assert_close(found.report.alpha[:, 0], first.mean(dim=-1).float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        found.report.alpha[:, 0], first.mean(dim=-1).float(), atol=1e-4, rtol=1e-4
+    )
     assert (logits - plain).abs().max() > 1e-3
     with torch.no_grad():
         assert torch.equal(ours(ids), own_like(ours)(ids))
@@ -235,7 +267,9 @@ def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, i
 
     found = edit(model, ids, place, third_to_zero, [1])
     if place == "block":
-        blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
+        blocks = next(
+            m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3
+        )
 
         def hook(_, __, out):
             if torch.is_tensor(out):
@@ -277,10 +311,14 @@ def test_a_key_hidden_late_is_seen_until_then(ids):
     model = build("llama")
     model.set_attn_implementation("sdpa")
     late, plain = hide(model, ids, since=8), untouched(model, ids)
-    torch.testing.assert_close(late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5)  # tokens 2..7
+    torch.testing.assert_close(
+        late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5
+    )  # tokens 2..7
     mask = torch.ones(LENGTH, LENGTH).tril().bool()
     mask[7:, 0] = False
-    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[
+        None, None
+    ]
     expected = plain_losses(model, ids, attention_mask=additive.expand(len(ids), -1, -1, -1))
     torch.testing.assert_close(late.losses, expected, atol=1e-4, rtol=1e-4)
     short = hide(model, ids, since=8, last=3)
@@ -317,7 +355,9 @@ class Words:
 def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
     filler = [0] * 300
     for depth in recall.DEPTHS:
-        ids, question, answer = recall.prompt(Subject("", None, Words()), filler, depth, random.Random(3))
+        ids, question, answer = recall.prompt(
+            Subject("", None, Words()), filler, depth, random.Random(3)
+        )
         text = bytes(ids).decode()
         number = text[-answer:]
         name = re.search(r"The number that (\w+) keeps is$", text[:-answer])[1]
@@ -330,7 +370,10 @@ def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
 @pytest.mark.parametrize(("per_token", "exact"), [(False, 0), (True, 0), (False, 1)])
 def test_inputs_in_8_bits_are_the_nearest_of_255_levels(per_token, exact):
     model = build("llama")
-    layer, x = model.model.layers[1].mlp.up_proj, torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    layer, x = (
+        model.model.layers[1].mlp.up_proj,
+        torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)),
+    )
     x[:, 0] *= 50
     expected = x.clone()
     for text in expected:
