@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,10 +104,29 @@ class Chunks(Batches):
         return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
 
 
+class ChunksOnDevice(Chunks):
+    """The same chunks, cut on a device from a copy of the tokens there: all that goes there later is their numbers."""
+
+    def __init__(self, *args: Any, device: torch.device) -> None:
+        super().__init__(*args)
+        # int32, as few operations know unsigned integers.
+        self.tokens_there = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
+        self.redrawn_there = torch.from_numpy(self.redrawn).to(device)
+        self.columns = torch.arange(self.context_length + 1, device=device)
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        rows = torch.from_numpy(np.asarray(indices)).to(self.columns.device)
+        starts = rows[:, None] * self.context_length
+        ids = self.tokens_there[starts + self.columns].long()
+        for column, position in enumerate(self.data.random_positions):
+            ids[:, position - 1] = self.redrawn_there[rows, column]
+        return fix_position(ids, self.data.fixed_position, self.fix_id)
+
+
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
     """`ids` (n, T) with x_fix at 1-based `position`; unchanged when position is None or beyond T."""
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()
-    ids[:, position - 1] = fix_id
+    ids[:, position - 1].fill_(fix_id)
     return ids

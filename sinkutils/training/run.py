@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
-from sinkutils.data.packing import Batches, Chunks, fix_position
+from sinkutils.data.packing import Batches, Chunks, ChunksOnDevice, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
@@ -31,6 +31,7 @@ from sinkutils.training.group import ALONE, Group
 from sinkutils.training.optimizers import make_optimizers, set_rate
 
 AHEAD = 16  # steps whose batches go to the device together
+ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
@@ -191,8 +192,15 @@ class Run:
         config, length = self.config, self.config.model.context_length
         # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=())
-        train = Chunks(self.corpus, "train", length, config.data, seed=config.seed)
-        return train, Chunks(self.group.in_turn(self.validation_corpus), "valid", length, unchanged)
+        train = self.corpus, "train", length, config.data, config.seed
+        small = self.corpus.tokens("train").nbytes < ON_DEVICE
+        if self.device.type == "cuda" and small:
+            chunks: Chunks = ChunksOnDevice(*train, device=self.device)
+        else:
+            chunks = Chunks(*train)
+        return chunks, Chunks(
+            self.group.in_turn(self.validation_corpus), "valid", length, unchanged
+        )
 
     def validation_corpus(self) -> Corpus:
         """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
