@@ -11,5 +11,5 @@ if [ -z "$STEPS" ]; then
 else
   sizes="2"
 fi
-timeout 120 $PYTHON studies/card_profile.py minute "$DOCSTRINGS" $sizes 2>"$OUT/errors.txt" | tee "$OUT/stacked.txt"
+timeout 120 $PYTHON studies/card_profile.py minute "$DOCSTRINGS" $sizes
 clock stacked
