@@ -1,4 +1,4 @@
-"""Time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step: eager, as a graph, compiled, both.
+"""Time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step: eager, graphed, compiled, both.
 
 MFU is the FLOPs that the model needs (`flops_per_token`) over the time of a step and the matmul peak
 measured here, in bf16 where the preset trains in bf16. The step is the trainer's own:

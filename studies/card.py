@@ -6,7 +6,7 @@ PLAN has a line a run: preset, experiment, seed, and "weights" where these are t
 added to FOLDER/files-<n>.tar at once (`card_out`), so that a kill loses what is unfinished.
 Runs that differ in seed or text alone are trained as one (`training.stacked`), at most --stack of them.
 A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
-of the study, and its last evaluation goes to FOLDER/results.jsonl alone. A line with "snapshots=0,200,1000" is no
+of the study, and its last evaluation goes to FOLDER/results.jsonl as well. A line with "snapshots=0,200,1000" is no
 record either: the weights at these steps, in float16, come back as lab/<experiment>/<step>.safetensors.
 """
 
@@ -247,7 +247,7 @@ def main() -> None:
                 done += 1
                 with (options.out / "results.jsonl").open("a") as file:
                     file.write(json.dumps(found) + "\n")
-                if "folder" in found and not found["trial"]:
+                if "folder" in found:
                     add(options.out, RUNS, sorted(Path(found["folder"]).iterdir()))
             print(
                 round(time.time() - began),

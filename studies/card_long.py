@@ -28,7 +28,7 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save
+from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
 
 RUNS = Path("/tmp/card-long")
 PART_BYTES = 2**21  # of weights: small parts leave no large gap at the end of an archive
@@ -134,7 +134,7 @@ def main() -> int:
         made = dataclasses.replace(config.train, steps=run.step)
         run.config = dataclasses.replace(config, experiment=name, train=made)
         folder = RUNS / config.preset / name / str(config.seed)
-        save(run, folder, reason, report, keep_weights=False)
+        save_run(run, folder, reason, report, keep_weights=False)
         add(options.out, RUNS, sorted(folder.iterdir()))
         if options.weights and code == 0:
             keep_weights(run, folder, options.out)

@@ -5,7 +5,7 @@
 needs transformers pytest hypothesis
 timeout 200 $PYTHON studies/card_measure.py
 clock measured
-$PYTHON -m pytest --collect-only -q -o addopts= -p no:cacheprovider tests/unit/test_fast.py -k cuda 2>/dev/null | grep :: > /tmp/ids
+$PYTHON -m pytest --collect-only -q -o addopts= -p no:cacheprovider tests/unit/test_fast.py -k test_cuda 2>/dev/null | grep :: > /tmp/ids
 clock "$(wc -l < /tmp/ids) tests"
 one_test() { timeout 40 "$PYTHON" -m pytest -q -p no:cacheprovider "$1" >/dev/null 2>&1; echo "$? $1"; }
 export -f one_test; export PYTHON
