@@ -10,7 +10,7 @@ if [ -n "$STEPS" ]; then
   gpu=(--preset minute --corpus "packed:$CARD/docstrings-1024.tar.xz" --device cpu --forms eager --steps 2 --rounds 1)
   sizes=2
 fi
-timeout 120 $PYTHON benchmarks/gpu.py "${gpu[@]}" --json "$OUT/gpu.json"
+timeout "${LIMIT:-120}" $PYTHON benchmarks/gpu.py "${gpu[@]}" --json "$OUT/gpu.json"
 clock "a step of gpu"
-timeout 120 $PYTHON studies/card_profile.py minute "$DOCSTRINGS" $sizes
+timeout "${LIMIT:-120}" $PYTHON studies/card_profile.py minute "$DOCSTRINGS" $sizes
 clock stacked

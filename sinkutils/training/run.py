@@ -170,13 +170,11 @@ class Run:
         unchanged = dataclasses.replace(config.data, random_positions=())
         train = self.corpus, "train", length, config.data, config.seed
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
-        if self.device.type == "cuda" and small:
-            chunks: Chunks = ChunksOnDevice(*train, device=self.device)
-        else:
-            chunks = Chunks(*train)
-        return chunks, Chunks(
-            self.group.in_turn(self.validation_corpus), "valid", length, unchanged
-        )
+        chunks = Chunks(*train)
+        if small and self.device.type == "cuda":
+            chunks = ChunksOnDevice(*train, device=self.device)
+        validation = self.group.in_turn(self.validation_corpus)
+        return chunks, Chunks(validation, "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
         """The text to validate on, in the run's tokens: its own, or where it is the config's, that
@@ -295,8 +293,10 @@ class Run:
         They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
         data, prefix = self.config.data, self.config.model.attention.prefix
-        before_fixed = (data.fixed_position or 1) - 1
-        return tuple(sorted({*range(1, prefix), before_fixed, *data.unscored} - {0}))
+        positions = {*range(1, prefix), *data.unscored}
+        if data.fixed_position is not None and data.fixed_position > 1:
+            positions.add(data.fixed_position - 1)
+        return tuple(sorted(positions))
 
     @property
     def tokens_per_step(self) -> int:

@@ -223,8 +223,10 @@ def sweep(
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
-    corpus = corpus and located(corpus)
-    text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity if corpus else None
+    text = None
+    if corpus:
+        corpus = located(corpus)
+        text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity
     queue = store.missing(preset_name, seeds, text, only)
     planned = len(queue)
     total = sum(run.train.steps for run in queue)
@@ -235,7 +237,9 @@ def sweep(
         if progress:
             print(f"logs of the runs: {logs}", file=sys.stderr)
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
-    options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
+    options += ["--runs", str(store.folder)]
+    if corpus:
+        options += ["--corpus", corpus]
     running = list[Job]()
     elsewhere = list[RunConfig]()  # what another process trains
     outcomes = list[RunOutcome]()
@@ -243,9 +247,11 @@ def sweep(
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
         try:
             while queue or running or elsewhere:
-                while free and (
-                    run := _next(queue, [*elsewhere, *(job.run.config for job in running)])
-                ):
+                while free:
+                    training = [*elsewhere, *(job.run.config for job in running)]
+                    run = _next(queue, training)
+                    if run is None:
+                        break
                     queue.remove(run)
                     name = f"{run.experiment} seed {run.seed}"
                     place = store.of(run, text)
@@ -270,9 +276,12 @@ def sweep(
                         continue
                     outcomes.append(outcome)
                     ended += job.run.config.train.steps
-                for run in [run for run in elsewhere if not _locked(store.of(run, text), store)]:
+                for run in list(elsewhere):
+                    place = store.of(run, text)
+                    if _locked(place, store):
+                        continue
                     elsewhere.remove(run)
-                    record = store.of(run, text).record()
+                    record = place.record()
                     if record is None:
                         queue.append(run)
                         continue
@@ -312,10 +321,14 @@ def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None
     fine-tuning, which trains a start that is missing.
     """
     pending = {(run.experiment, run.seed) for run in (*queue, *training)}
-    pending |= {(run.start, run.seed) for run in training if isinstance(run, FinetuneConfig)}
-    return next(
-        (run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None
-    )
+    for run in training:
+        if isinstance(run, FinetuneConfig):
+            pending.add((run.start, run.seed))
+    for run in queue:
+        start = getattr(run, "start", None)  # of a pre-training there is none
+        if (start, run.seed) not in pending:
+            return run
+    return None
 
 
 def estimate(

@@ -241,11 +241,14 @@ def how(run: Run, compiled: bool, graph: bool) -> Json:
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
     """Why a run has failed by this step, or None; and its report at this step where it has not."""
     losses = run.losses()
-    reason = divergence(losses, 2 * math.log(run.config.model.vocab_size))
-    report = run.evaluate(losses) if reason is None else None
-    if report is None:
-        return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
-    return None, report
+    of_a_guess = math.log(run.config.model.vocab_size)
+    reason = divergence(losses, hopeless=2 * of_a_guess)
+    if reason is None:
+        report = run.evaluate(losses)
+        if report is not None:
+            return None, report
+        reason = "the model computed what is not finite"
+    return f"{reason} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
