@@ -81,6 +81,8 @@ def pages(folder: Path, without: str | None) -> Iterator[list[str]]:
             yield [re.sub(r"\s+", " ", part) for part in read(path).split("\n\n")]
         elif path.name.endswith(".dict.dz"):  # an entry begins at the margin
             for entry in re.split(r"\n(?=\S)", read(path)):
+                if "distribute verbatim copies" in entry:  # a licence's own text, not to be changed
+                    continue
                 yield [re.sub(r"\s+", " ", part) for part in entry.split("\n\n")]
 
 
