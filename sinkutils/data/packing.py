@@ -25,6 +25,8 @@ class DataConfig:
         int, ...
     ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
+    # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
+    random_place: bool = False
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
     validation: str | None = (
         None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
@@ -33,6 +35,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.fields(self)
         require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(
+            self.fixed_position is not None or not self.random_place,
+            "random_place is of a fixed token: set fixed_position, where it is to be measured",
+        )
 
 
 class Batches:
@@ -91,36 +97,41 @@ class Chunks(Batches):
         )
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
         size = (self.length, len(data.random_positions))
-        self.redrawn = np.random.default_rng([seed, 5]).integers(
-            corpus.first_text_id, corpus.vocab_size, size=size
-        )
+        first, last = corpus.first_text_id, corpus.vocab_size
+        redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
+        places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
+        self.redrawn, self.places = torch.from_numpy(redrawn), torch.from_numpy(places)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
-        starts = np.asarray(indices)[:, None] * self.context_length
-        ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
+        rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
+        ids = self.cut(rows)
         for column, position in enumerate(self.data.random_positions):
-            ids[:, position - 1] = self.redrawn[indices, column]
-        return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
+            ids[:, position - 1] = self.redrawn[rows, column]
+        if self.data.random_place:
+            return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
+        return fix_position(ids, self.data.fixed_position, self.fix_id)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The tokens of chunks by their numbers, (n, C + 1) int64."""
+        starts = rows.numpy()[:, None] * self.context_length
+        ids = self.tokens[starts + np.arange(self.context_length + 1)]
+        return torch.from_numpy(ids.astype(np.int64))
 
 
 class ChunksOnDevice(Chunks):
-    """The same chunks, cut on a device from a copy of the tokens there: all that goes there later is their numbers."""
+    """The same chunks in the same order, cut on a device: what goes there later is their numbers."""
 
     def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
         # int32, as few operations know unsigned integers.
         self.tokens_there = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
-        self.redrawn_there = torch.from_numpy(self.redrawn).to(device)
+        self.redrawn, self.places = self.redrawn.to(device), self.places.to(device)
         self.columns = torch.arange(self.context_length + 1, device=device)
 
-    def take(self, indices: np.ndarray) -> Tensor:
-        rows = torch.from_numpy(np.asarray(indices)).to(self.columns.device)
+    def cut(self, rows: Tensor) -> Tensor:
         starts = rows[:, None] * self.context_length
-        ids = self.tokens_there[starts + self.columns].long()
-        for column, position in enumerate(self.data.random_positions):
-            ids[:, position - 1] = self.redrawn_there[rows, column]
-        return fix_position(ids, self.data.fixed_position, self.fix_id)
+        return self.tokens_there[starts + self.columns].long()
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

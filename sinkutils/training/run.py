@@ -167,7 +167,7 @@ class Run:
         """What the run trains on, and what it is validated on."""
         config, length = self.config, self.config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
-        unchanged = dataclasses.replace(config.data, random_positions=())
+        unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         train = self.corpus, "train", length, config.data, config.seed
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
         chunks = Chunks(*train)
