@@ -81,8 +81,6 @@ def pages(folder: Path, without: str | None) -> Iterator[list[str]]:
             yield [re.sub(r"\s+", " ", part) for part in read(path).split("\n\n")]
         elif path.name.endswith(".dict.dz"):  # an entry begins at the margin
             for entry in re.split(r"\n(?=\S)", read(path)):
-                if "distribute verbatim copies" in entry:  # a licence's own text, not to be changed
-                    continue
                 yield [re.sub(r"\s+", " ", part) for part in entry.split("\n\n")]
 
 
@@ -122,6 +120,8 @@ def main(target: Path) -> None:
                 for page in pages(
                     Path(scratch, "whole", package.get("folder", "")), package.get("without")
                 ):
+                    if any("distribute verbatim copies" in line for line in page):
+                        continue  # the text of a licence, which must not be changed
                     lines = [line.strip() for line in page]
                     new = [line for line in lines if is_prose(line) and hash(line) not in seen]
                     seen.update(map(hash, new))
