@@ -137,7 +137,9 @@ def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<f
 def by_the_reference(model: TransformerLM, ids: Tensor) -> Tensor:
     """Logits (B, T, V) with attention computed by the dense reference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "attend", lambda *inputs, **extras: attend(*inputs, **extras)[0])
+        patch.setattr(
+            fast, "attention_output", lambda *inputs, **extras: attend(*inputs, **extras)[0]
+        )
         return model(ids)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from sinkutils import checks
 from sinkutils.checks import choice, require
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import LMConfig
 
 Json = dict[str, Any]  # a config, a record's metrics, a report
 PRECISIONS = ("fp32", "bf16")

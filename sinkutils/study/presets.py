@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sinkutils.checks import choice
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import LEDGER, read_yaml
 from sinkutils.study.config import Json, TrainConfig, from_dict
 

@@ -159,8 +159,10 @@ class Record:
 
     def load_model(self) -> TransformerLM:
         """The trained model, on the CPU in float32. Raises `CorruptRecord` where its weights were not kept."""
-        from sinkutils.model.config import LMConfig
-        from sinkutils.model.decoder import TransformerLM  # which tables of records do without
+        from sinkutils.model.decoder import (
+            LMConfig,
+            TransformerLM,  # which tables of records do without
+        )
 
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils import AttentionSpec, attend, measure
-from sinkutils.model.config import FFNS, LMConfig
-from sinkutils.model.decoder import TransformerLM, fixed_value
+from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.model.positions import (
     absolute_embedding,
     alibi_slopes,
