@@ -1,4 +1,6 @@
-"""Folders of token files: written whole or not at all, checked when they are opened, packed to be carried elsewhere."""
+"""Folders of token files: written whole or not at all, checked when they are opened, packed to be
+carried elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ def cache_root() -> Path:
 
 @contextlib.contextmanager
 def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
-    """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
+    """A temporary folder to fill, beside `folder`, which gets that name when this is left without
+    an error.
 
-    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. A folder of
-    that name that is damaged gives way. Raises OSError, with what to do about it, where there is no room or no
-    permission.
+    Processes that build the same thing at the same time do so in a folder each; the first to finish
+    wins. A folder of that name that is damaged gives way. Raises OSError, with what to do about it,
+    where there is no room or no permission.
     """
     root = folder.parent
     try:
@@ -49,7 +52,8 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
-        # One of our own has its reason, and one about a file elsewhere, such as a text, is not about the cache.
+        # One of our own has its reason, and one about a file elsewhere, such as a text, is not
+        # about the cache.
         if error.errno is None or not _below(error.filename, root):
             raise
         reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
@@ -65,7 +69,9 @@ def _whole(folder: Path) -> bool:
 
 
 def _below(file: object, root: Path) -> bool:
-    """Whether an error is about `root`, a file below it or a folder above, or does not say about which."""
+    """Whether an error is about `root`, a file below it or a folder above, or does not say about
+    which.
+    """
     if not isinstance(file, str | Path):
         return True
     path, root = Path(file).absolute(), root.absolute()
@@ -79,7 +85,10 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def verified(folder: Path) -> dict:
-    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
+    """meta.json of a cache folder.
+
+    Raises ValueError where a file is missing or not as it was written.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         whole = meta.pop("sha256") == _digest(folder, meta)

@@ -43,7 +43,9 @@ Identity = dict[str, str]  # what a record says of its text: name and sha256 (of
 
 
 class Corpus:
-    """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS."""
+    """Token files of one corpus: documents in three splits that never overlap, each document
+    followed by EOS.
+    """
 
     name: str
     fingerprint: str  # SHA-256 of text and tokenizer
@@ -55,7 +57,10 @@ class Corpus:
     first_text_id: int  # the first that is not special
 
     def __init__(self, folder: Path) -> None:
-        """Open a cache folder: what its meta.json says. Raises ValueError where it is not complete and intact."""
+        """Open a cache folder: what its meta.json says.
+
+        Raises ValueError where it is not complete and intact.
+        """
         self.folder = folder
         vars(self).update(verified(folder))
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
@@ -97,13 +102,17 @@ NAMES = (
 
 
 def public_name(name: str) -> str:
-    """The name of a corpus as caches and records have it: of path:<folder> the last part, nothing of the machine."""
+    """The name of a corpus as caches and records have it: of path:<folder> the last part, nothing
+    of the machine.
+    """
     kind, _, rest = name.partition(":")
     return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" else name
 
 
 def located(name: str) -> str:
-    """The name of a corpus that means the same from every folder: with the whole path of its folder or file."""
+    """The name of a corpus that means the same from every folder: with the whole path of its folder
+    or file.
+    """
     kind, _, rest = name.partition(":")
     return (
         f"{kind}:{Path(rest).expanduser().absolute()}"
@@ -122,17 +131,19 @@ def load_corpus(
 ) -> Corpus:
     """Open a corpus from the cache, or build it there.
 
-    name: one of NAMES. "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C headers and
-    documentation files) are the text of pinned packages and the standard library and need no network.
-    vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
-    `tokenizer`, the most that it may have.
-    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a
-    vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B tokens unless told otherwise.
-    cache_dir: default $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache.
-    max_tokens: stop before the document that would exceed it (default: no cap; 50M for hub data sets).
+    name: one of NAMES. "docstrings" (English technical prose), "sources" (Python) and "embedded"
+    (both, C headers and documentation files) are the text of pinned packages and the standard
+    library and need no network. vocab_size: of the byte-level BPE that is trained on the train
+    split, its three special tokens included; with `tokenizer`, the most that it may have.
+    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead.
+    "pile" with a vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B
+    tokens unless told otherwise. cache_dir: default $SINKUTILS_CACHE, else sinkutils below
+    $XDG_CACHE_HOME or ~/.cache. max_tokens: stop before the document that would exceed it (default:
+    no cap; 50M for hub data sets).
 
-    Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
-    text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
+    Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a
+    path without text, ConnectionError where the hub cannot be reached, OSError where the cache
+    cannot be written.
     """
     integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
@@ -165,7 +176,10 @@ def load_corpus(
 
 
 def _source(name: str) -> tuple[Iterator[str], object]:
-    """The documents of a corpus, and what they depend on. Raises ValueError for an unknown name, with what there is."""
+    """The documents of a corpus, and what they depend on.
+
+    Raises ValueError for an unknown name, with what there is.
+    """
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
         return EMBEDDED[name](), [platform.python_version(), embedded.installed()]
@@ -262,17 +276,20 @@ def _unique(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each text with its token ids, without special tokens; many at once, because the tokenizer has threads."""
+    """Each text with its token ids, without special tokens; many at once, because the tokenizer has
+    threads.
+    """
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         yield from zip(batch, [encoding.ids for encoding in encodings], strict=True)
 
 
 def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
-    """Below which fraction a document is for probing, and below which for validation; of the documents' own, sorted.
+    """Below which fraction a document is for probing, and below which for validation; of the
+    documents' own, sorted.
 
-    SHARE and twice SHARE, except where these are all the documents and a share of them less than HELD_OUT: that many
-    then, but at most a fifth of all.
+    SHARE and twice SHARE, except where these are all the documents and a share of them less than
+    HELD_OUT: that many then, but at most a fifth of all.
     """
     if not complete or SHARE * len(ranked) >= HELD_OUT:
         return SHARE, 2 * SHARE

@@ -1,4 +1,6 @@
-"""The text that is on every machine that can run the project: pinned packages and the standard library."""
+"""The text that is on every machine that can run the project: pinned packages and the standard
+library.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
 LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
-# Comments and strings of a Python source, in order; possessive, so that an open quote cannot backtrack.
+# Comments and strings of a Python source, in order; possessive, so that an open quote cannot
+# backtrack.
 COMMENT_OR_STRING = re.compile(
     r"""\#[^\n]*+
       | \"{3}(?:[^\\"]++|\\.|"(?!""))*+\"{3} | '{3}(?:[^\\']++|\\.|'(?!''))*+'{3}
@@ -37,7 +40,9 @@ COMMENT_OR_STRING = re.compile(
 
 
 def installed() -> dict[str, str | None]:
-    """The versions of the distributions whose text is used, by name; None for those that are not installed."""
+    """The versions of the distributions whose text is used, by name; None for those that are not
+    installed.
+    """
     versions = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -58,8 +63,8 @@ def split_fraction(text: str) -> float:
 def docstrings() -> Iterator[str]:
     """The docstrings of the modules, classes and functions of a file, joined: a document a file.
 
-    Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
-    documents, wherever, with whatever else and whenever they were installed.
+    Sorted by the hash of the text, each docstring kept once: the same installed versions give the
+    same documents, wherever, with whatever else and whenever they were installed.
     """
     documents = {}
     for path in files_with(".py"):
@@ -75,7 +80,8 @@ def docstrings() -> Iterator[str]:
 
 
 def sources(*others: str) -> Iterator[str]:
-    """The Python sources and files with other suffixes, a document a file, sorted by the hash of the text.
+    """The Python sources and files with other suffixes, a document a file, sorted by the hash of
+    the text.
 
     Those that are UTF-8, long enough and not generated, each once.
     """
@@ -96,10 +102,11 @@ def everything() -> Iterator[str]:
 
 
 def docstrings_of(source: str) -> list[str]:
-    """The docstrings of a Python source in order: triple-quoted, first in the file or on a line after a colon.
+    """The docstrings of a Python source in order: triple-quoted, first in the file or on a line
+    after a colon.
 
-    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
-    all of site-packages) and all but equal to it. Escapes stay as they are written.
+    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of
+    a minute for all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
     return list(
         filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source)))
@@ -126,10 +133,11 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
 
 
 def files_with(*suffixes: str) -> Iterator[Path]:
-    """The files with these suffixes, without licences, of the standard library and of the installed distributions.
+    """The files with these suffixes, without licences, of the standard library and of the installed
+    distributions.
 
-    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
-    scripts (outside its folders) nor *-info folders (records of the installation).
+    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its
+    folders. Not scripts (outside its folders) nor *-info folders (records of the installation).
     """
     packages = installed()
     missing = [name for name, version in packages.items() if version is None]

@@ -15,16 +15,18 @@ from sinkutils.paths import LEDGER, read_yaml
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
-# One of them: the rest of the text, or it ends at the last empty line, line end or space that fits, or where it must.
+# One of them: the rest of the text, or it ends at the last empty line, line end or space that fits,
+# or where it must.
 PIECE = re.compile(
     r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
 )
 
-# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
-# copyrighted sets, which leaves the 17 that the paper names.
+# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data
+# without the copyrighted sets, which leaves the 17 that the paper names.
 PILE = "monology/pile-uncopyrighted"
 PILE_WEIGHTS = read_yaml(LEDGER / "pile.yaml")
-# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text (Section 5: 5B tokens).
+# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text
+# (Section 5: 5B tokens).
 NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
 NEOX_PADDED = 50_432
 PILE_TOKENS = 5_000_000_000
@@ -34,7 +36,10 @@ PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its shar
 def stream(
     dataset: str, split: str = "train", config: str | None = None, **options: Any
 ) -> Iterator[dict]:
-    """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
+    """The rows of a split of a hub data set.
+
+    What the client raises for a missing network becomes one clear line.
+    """
     import datasets
 
     try:
@@ -53,7 +58,9 @@ def stream(
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
-    """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
+    """The documents of the train split of a hub data set, streamed; the text field is "text" or
+    "content".
+    """
     for row in stream(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
             raise ValueError(
@@ -65,8 +72,8 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
 def pile(domain: str = "") -> Iterator[str]:
     """The documents of one domain of the Pile (Fig. 9), or of all 17 mixed by the authors' weights.
 
-    One pass over the stream: of all, a document is taken where its domain is not ahead of its share of the text so far,
-    counted in characters.
+    One pass over the stream: of all, a document is taken where its domain is not ahead of its share
+    of the text so far, counted in characters.
     """
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     taken: Counter[str] = Counter()
@@ -79,10 +86,11 @@ def pile(domain: str = "") -> Iterator[str]:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a .txt, .md or .jsonl file, or of those in a folder: `probe(texts=..)` takes them.
+    """The texts of a .txt, .md or .jsonl file, or of those in a folder: `probe(texts=..)` takes
+    them.
 
-    A line of a .jsonl file is a text, and any other file. Raises FileNotFoundError where there is no such file, and
-    ValueError for one that is not text, saying where.
+    A line of a .jsonl file is a text, and any other file. Raises FileNotFoundError where there is
+    no such file, and ValueError for one that is not text, saying where.
     """
     return [text for file in local_files(Path(path).expanduser()) for text in _texts_of(file)]
 
@@ -90,8 +98,9 @@ def read_texts(path: str | Path) -> list[str]:
 def local(files: list[Path]) -> Iterator[str]:
     """The documents of .txt, .md and .jsonl files, in their order.
 
-    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs where they are longer
-    than PIECE_CHARACTERS, because the splits are made by document: a novel or three have text for each.
+    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs
+    where they are longer than PIECE_CHARACTERS, because the splits are made by document: a novel or
+    three have text for each.
     """
     for file in files:
         for text in _texts_of(file):
@@ -126,7 +135,9 @@ def _texts_of(file: Path) -> Iterator[str]:
 
 
 def local_files(path: Path) -> list[Path]:
-    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
+    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by
+    name.
+    """
     files = [
         file
         for file in (path, *sorted(path.rglob("*")))

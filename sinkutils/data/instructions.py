@@ -1,7 +1,9 @@
-"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the answers carry loss.
+"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the
+answers carry loss.
 
-A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in UltraChat. The embedded
-ones ask what a class, function or method of an installed package does; its docstring's first paragraph is the answer.
+A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in
+UltraChat. The embedded ones ask what a class, function or method of an installed package does; its
+docstring's first paragraph is the answer.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTI
 
 
 class Pairs(Batches):
-    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
+    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to
+    be predicted.
+    """
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
         self.rows, self.length = rows, len(rows)
@@ -69,8 +73,8 @@ class Layout:
 def conversations(name: str) -> Iterator[Conversation]:
     """The conversations of a source: "docstrings", "ultrachat", or "path:<file.jsonl>".
 
-    Raises ValueError for an unknown name and for rows of another shape than UltraChat's, ConnectionError where a file
-    or the hub cannot be read.
+    Raises ValueError for an unknown name and for rows of another shape than UltraChat's,
+    ConnectionError where a file or the hub cannot be read.
     """
     kind, _, file = name.partition(":")
     if name == "docstrings":
@@ -97,10 +101,11 @@ def conversations(name: str) -> Iterator[Conversation]:
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
-    """The questions and answers of a Python source: of its classes, functions and methods with a docstring, in order.
+    """The questions and answers of a Python source: of its classes, functions and methods with a
+    docstring, in order.
 
-    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does not stand right after
-    a header whose last line alone ends with a colon is left out.
+    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does
+    not stand right after a header whose last line alone ends with a colon is left out.
     """
     headers = list(HEADER.finditer(source))
     for match in embedded.docstring_matches(source):
@@ -130,10 +135,11 @@ def conversations_of(source: str) -> Iterator[Conversation]:
 def encode_conversation(
     messages: Conversation, layout: Layout
 ) -> tuple[list[int], list[int]] | None:
-    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an answer is within C.
+    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an
+    answer is within C.
 
-    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand in the tokens' own
-    places, so that the target at i is predicted from the tokens before i.
+    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand
+    in the tokens' own places, so that the target at i is predicted from the tokens before i.
     """
     ids, targets = [*layout.first], [IGNORED] * len(layout.first)
     for message in messages:
@@ -151,7 +157,8 @@ def encode_conversation(
 def make_pairs(
     source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str
 ) -> list[Pairs]:
-    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in order.
+    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in
+    order.
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """

@@ -1,4 +1,6 @@
-"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as parameters."""
+"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Batches:
         raise NotImplementedError
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
+        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed,
+        step) only.
+        """
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -65,8 +69,9 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
 class Chunks(Batches):
     """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
 
-    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a document and the
-    next chunk begins with the token that this one only predicts. Random access by index; nothing is copied.
+    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a
+    document and the next chunk begins with the token that this one only predicts. Random access by
+    index; nothing is copied.
     """
 
     def __init__(
@@ -88,7 +93,8 @@ class Chunks(Batches):
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )
-        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
+        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
+        # tokens.
         size = (self.length, len(data.random_positions))
         self.redrawn = np.random.default_rng([seed, 5]).integers(
             corpus.first_text_id, corpus.vocab_size, size=size

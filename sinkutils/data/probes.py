@@ -1,4 +1,6 @@
-"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated token."""
+"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated
+token.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ def probe(
 ) -> Tensor:
     """Token ids (n, length), int64, a function of the arguments only.
 
-    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text), "random" is uniform
-    over the vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut
-    into windows of `length` tokens, one after the other; what is left at the end of a text is not used.
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
-    a text they are text.
-    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.
-    bos: whether the tokenizer's BOS stands first, within `length`.
-    corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
+    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text),
+    "random" is uniform over the vocabulary without special tokens, "repeat" is one such token a
+    sequence, repeated. None: `texts`, each cut into windows of `length` tokens, one after the
+    other; what is left at the end of a text is not used. tokenizer: a `tokenizers.Tokenizer` or a
+    transformers tokenizer. Its special tokens are never added, and written in a text they are text.
+    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep
+    their order. bos: whether the tokenizer's BOS stands first, within `length`. corpus, texts:
+    where natural text comes from: the probe split of a corpus, or any texts given.
 
-    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked for, or too little
-    text.
+    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked
+    for, or too little text.
     """
     if kind not in KINDS and (kind is not None or texts is None):
         raise ValueError(
@@ -131,7 +133,8 @@ def _natural(
     documents = _several(texts)
     chosen = []
     for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
-        # Of a long text a part will do; the last token of a cut text may not be a token of the whole one.
+        # Of a long text a part will do; the last token of a cut text may not be a token of the
+        # whole one.
         ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])
         if len(ids) <= needed:
             ids = encode(tokenizer, documents[index])

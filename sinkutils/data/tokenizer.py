@@ -79,7 +79,9 @@ def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
 
 
 def marked_special(tokenizer: Any) -> set[int]:
-    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer marks as special, in whatever list of its."""
+    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer marks as special, in
+    whatever list of its.
+    """
     special, backend = set(), _backend(tokenizer)
     if backend is not None:
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -98,8 +100,9 @@ def marked_special(tokenizer: Any) -> set[int]:
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text: no special tokens are added, and those written in the text are text.
 
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where one cannot help
-    reading a special token (written in Python, or a vocabulary that holds it as a word), that is an unknown character.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where
+    one cannot help reading a special token (written in Python, or a vocabulary that holds it as a
+    word), that is an unknown character.
     """
     ids = _text_ids(tokenizer, text)
     if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
@@ -144,7 +147,10 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def bos_id(tokenizer: Any) -> int:
-    """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
+    """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer.
+
+    Raises ValueError if it has none.
+    """
     token = (
         _first(tokenizer, NAMES["bos_id"])
         if isinstance(tokenizer, Tokenizer)

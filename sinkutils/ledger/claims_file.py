@@ -10,7 +10,8 @@
       - {together: dyt}                                 sink and large element, or neither; `apart`: one of the two
       - {fails: linear}                                 training fails; `trains`: it does not
       - {real: sink_natural, above: 2.9}                a number of each model in `real_models`; or `below` the bar
-`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where nothing stands.
+`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where
+nothing stands.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. given: what it takes for granted, without which nothing is tested. remark: by hand.
+    """One claim. given: what it takes for granted, without which nothing is tested. remark: by
+    hand.
 
-    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
-    an untrained model ("untrained"), by "mathematics" ("mathematics, in part": not in every case), or by
-    "construction". fresh: only seeds that came after the claim count.
+    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here,
+    if so: it holds in an untrained model ("untrained"), by "mathematics" ("mathematics, in part":
+    not in every case), or by "construction". fresh: only seeds that came after the claim count.
     """
 
     id: str
@@ -71,7 +73,10 @@ class Claim:
 
 @lru_cache(maxsize=2)
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
-    """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
+    """Every claim, in the file's order.
+
+    Raises ValueError that names the claim and what is wrong with it.
+    """
     claims = []
     for entry in paths.read_yaml(path):
         try:

@@ -22,12 +22,14 @@ FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
 def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per record of a preset, sorted by experiment and seed.
 
-    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean over blocks and heads,
-    with u that of uniform causal attention; block_1 and later_blocks: excess_1 in block 1 and its mean over blocks 2
-    to L. live: the share of heads that are not dead (`live_heads`); NaN with a window of one token. Losses in nats per
-    token. element, element_block_1: the largest element of h_1 over the median of all hidden states, its maximum over
-    blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the experiment has another
-    config now); corrupt (`reason` names the file). Only done and failed are results.
+    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean
+    over blocks and heads, with u that of uniform causal attention; block_1 and later_blocks:
+    excess_1 in block 1 and its mean over blocks 2 to L. live: the share of heads that are not dead
+    (`live_heads`); NaN with a window of one token. Losses in nats per token. element,
+    element_block_1: the largest element of h_1 over the median of all hidden states, its maximum
+    over blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the
+    experiment has another config now); corrupt (`reason` names the file). Only done and failed are
+    results.
     """
     rows = []
     for record in Runs(folder).entries(preset):
@@ -46,12 +48,14 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
+    """One row per run and block, of runs that are done: what x_1 looks like and what attention it
+    gets.
 
-    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own. element: the largest
-    element of h_1 over the median of all hidden states. live: the share of its heads that are not dead (`live_heads`);
-    0 in a dead block, whose excess of 0 is no finding. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
-    key or value over the mean of the other tokens'.
+    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own.
+    element: the largest element of h_1 over the median of all hidden states. live: the share of its
+    heads that are not dead (`live_heads`); 0 in a dead block, whose excess of 0 is no finding.
+    hidden_ratio, key_ratio, value_ratio: the norm of x_1's state, key or value over the mean of the
+    other tokens'.
     """
     rows = []
     for record, report, window in _done(preset, folder):
@@ -63,7 +67,9 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over texts), and excess."""
+    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over
+    texts), and excess.
+    """
     rows = []
     for record, report, window in _done(preset, folder):
         alpha, star = np.array(report["alpha"][0]), report.get("alpha_star")
@@ -77,7 +83,9 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run that has a curve."""
+    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run
+    that has a curve.
+    """
     rows = []
     for record in Runs(folder).entries(preset):
         if record.status not in ("done", "failed"):
@@ -92,7 +100,9 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
-    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm: (L,) each."""
+    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm:
+    (L,) each.
+    """
     alphas = dict(zip(report["targets"], report["alpha"], strict=True))
     if report.get("alpha_star"):
         alphas["star"] = report["alpha_star"]

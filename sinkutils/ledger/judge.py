@@ -1,7 +1,8 @@
 """When a check holds, when it fails, and what verdict follows for a claim.
 
-The paper prints Sink_1 at its own scale, so that points do not carry over to our models; shares do, since a ratio of
-Sink_1 between two rows is about the ratio of their mean excess. So a bar is mostly a share of the base's excess.
+The paper prints Sink_1 at its own scale, so that points do not carry over to our models; shares do,
+since a ratio of Sink_1 between two rows is about the ratio of their mean excess. So a bar is mostly
+a share of the base's excess.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # what a chec
 ALPHA = 0.05  # of every test; of "present", "absent" and "more" after Holm over their part of the ledger
 # A sink: the weakest row that the paper still calls one has 2.90 % (Table 9), its default 18.18 %.
 SINK = 2.90 / 18.18
-# The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3, the others even.
+# The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3,
+# the others even.
 BASE = 0.044
-# No effect: half-way between the largest fall that the paper calls none (18.18 to 10.68, Table 12) and the least that
-# it calls one (9.41, Table 14).
+# No effect: half-way between the largest fall that the paper calls none (18.18 to 10.68, Table 12)
+# and the least that it calls one (9.41, Table 14).
 MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
-# A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90 (Table 2).
+# A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90
+# (Table 2).
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
 ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
 PROVED = {

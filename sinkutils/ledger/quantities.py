@@ -1,7 +1,9 @@
-"""What the ledger reads off a run: one number per quantity, from its record and its attention along the curve.
+"""What the ledger reads off a run: one number per quantity, from its record and its attention along
+the curve.
 
-Excess is (alpha - u) / (1 - u), u the alpha of uniform causal attention, and, where no block is named, its mean over
-blocks 2 to L: block 1 can recognise a fixed first token by its embedding alone, a sink of another kind (`block_1`).
+Excess is (alpha - u) / (1 - u), u the alpha of uniform causal attention, and, where no block is
+named, its mean over blocks 2 to L: block 1 can recognise a fixed first token by its embedding
+alone, a sink of another kind (`block_1`).
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ EXCESSES = (
     "window_first",  # of a window's first key; this and `without_bias` from data/trials.csv
     "without_bias",  # of alpha_1 once the trained K biases are taken away
 )
-# Judged by a bar of its own: what is above it counts. Norm ratios and elements of h_1 stand out where they are above
-# what the base has before its first step, when x_1 is large because it sees only itself; one bar for every operation.
+# Judged by a bar of its own: what is above it counts. Norm ratios and elements of h_1 stand out
+# where they are above what the base has before its first step, when x_1 is large because it sees
+# only itself; one bar for every operation.
 BARS = {
     "hidden": 3.44,  # the norm of h_1 over the others' mean, its maximum over the blocks before the last
     "element": 12.3,  # the largest element of h_1 over the median of all hidden states, its maximum likewise
@@ -85,10 +88,12 @@ READS["block_1"] = ("live_1",)
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
-    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets, blocks, heads).
+    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets,
+    blocks, heads).
 
-    None where training failed: it diverged, or its loss is still that of a uniform guess on training text too. A model
-    that overfits may end worse than a uniform guess on other text, and has not failed.
+    None where training failed: it diverged, or its loss is still that of a uniform guess on
+    training text too. A model that overfits may end worse than a uniform guess on other text, and
+    has not failed.
     """
     final, window = metrics["final"], config["model"]["attention"]["window"]
     loss = min(final.get(name, math.inf) for name in ("valid_loss", "train_loss"))
@@ -174,7 +179,9 @@ def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int |
 
 
 def _of_tuning(curve: list[Json]) -> Numbers:
-    """Of a fine-tuning, whose points hold every step: losses as means of the first and the last tenth."""
+    """Of a fine-tuning, whose points hold every step: losses as means of the first and the last
+    tenth.
+    """
     points = [point for point in curve if "gradient_norms" in point]
     losses = np.concatenate([point["losses"] for point in points])
     norms = np.concatenate([point["gradient_norms"] for point in points])

@@ -81,9 +81,9 @@ class Readings:
         """The mean of an experiment, less that of the second if there is one, less the bar.
 
         A difference is over the seeds that both have. What a seed has in common, a fifth of the
-        variance at most, is given away: the differences' own variances could not be moderated, since
-        they all share the base's seeds. A bar that is a share of a mean brings that mean's error
-        along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
+        variance at most, is given away: the differences' own variances could not be moderated,
+        since they all share the base's seeds. A bar that is a share of a mean brings that mean's
+        error along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
         variance is that of all its seeds, also where only fresh ones are judged.
         """
         whole = self.whole or self

@@ -1,8 +1,10 @@
-"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth 2004).
+"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth
+2004).
 
-Three seeds say little about their own spread, and settings do not all scatter alike, so neither a setting's own
-variance nor one pooled over all will do. Each setting's variance is shrunk towards a common one, as much as the
-variances of all settings tell: with d0 degrees of freedom for the common s0^2 and d for its own s^2,
+Three seeds say little about their own spread, and settings do not all scatter alike, so neither a
+setting's own variance nor one pooled over all will do. Each setting's variance is shrunk towards a
+common one, as much as the variances of all settings tell: with d0 degrees of freedom for the common
+s0^2 and d for its own s^2,
 
     s~^2 = (d0 s0^2 + d s^2) / (d0 + d),    t with d0 + d degrees of freedom.
 """
@@ -27,7 +29,9 @@ Prior = tuple[
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its standard error: a level, or a paired difference; of a ratio, of its logarithm."""
+    """A mean over seeds with its standard error: a level, or a paired difference; of a ratio, of
+    its logarithm.
+    """
 
     mean: float
     error: float
@@ -97,8 +101,8 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     """The settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
 
-    samples: the values of each setting. A log variance scatters by trigamma(d / 2) through its few seeds; what it
-    scatters beyond is that of the true variances, trigamma(d0 / 2).
+    samples: the values of each setting. A log variance scatters by trigamma(d / 2) through its few
+    seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
     """
     several = [sample for sample in samples if len(sample) > 1]
     variances = np.array([np.var(sample, ddof=1) for sample in several])

@@ -23,14 +23,15 @@ CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior
 def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
-    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed.
-    ours, interval: the levels that the checks read, and their 95 % intervals, excess in blocks 2 to
-    L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over all blocks,
-    in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible (such models
-    cannot show it), not run, or by mathematics. reason: why a check stays open where no number says
-    it, a dead block above all. holds: "k of n" checks. effect, low, high: of the first check that
-    has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why the claim could not
-    have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
+    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as
+    printed. ours, interval: the levels that the checks read, and their 95 % intervals, excess in
+    blocks 2 to L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over
+    all blocks, in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible
+    (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
+    no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
+    first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
+    the claim could not have failed here, if so. remark: by hand. Raises ValueError for an unknown
+    preset.
     """
     ours = readings(preset, folder)
     rows = []
@@ -72,11 +73,11 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
     mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of
     that interval. prior: those of the variance that all settings have in common, towards which each
-    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold or
-    a margin; a share of the base's mean has an error of its own, so that an interval above it may
-    still leave the check open. p: after Holm, of present, absent and more. passes: of a "no effect"
-    check, the largest effect that would still pass. All of ratios as logarithms. premise: whether
-    the claim takes it for granted.
+    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold
+    or a margin; a share of the base's mean has an error of its own, so that an interval above it
+    may still leave the check open. p: after Holm, of present, absent and more. passes: of a "no
+    effect" check, the largest effect that would still pass. All of ratios as logarithms. premise:
+    whether the claim takes it for granted.
     """
     rows = []
     ours = readings(preset, folder)

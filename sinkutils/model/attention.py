@@ -220,7 +220,8 @@ def _out_and_weights(
 def operate(
     form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
 ) -> tuple[Tensor, ...]:
-    """What a form of attention, such as `_out_and_weights`, returns for an operation: the output first.
+    """What a form of attention, such as `_out_and_weights`, returns for an operation: the output
+    first.
 
     A form gets what `prepared` returns, the operation and its position term. What it does not know
     of, differences of maps, sink logits and V biases, is done here.

@@ -1,4 +1,6 @@
-"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON can hold."""
+"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON
+can hold.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run's numbers on one kind of machine, apart from the text itself."""
+    """Everything that determines a run's numbers on one kind of machine, apart from the text
+    itself.
+    """
 
     experiment: str
     preset: str
@@ -87,7 +91,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it starts from."""
+    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it
+    starts from.
+    """
 
     start: str = "fixed_1"  # the experiment whose record of this preset and seed it starts from
     start_sha256: str = ""  # `record.config_hash` of that run
@@ -108,7 +114,9 @@ class FinetuneConfig(RunConfig):
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the last step."""
+    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the
+    last step.
+    """
     peak, floor, warm = train.learning_rate, train.lr_floor, train.warmup_steps
     if step < warm:
         return peak * (step + 1) / warm
@@ -117,7 +125,10 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def from_dict(cls: Any, values: Json) -> Any:
-    """A frozen config from what `dataclasses.asdict` and JSON made of it. Raises TypeError for unknown fields."""
+    """A frozen config from what `dataclasses.asdict` and JSON made of it.
+
+    Raises TypeError for unknown fields.
+    """
     arguments = {}
     for name, value in values.items():
         kind = checks.types(cls).get(name, (None,))[0]

@@ -1,10 +1,13 @@
-"""The study: every row of every pre-training table and figure, and the fine-tunings, at every scale.
+"""The study: every row of every pre-training table and figure, and the fine-tunings, at every
+scale.
 
-The table is data/experiments.yaml. An experiment is what it changes: dotted paths into `RunConfig` and values. A preset
-is a scale; `grid` joins them. The paper's values stand beside the names in data/paper/pretraining.csv.
+The table is data/experiments.yaml. An experiment is what it changes: dotted paths into `RunConfig`
+and values. A preset is a scale; `grid` joins them. The paper's values stand beside the names in
+data/paper/pretraining.csv.
 
-Learning rates, steps, batch sizes, windows, d_a and data amounts scale with the preset (`scaled`). All else is as
-printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The warm-up stays the preset's.
+Learning rates, steps, batch sizes, windows, d_a and data amounts scale with the preset (`scaled`).
+All else is as printed: weight decay, prefix, positions, alpha, p, m and numbers of heads. The
+warm-up stays the preset's.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ USUAL_PRESETS = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
 
 
 def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
-    """The value of a change at a preset: {"times": 2} is twice the base's; what is not in braces stays as it is.
+    """The value of a change at a preset: {"times": 2} is twice the base's; what is not in braces
+    stays as it is.
 
-    {"times": 1/4, "of": "context"} is a quarter of that, and at most the base's value where it has one. Whole numbers
-    stay whole. old, run: the base's value, and the base.
+    {"times": 1/4, "of": "context"} is a quarter of that, and at most the base's value where it has
+    one. Whole numbers stay whole. old, run: the base's value, and the base.
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
@@ -74,7 +78,9 @@ class Experiment:
 
     @property
     def item(self) -> str:
-        """The first table of the paper that reports this run, else its first figure or section, else nothing."""
+        """The first table of the paper that reports this run, else its first figure or section,
+        else nothing.
+        """
         return min(
             (row["item"] for row in self.rows),
             key=lambda item: not item.startswith("Table"),
@@ -83,7 +89,9 @@ class Experiment:
 
     @property
     def paper(self) -> dict[str, float]:
-        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells that are readable."""
+        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss; only cells
+        that are readable.
+        """
         cells = [cell for row in self.rows for cell in row.items()]
         return {
             name: float(cell)

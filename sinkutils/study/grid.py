@@ -1,8 +1,9 @@
-"""An experiment at a preset is a run: `config` joins them, `plan` says which runs a preset has, in which order.
+"""An experiment at a preset is a run: `config` joins them, `plan` says which runs a preset has, in
+which order.
 
-At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and `resolve` says which. A
-window w < T hides x_1 from most of the T queries of the metric, so that alpha_1 <= w / T: the window experiments
-measure at T <= C / 4 (the paper: 64 of 2048).
+At a small scale rows may coincide (d_a = 1 and 2 of a head of 16): such names are one run, and
+`resolve` says which. A window w < T hides x_1 from most of the T queries of the metric, so that
+alpha_1 <= w / T: the window experiments measure at T <= C / 4 (the paper: 64 of 2048).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment, sc
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
-# What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`. Appendix D: all
-# weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5, which stays a twentieth of
-# pre-training's rate. The rest is as in the published recipe of the platform that it names: a warm-up over a tenth of
-# the steps, a cosine to zero, AdamW with betas 0.9 and 0.999, no weight decay, gradients clipped at 1.
+# What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`.
+# Appendix D: all weights, batches of 64 sequences of C tokens, one epoch, and a cosine from 2e-5,
+# which stays a twentieth of pre-training's rate. The rest is as in the published recipe of the
+# platform that it names: a warm-up over a tenth of the steps, a cosine to zero, AdamW with betas
+# 0.9 and 0.999, no weight decay, gradients clipped at 1.
 TUNING = {
     "train.learning_rate": {"times": "1/20"},
     "train.lr_floor": 0.0,
@@ -33,8 +35,9 @@ TUNING = {
 def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     """The run of an experiment ("base": the preset's base) at a preset.
 
-    Where two experiments coincide at this preset, both give the run of the first, under its name (`resolve`).
-    Raises ValueError for unknown names, and with the reason where the preset cannot hold the experiment.
+    Where two experiments coincide at this preset, both give the run of the first, under its name
+    (`resolve`). Raises ValueError for unknown names, and with the reason where the preset cannot
+    hold the experiment.
     """
     integer("seed", seed, least=0)
     run = dataclasses.replace(
@@ -46,7 +49,9 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 
 
 def keeps_weights(run: RunConfig) -> bool:
-    """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at small presets."""
+    """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at
+    small presets.
+    """
     shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
     return shown or run.experiment in {
         getattr(other, "start", None) for other in _all(run.preset).values()
@@ -56,10 +61,11 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(
     preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
 ) -> list[RunConfig]:
-    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
+    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need
+    no download.
 
-    At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
-    then further seeds; what came after the paper, likewise, last.
+    At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the
+    headline, the others, then further seeds; what came after the paper, likewise, last.
     """
     names = only or tuple(name for name in _all(preset) if not experiment(name).download)
     rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
@@ -75,7 +81,9 @@ def plan(
 
 @lru_cache(maxsize=4096)
 def resolve(name: str, preset: str = "laptop") -> str:
-    """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the first."""
+    """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the
+    first.
+    """
     own = _build(name, preset)
     return next(
         first
@@ -101,7 +109,9 @@ def _all(preset_name: str) -> dict[str, RunConfig]:
 
 @lru_cache
 def _build(name: str, preset_name: str) -> RunConfig:
-    """The run of an experiment at seed 0, under its own name: preset, then base, then what the experiment changes."""
+    """The run of an experiment at seed 0, under its own name: preset, then base, then what the
+    experiment changes.
+    """
     scale = preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:

@@ -13,7 +13,9 @@ from sinkutils.study.config import Json, TrainConfig, from_dict
 
 @dataclass(frozen=True)
 class Preset:
-    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what each field means."""
+    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what
+    each field means.
+    """
 
     name: str
     model: LMConfig

@@ -1,6 +1,8 @@
-"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is read.
+"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is
+read.
 
-data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
+data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
+<preset>@<corpus>-<hash>/..
     config.json       everything that determines the run, the recipe's number, and the corpus by name and hash
     metrics.json      the curve and the final values, or status "failed" and the reason
     alpha.safetensors alpha along the curve: (evaluations, targets and * if any, L, H), mean over texts, float16
@@ -64,7 +66,9 @@ ADVICE = "bring the folder back from where it came, or train the run again"
 
 
 class CorruptRecord(RuntimeError):
-    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the message names it."""
+    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the
+    message names it.
+    """
 
 
 class RunLocked(RuntimeError):
@@ -75,8 +79,8 @@ class RunLocked(RuntimeError):
 class Record:
     """One finished run, as read from its folder. Each file is checked when it is read.
 
-    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why it is no result of
-    the study, as a status, "stale" or "corrupt", and a reason.
+    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why
+    it is no result of the study, as a status, "stale" or "corrupt", and a reason.
     """
 
     folder: Path
@@ -94,7 +98,9 @@ class Record:
 
     @property
     def status(self) -> str:
-        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or "corrupt"."""
+        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or
+        "corrupt".
+        """
         return self.problem[0] if self.problem else self.metrics["status"]
 
     @property
@@ -153,12 +159,18 @@ class Record:
         return open_tokenizer(self.folder / TOKENIZER)
 
     def load_weights(self) -> Tensors:
-        """The trained weights by name. Raises `CorruptRecord` where their file is missing or has changed."""
+        """The trained weights by name.
+
+        Raises `CorruptRecord` where their file is missing or has changed.
+        """
         with _explained(self.folder, WEIGHTS):
             return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
     def load_model(self) -> TransformerLM:
-        """The trained model, on the CPU in float32. Raises `CorruptRecord` where its weights were not kept."""
+        """The trained model, on the CPU in float32.
+
+        Raises `CorruptRecord` where its weights were not kept.
+        """
         from sinkutils.model.decoder import (
             LMConfig,
             TransformerLM,  # which tables of records do without
@@ -171,7 +183,10 @@ class Record:
         return model.eval()
 
     def check(self) -> None:
-        """Read all but the weights. Raises `CorruptRecord` for a file that is not as it was written."""
+        """Read all but the weights.
+
+        Raises `CorruptRecord` for a file that is not as it was written.
+        """
         _ = self.metrics, self.provenance, self.arrays
         if TOKENIZER in self.digests:
             _intact(self.folder, TOKENIZER, self.digests)
@@ -192,7 +207,8 @@ def short_name(target: Path) -> str:
 
 
 def config_dict(config: RunConfig) -> Json:
-    """What config.json holds beside the corpus that the run was made on: the config and the recipe's number.
+    """What config.json holds beside the corpus that the run was made on: the config and the
+    recipe's number.
 
     Texts have their public names: nothing of the machine.
     """
@@ -214,7 +230,8 @@ for _defaults in DEFAULTS.values():  # what names a run has none
 
 
 def upgrade(config: Json) -> Json:
-    """A record's config by today's fields: one that came later has its default, as older runs did not have it.
+    """A record's config by today's fields: one that came later has its default, as older runs did
+    not have it.
 
     A field that has gone since, `bos`, was always False.
     """
@@ -235,7 +252,8 @@ def _filled(values: Json, defaults: Json) -> Json:
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
 
-    It goes by the fields that the first records had: `bos`, always False, and no `unscored` where it is empty.
+    It goes by the fields that the first records had: `bos`, always False, and no `unscored` where
+    it is empty.
     """
     values = config_dict(config)
     values["data"]["bos"] = False
@@ -254,10 +272,12 @@ def write_record(
     corpus: Identity | None = None,
     arrays: Tensors | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there stays until the new one is on disk and was read.
+    """Write a record whole or not at all; one that was there stays until the new one is on disk and
+    was read.
 
-    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text; None: the config's
-    own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError with advice when the disk is full.
+    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text;
+    None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
+    with advice when the disk is full.
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
@@ -291,7 +311,9 @@ def write_record(
 
 
 def discard_old(target: Path) -> None:
-    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of work, is kept."""
+    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of
+    work, is kept.
+    """
     old = beside(target, "old")
     if not old.exists():
         return
@@ -305,7 +327,10 @@ def discard_old(target: Path) -> None:
 
 
 def finish_replacement(target: Path) -> None:
-    """Do what a process that died while it replaced a record had still to do. For who holds the run's lock."""
+    """Do what a process that died while it replaced a record had still to do.
+
+    For who holds the run's lock.
+    """
     new, old = beside(target, "tmp"), beside(target, "old")
     if new.exists():
         try:
@@ -336,7 +361,10 @@ def versions() -> Json:
 
 
 def read_record(target: Path) -> Record:
-    """Read a record and check all of it but the weights. Raises `CorruptRecord`, which names the file."""
+    """Read a record and check all of it but the weights.
+
+    Raises `CorruptRecord`, which names the file.
+    """
     record = open_record(target)
     record.check()
     return record
@@ -390,7 +418,9 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def _explained(target: Path, name: str) -> Iterator[None]:
-    """Make `CorruptRecord` of what Python raises about a file that is as it was written, yet not of a run of ours."""
+    """Make `CorruptRecord` of what Python raises about a file that is as it was written, yet not of
+    a run of ours.
+    """
     try:
         yield
     except (
@@ -410,7 +440,8 @@ def _explained(target: Path, name: str) -> Iterator[None]:
 
 
 def _text(data: bytes) -> bytes:
-    """A text file with line ends as they were written, whatever a checkout or a zip tool made of them.
+    """A text file with line ends as they were written, whatever a checkout or a zip tool made of
+    them.
 
     Nothing is lost by it: inside the strings of JSON a line end is written as two letters.
     """

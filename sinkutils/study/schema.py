@@ -1,7 +1,9 @@
-"""What a record's files may say: the form of metrics.json as types, and checks of what a run can have written.
+"""What a record's files may say: the form of metrics.json as types, and checks of what a run can
+have written.
 
-The digests of a record are no signature: one from elsewhere may be whole and yet not of a run of this package. Each
-check raises whatever Python raises about such values, which the reader of a record makes one line of.
+The digests of a record are no signature: one from elsewhere may be whole and yet not of a run of
+this package. Each check raises whatever Python raises about such values, which the reader of a
+record makes one line of.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Metrics(TypedDict):
 
 
 def check_config(config: Json) -> None:
-    """Hold that an upgraded config has the fields that readers take from it, whatever its experiment."""
+    """Hold that an upgraded config has the fields that readers take from it, whatever its
+    experiment.
+    """
     check_name("experiment", config["experiment"])
     check_name("preset", config["preset"])
     integer("seed", config["seed"], least=0)
@@ -107,7 +111,9 @@ def check_metrics(metrics: Any) -> None:
 
 
 def check_report(report: Any) -> None:
-    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many blocks."""
+    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many
+    blocks.
+    """
     integer("T", report["T"], least=1)
     alpha = _numbers("alpha", report["alpha"], 3, 0, 1)  # (targets, L, H)
     require(len(report["targets"]) == len(alpha), "targets are not those of alpha")

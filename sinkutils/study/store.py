@@ -1,4 +1,6 @@
-"""Which run is this, is there a record of it, is it whole and up to date? The one place that answers."""
+"""Which run is this, is there a record of it, is it whole and up to date? The one place that
+answers.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class RunFolder:
 
     @property
     def partial(self) -> Path:
-        """Where the unfinished run keeps its checkpoint and its lock, beside the record that it will become."""
+        """Where the unfinished run keeps its checkpoint and its lock, beside the record that it
+        will become.
+        """
         return self.folder.with_name(self.folder.name + ".partial")
 
     @property
@@ -72,8 +76,8 @@ class RunFolder:
         return self.partial / "checkpoint.pt"
 
     def record(self, weights: bool = False) -> Record | None:
-        """The record of this very config and text; None where it is missing, damaged, stale, or lacks weights that are
-        wanted.
+        """The record of this very config and text; None where it is missing, damaged, stale, or
+        lacks weights that are wanted.
         """
         record = _read(self.folder)
         if (
@@ -85,7 +89,9 @@ class RunFolder:
         return record
 
     def check_free(self) -> None:
-        """Hold that a record may be written here: nothing stands there, or nothing but files of a record."""
+        """Hold that a record may be written here: nothing stands there, or nothing but files of a
+        record.
+        """
         what = None
         if self.folder.is_symlink():
             what = "is a symbolic link"
@@ -112,10 +118,12 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process. Raises `RunLocked` if another one has it, OSError where there are no locks.
+        """Hold the run for this process.
 
-        The kernel drops the lock with the process that held it. What such a process had still to do is done first. A
-        checkpoint goes when this is left without an error.
+        Raises `RunLocked` if another one has it, OSError where there are no locks.
+
+        The kernel drops the lock with the process that held it. What such a process had still to do
+        is done first. A checkpoint goes when this is left without an error.
         """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
@@ -153,10 +161,12 @@ class Runs:
         return Path(self.root or paths.RUNS)
 
     def of(self, run: RunConfig, corpus: Identity | None = None) -> RunFolder:
-        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the config's name.
+        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the
+        config's name.
 
-        On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
-        version of Python makes) where the study has a record on its own: that is never replaced.
+        On another text it stands apart, and so it does on a text of the preset's name but another
+        hash (which another version of Python makes) where the study has a record on its own: that
+        is never replaced.
         """
         study = RunFolder(
             run, corpus, record_folder(run.preset, run.experiment, run.seed, self.folder)
@@ -172,7 +182,9 @@ class Runs:
         return RunFolder(run, corpus, record_folder(apart, run.experiment, run.seed, self.folder))
 
     def named(self, name: str | Path) -> Path | None:
-        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
+        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is
+        no record.
+        """
         folder = Path(name) if Path(name).is_dir() else self.folder / name
         return folder if (folder / SUMS).exists() else None
 
@@ -187,10 +199,11 @@ class Runs:
         return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
 
     def entries(self, preset: str) -> Iterator[Record]:
-        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a warning is given.
+        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
+        warning is given.
 
-        Their status is done, failed (training did), stale, or corrupt. preset: also one on another text, as its folder
-        is named: "laptop@path-mine-0123abcd".
+        Their status is done, failed (training did), stale, or corrupt. preset: also one on another
+        text, as its folder is named: "laptop@path-mine-0123abcd".
         """
         find_preset(preset.partition("@")[0])
         check_name("preset", preset)
@@ -213,8 +226,8 @@ class Runs:
 def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
     """One record: of an experiment ("base": the preset's base), or of a name of one's own.
 
-    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs. Raises
-    FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
+    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs.
+    Raises FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
     """
     base = preset.partition("@")[0]
     if base in PRESETS and (name == "base" or name in BY_NAME):
@@ -235,7 +248,9 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
 
 
 def _stamp(folder: Path) -> frozenset:
-    """What changes when a file of a record does; empty where it cannot be looked at, as reading it will say."""
+    """What changes when a file of a record does; empty where it cannot be looked at, as reading it
+    will say.
+    """
     try:
         stats = [(file.name, file.stat()) for file in os.scandir(folder)]
     except OSError:
@@ -263,7 +278,9 @@ def _judged(folder: Path, state: frozenset) -> Record:
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
-    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name."""
+    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the
+    config's name.
+    """
     values = dict(record.config)
     text = values.pop("corpus")
     wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
