@@ -43,7 +43,9 @@ def architectures() -> dict[str, dict[str, Any]]:
     """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
     trained: dict[str, dict[str, Any]] = {}
     for name in (
-        e.name for e in EXPERIMENTS if "smoke" in e.presets and e.name not in unavailable("smoke")
+        e.name
+        for e in EXPERIMENTS.values()
+        if "smoke" in e.presets and e.name not in unavailable("smoke")
     ):
         fields = {
             key: value

@@ -10,7 +10,7 @@ import pandas as pd
 from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
-from sinkutils.study.experiments import BY_NAME
+from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.record import CorruptRecord, Record
 from sinkutils.study.store import Folder, Runs
 
@@ -35,7 +35,7 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
         row |= {
-            name: getattr(BY_NAME.get(record.experiment), name, None)
+            name: getattr(EXPERIMENTS.get(record.experiment), name, None)
             for name in ("title", "section", "item")
         }
         if record.config:

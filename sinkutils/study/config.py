@@ -25,7 +25,8 @@ def check_name(what: str, name: str) -> None:
     """Hold that a name is that of a folder, on every system, and no path to one."""
     require(
         NAME.fullmatch(name) is not None,
-        f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, got {name!r:.60}",
+        f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, "
+        f"got {name!r:.60}",
     )
 
 
@@ -49,18 +50,16 @@ class TrainConfig:
     eval_length: int = 64  # T of the sink metric
     valid_chunks: int = 128
     micro_batch: int | None = None  # sequences a forward pass; None: all at once
-    optimizer: str = (
-        "adamw"  # sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
-    )
+    # adamw; sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
         for name in ("lr_floor", "beta1", "beta2"):
-            require(
-                getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}"
-            )
+            value = getattr(self, name)
+            require(value <= 1, f"{name} must be at most 1, got {value}")
         require(
             self.batch_size % (self.micro_batch or self.batch_size) == 0,
             f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
@@ -104,8 +103,9 @@ class FinetuneConfig(RunConfig):
         super().__post_init__()
         require(
             self.data.fixed_position in (None, 1),
-            f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
-            "overwrite a token of each question; start from one with position 1 or without",
+            f"a model with a fixed token at position {self.data.fixed_position} cannot be "
+            "fine-tuned: it would overwrite a token of each question; start from one with "
+            "position 1 or without",
         )
         size = self.train.batch_size
         require(

@@ -35,8 +35,8 @@ def not_saved(what: str, error: OSError) -> OSError:
     advice = "free some space" if full else "mend that"
     return OSError(
         error.errno,
-        f"could not save {what} ({error.strerror or error}): {advice} and run the same command again; what was saved "
-        "before is intact",
+        f"could not save {what} ({error.strerror or error}): {advice} and run the same command "
+        "again; what was saved before is intact",
     )
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from sinkutils.checks import integer
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
-from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment, scaled
+from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, experiment, scaled
 from sinkutils.study.presets import Preset, preset
 from sinkutils.study.record import config_hash
 
@@ -40,9 +39,8 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
     hold the experiment.
     """
     integer("seed", seed, least=0)
-    run = dataclasses.replace(
-        _build(resolve(name, preset), preset), seed=int(seed)
-    )  # also of a table's column
+    first = _named(resolve(name, preset), preset)
+    run = dataclasses.replace(first, seed=int(seed))  # of a table's column it may be NumPy's
     if isinstance(run, FinetuneConfig):
         return dataclasses.replace(run, start_sha256=config_hash(config(run.start, preset, seed)))
     return run
@@ -52,10 +50,12 @@ def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at
     small presets.
     """
-    shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
-    return shown or run.experiment in {
-        getattr(other, "start", None) for other in _all(run.preset).values()
-    }
+    if preset(run.preset).keeps_weights and run.seed < experiment(run.experiment).weights:
+        return True
+    for other in _all(run.preset).values():
+        if isinstance(other, FinetuneConfig) and other.start == run.experiment:
+            return True
+    return False
 
 
 def plan(
@@ -67,12 +67,15 @@ def plan(
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the
     headline, the others, then further seeds; what came after the paper, likewise, last.
     """
-    names = only or tuple(name for name in _all(preset) if not experiment(name).download)
-    rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
-    runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
+    names = only or [name for name in _all(preset) if not experiment(name).download]
+    first = dict.fromkeys(resolve(name, preset) for name in names)  # of equal runs
     base = resolve("base", preset)
+    runs = []
+    for name in first:
+        for seed in seeds or range(experiment(name).seeds):
+            runs.append(config(name, preset, seed))
 
-    def turn(run):
+    def turn(run: RunConfig) -> tuple[bool, ...]:
         row = experiment(run.experiment)
         return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
 
@@ -84,63 +87,71 @@ def resolve(name: str, preset: str = "laptop") -> str:
     """The name under which an experiment runs at a preset: of "base", its base; of equal runs, the
     first.
     """
-    own = _build(name, preset)
-    return next(
-        first
-        for first, run in _all(preset).items()
-        if dataclasses.replace(own, experiment=first) == run
-    )
+    own = _named(name, preset)
+    for first, run in _all(preset).items():
+        if dataclasses.replace(own, experiment=first) == run:
+            return first
+    raise AssertionError("an experiment equals itself")
 
 
 def unavailable(preset: str) -> set[str]:
     """The experiments that a preset cannot hold; `config` says why."""
-    return {row.name for row in EXPERIMENTS} - _all(preset).keys()
+    return EXPERIMENTS.keys() - _all(preset).keys()
 
 
 @lru_cache
 def _all(preset_name: str) -> dict[str, RunConfig]:
     """What a preset can hold, by name and in the table's order."""
     preset(preset_name)
-    # A value that is wrong is no reason to leave an experiment out: it raises.
-    return {
-        row.name: _build(row.name, preset_name) for row in EXPERIMENTS if preset_name in row.presets
-    }
+    runs = {}
+    for name, row in EXPERIMENTS.items():
+        if preset_name in row.presets:
+            runs[name] = _named(name, preset_name)
+    return runs
 
 
 @lru_cache
-def _build(name: str, preset_name: str) -> RunConfig:
-    """The run of an experiment at seed 0, under its own name: preset, then base, then what the
-    experiment changes.
-    """
+def _named(name: str, preset_name: str) -> RunConfig:
+    """The run of an experiment at seed 0, under its own name."""
     scale = preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
+        presets = " or ".join(row.presets)
         raise ValueError(
-            f"experiment {row.name!r} belongs to preset {' or '.join(row.presets)}, not {preset_name!r}"
+            f"experiment {row.name!r} belongs to preset {presets}, not {preset_name!r}"
         )
-    run = RunConfig(row.name, preset_name, 0, scale.model, scale.data, scale.train)
     try:
-        if row.start is not None:
-            known = scale.base if row.start == "base" else row.start
-            start = _build(
-                known if preset_name in experiment(known).presets else f"{known}_1b", preset_name
-            )
-            run = FinetuneConfig(
-                row.name, preset_name, 0, start.model, start.data, start.train, start.experiment
-            )
-            run = _override(run, scale.tuning | TUNING, scale)
-            steps = run.pairs // run.train.batch_size
-            run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
-        elif row.base:
-            run = _override(run, experiment(scale.base).change, scale)
-        return _override(run, row.change, scale)
+        return _tuning(row, scale) if row.start is not None else _pretraining(row, scale)
     except ValueError as error:
         raise ValueError(
             f"experiment {row.name!r} is not available at preset {preset_name!r}: {error}"
         ) from error
 
 
-def _override(run: RunConfig, change: Json, scale: Preset) -> Any:
+def _pretraining(row: Experiment, scale: Preset) -> RunConfig:
+    """The preset, then what its base changes, then what the experiment does."""
+    run = RunConfig(row.name, scale.name, 0, scale.model, scale.data, scale.train)
+    if row.base:
+        run = _override(run, experiment(scale.base).change, scale)
+    return _override(run, row.change, scale)
+
+
+def _tuning(row: Experiment, scale: Preset) -> RunConfig:
+    """The pre-training that it starts from, then what every fine-tuning changes, then its own."""
+    known = scale.base if row.start == "base" else str(row.start)
+    if scale.name not in experiment(known).presets:
+        known += "_1b"
+    start = _named(known, scale.name)
+    run: RunConfig = FinetuneConfig(
+        row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
+    )
+    run = _override(run, scale.tuning | TUNING, scale)
+    steps = run.pairs // run.train.batch_size  # type: ignore[attr-defined]
+    run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
+    return _override(run, row.change, scale)
+
+
+def _override(run: RunConfig, change: Json, scale: Preset) -> RunConfig:
     """The run with the fields at dotted paths replaced. Only the whole is checked."""
     values = dataclasses.asdict(run)
     for path, value in change.items():
@@ -149,4 +160,5 @@ def _override(run: RunConfig, change: Json, scale: Preset) -> Any:
         for part in parts:
             inner = inner[part]
         inner[name] = scaled(value, inner[name], run, scale)
-    return from_dict(type(run), values)
+    whole: RunConfig = from_dict(type(run), values)
+    return whole

@@ -31,10 +31,9 @@ class Preset:
     keeps_weights: bool = False
 
 
-PRESETS = {
-    name: from_dict(Preset, {"name": name, **said})
-    for name, said in read_yaml(LEDGER / "presets.yaml").items()
-}
+PRESETS: dict[str, Preset] = {}
+for _name, _values in read_yaml(LEDGER / "presets.yaml").items():
+    PRESETS[_name] = from_dict(Preset, {"name": _name, **_values})
 
 
 def preset(name: str) -> Preset:

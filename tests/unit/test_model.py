@@ -95,7 +95,7 @@ def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
         assert torch.equal(table, exact[name]) and table.dtype == exact[name].dtype
 
 
-@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):
