@@ -13,13 +13,14 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sinkutils.checks import first_line, require
 
 if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
 
+Meta = dict[str, Any]  # what meta.json says
 SPLITS = ("train", "valid", "probe")
 
 
@@ -47,7 +48,7 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             new = Path(scratch, "whole")
             new.mkdir()
             yield new
-            if os.path.lexists(folder) and not _whole(folder):
+            if os.path.lexists(folder) and not _is_whole(folder):
                 folder.rename(Path(scratch, "damaged"))
             if not folder.exists():
                 new.rename(folder)
@@ -56,11 +57,14 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
         # about the cache.
         if error.errno is None or not _below(error.filename, root):
             raise
-        reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
-        raise OSError(error.errno, reason) from error
+        raise OSError(
+            error.errno,
+            f"cannot write {what} below {root} ({error.strerror}): make room there or set "
+            "SINKUTILS_CACHE",
+        ) from error
 
 
-def _whole(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     try:
         verified(folder)
     except ValueError:
@@ -78,27 +82,27 @@ def _below(file: object, root: Path) -> bool:
     return path.is_relative_to(root) or root.is_relative_to(path)
 
 
-def write_meta(folder: Path, meta: dict) -> None:
+def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
-    whole = meta | {"sha256": _digest(folder, meta)}
+    whole = meta | {"sha256": _digest_of_all(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
-def verified(folder: Path) -> dict:
+def verified(folder: Path) -> Meta:
     """meta.json of a cache folder.
 
     Raises ValueError where a file is missing or not as it was written.
     """
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        whole = meta.pop("sha256") == _digest(folder, meta)
+        meta: Meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        whole = meta.pop("sha256") == _digest_of_all(folder, meta)
     except (FileNotFoundError, NotADirectoryError, KeyError, ValueError, AttributeError):
         whole = False
     require(whole, f"the files of {folder.name} are not as they were written")
     return meta
 
 
-def _digest(folder: Path, meta: dict) -> str:
+def _digest_of_all(folder: Path, meta: Meta) -> str:
     whole = hashlib.sha256(json.dumps(meta).encode())
     for path in sorted(folder.iterdir()):
         if path.name != "meta.json":
@@ -110,7 +114,8 @@ def _digest(folder: Path, meta: dict) -> str:
 def pack_corpus(corpus: Corpus, file: str | Path) -> None:
     """Write a corpus as one .tar.xz file, to be carried to another machine.
 
-    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and
+    fingerprint.
     """
     with tarfile.open(file, "w:xz") as tar:
         tar.add(corpus.folder, arcname=".")

@@ -22,14 +22,12 @@ class DataConfig:
 
     corpus: str = "docstrings"
     share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
-    random_positions: tuple[
-        int, ...
-    ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
+    # redrawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[int, ...] = ()
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
-    validation: str | None = (
-        None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
-    )
+    # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    validation: str | None = None
 
     def __post_init__(self) -> None:
         checks.fields(self)
@@ -86,8 +84,9 @@ class Chunks(Batches):
         self.length = (len(self.tokens) - 1) // context_length
         require(
             self.length > 0,
-            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one chunk "
-            f"of context_length + 1 = {context_length + 1}: give more text or a smaller context_length",
+            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), "
+            f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
+            "a smaller context_length",
         )
         last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(
@@ -110,7 +109,7 @@ class Chunks(Batches):
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at 1-based `position`; unchanged when position is None or beyond T."""
+    """`ids` (n, T) with x_fix at 1-based `position`; unchanged where that is None or beyond T."""
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()

@@ -1,4 +1,4 @@
-"""The records of a preset as tidy frames: one row per run, per block, per head, or per evaluation."""
+"""The records of a preset as tidy frames: a row per run, per block, per head, or per evaluation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
 from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.record import CorruptRecord, Record
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.record import CorruptRecord, Folder, Record
+from sinkutils.study.store import Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 RUN = ("experiment", "seed")
@@ -34,10 +34,9 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     rows = []
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        row |= {
-            name: getattr(EXPERIMENTS.get(record.experiment), name, None)
-            for name in ("title", "section", "item")
-        }
+        row_of = EXPERIMENTS.get(record.experiment)
+        for name in ("title", "section", "item"):
+            row[name] = getattr(row_of, name, None)
         if record.config:
             try:
                 row |= _of_run(record)
@@ -92,10 +91,11 @@ def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
             continue
         per_step = record.config["train"]["batch_size"] * record.config["model"]["context_length"]
         for point in record.metrics["curve"]:
-            numbers = {
-                name: value for name, value in point.items() if isinstance(value, int | float)
-            }
-            rows.append(_whose(record) | {"tokens": point["step"] * per_step} | numbers)
+            row = _whose(record) | {"tokens": point["step"] * per_step}
+            for name, value in point.items():
+                if isinstance(value, int | float):
+                    row[name] = value
+            rows.append(row)
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", *SINKS[:1], "excess_1")
 
 
@@ -108,9 +108,8 @@ def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
         alphas["star"] = report["alpha_star"]
     found = {}
     for k, alpha in alphas.items():
-        found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(
-            axis=1
-        )
+        by_head = excess(np.array(alpha), uniform_alpha(report["T"], k, window))  # (L, H)
+        found[f"excess_{k}"] = by_head.mean(axis=1)
     found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
         found["element"] = np.array(report["hidden_peaks"])[:, 0]
@@ -152,8 +151,5 @@ def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | Non
     """Each record of a run that is done, the report of its last evaluation, and its window."""
     for record in Runs(folder).entries(preset):
         if record.status == "done" and "report" in record.metrics["final"]:
-            yield (
-                record,
-                record.metrics["final"]["report"],
-                record.config["model"]["attention"]["window"],
-            )
+            window = record.config["model"]["attention"]["window"]
+            yield record, record.metrics["final"]["report"], window

@@ -19,8 +19,8 @@ from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, w
 from sinkutils.study.config import Json
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.record import SUMS, Folder
+from sinkutils.study.store import Runs
 
 # Seeds of an experiment without which nothing is judged, where not 3: a night per run.
 LEAST_SEEDS = {"desk": 2}

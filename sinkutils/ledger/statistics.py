@@ -20,11 +20,10 @@ import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
 
 LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
-ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
+SURE = 1e6  # degrees of freedom of the common variance where settings scatter alike
 
-Prior = tuple[
-    float, float, float
-]  # d0, s0^2, and the most degrees of freedom that an estimate can have
+# d0, s0^2, and the most degrees of freedom that an estimate can have.
+Prior = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,13 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
     beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
     if beyond <= 0:
-        return ALIKE, float(np.exp(centred.mean())), together
+        return SURE, float(np.exp(centred.mean())), together
     d0 = 2 * inverse_trigamma(beyond)
     return d0, float(np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))), together
 
 
 def inverse_trigamma(x: float) -> float:
-    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, which is nearly a line."""
+    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, nearly a line."""
     y = 0.5 + 1 / x
     for _ in range(50):
         value = float(polygamma(1, y))

@@ -12,7 +12,7 @@ from sinkutils.ledger.claims_file import REAL, read_claims
 from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
-from sinkutils.study.store import Folder
+from sinkutils.study.record import Folder
 
 COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect
  low high trivial remark""".split()
@@ -35,7 +35,7 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """
     ours = readings(preset, folder)
     rows = []
-    for one in _judged(ours):
+    for one in _all_judged(ours):
         read: dict[str, dict] = {}  # the runs that the checks read, by quantity
         levels, intervals = [], []
         for outcome in one.outcomes:
@@ -81,7 +81,7 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """
     rows = []
     ours = readings(preset, folder)
-    for one in _judged(ours):
+    for one in _all_judged(ours):
         for number, outcome in enumerate((*one.outcomes, *one.premises)):
             check, estimate = outcome.check, outcome.estimate
             row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
@@ -106,7 +106,7 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
 
 
 @lru_cache(maxsize=4)
-def _judged(ours: Readings) -> list[Judged]:
+def _all_judged(ours: Readings) -> list[Judged]:
     return judge_claims(read_claims(), ours)
 
 

@@ -1,6 +1,4 @@
-"""The position embeddings of Appendix A: added to the embeddings, added to the logits, or rotating
-q and k.
-"""
+"""The position embeddings of Appendix A: added to h or to the logits, or rotating q and k."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ def absolute_embedding(length: int, hidden_size: int) -> Tensor:
 
 
 def relative_buckets(length: int) -> Tensor:
-    """T5's bucket of distances 0..length-1, (length,) int64: exact up to B/2, logarithmic up to D,
-    then B - 1.
+    """T5's bucket of distances 0..length-1, (length,) int64.
+
+    Exact up to B/2, logarithmic up to D, then B - 1.
 
     Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled
     logarithm; Eq. 6 prints the floor before the factor B/2, which puts all distances from B/2 to D
@@ -47,15 +46,16 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
+    """cos and sin of m omega_i (Eq. 9) for m = 0..length-1, each (length, head_dim / 2)."""
     omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2), in `dtype` or that of the
-    products.
+    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
+
+    dtype: of what is returned; None: that of the products.
 
     The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K
     permuted.

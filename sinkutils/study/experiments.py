@@ -29,11 +29,11 @@ USUAL_PRESETS = ("smoke", "minute", "laptop", "desk", "gpu", "paper")
 
 
 def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
-    """The value of a change at a preset: {"times": 2} is twice the base's; what is not in braces
-    stays as it is.
+    """The value of a change at a preset: {"times": 2} is twice the base's.
 
     {"times": 1/4, "of": "context"} is a quarter of that, and at most the base's value where it has
-    one. Whole numbers stay whole. old, run: the base's value, and the base.
+    one. Whole numbers stay whole, and what is not in braces stays as it is. old, run: the base's
+    value, and the base.
     """
     if not isinstance(value, dict):
         return tuple(value) if isinstance(value, list) else value
@@ -92,7 +92,7 @@ class Experiment:
 
     @property
     def paper(self) -> dict[str, float]:
-        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss, if readable."""
+        """What the paper reports: sink_1 to sink_4, sink_star (percent), valid_loss."""
         numbers = {}
         for row in self.rows:
             for name, cell in row.items():

@@ -24,7 +24,7 @@ from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
 from sinkutils.data.packing import DataConfig
-from sinkutils.data.probes import KINDS, probe
+from sinkutils.data.probes import PROBES, probe
 from sinkutils.model import fast
 from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
 from sinkutils.model.decoder import MODEL_CHOICES
@@ -202,7 +202,7 @@ PROBE = {
 
 @cases(0.2)
 @given(
-    mostly(st.sampled_from(KINDS), NOTHING),
+    mostly(st.sampled_from(PROBES), NOTHING),
     st.sampled_from(sorted(TOKENIZERS)),
     changes(PROBE, 4),
     mostly(TEXTS, st.sampled_from(["w1 w2", [1, 2], [None], 3])),

@@ -12,7 +12,7 @@ from scipy import special, stats
 import sinkutils as su
 from sinkutils.ledger import judge as rules
 from sinkutils.ledger.claims_file import Check, Claim, read_claims
-from sinkutils.ledger.judge import judge, judge_claims, verdict
+from sinkutils.ledger.judge import judge, judge_claims, verdict_of
 from sinkutils.ledger.live import live_heads
 from sinkutils.ledger.quantities import as_judged, of_run
 from sinkutils.ledger.readings import Bar, Readings, label, readings, real_models
@@ -332,7 +332,7 @@ def test_present_and_absent_are_corrected_as_more_is(kind, quantity, value):
     (["holds"], ["fails"], "inconclusive"), (["holds"], ["holds"], "reproduced"), (["holds"], ["not run"], "not run"),
 ])  # fmt: skip
 def test_a_verdict_follows_from_the_states(states, premises, expected):
-    assert verdict(states, premises) == expected
+    assert verdict_of(states, premises) == expected
 
 
 def test_margins_are_the_papers_own():
