@@ -1,4 +1,6 @@
-"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as parameters."""
+"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,14 @@ class DataConfig:
 
     corpus: str = "docstrings"
     share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
-    random_positions: tuple[
-        int, ...
-    ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
+    # redrawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[int, ...] = ()
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
     random_place: bool = False
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
-    validation: str | None = (
-        None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
-    )
+    # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    validation: str | None = None
 
     def __post_init__(self) -> None:
         checks.fields(self)
@@ -55,7 +55,9 @@ class Batches:
         raise NotImplementedError
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
+        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed,
+        step) only.
+        """
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -72,8 +74,9 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
 class Chunks(Batches):
     """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
 
-    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a document and the
-    next chunk begins with the token that this one only predicts. Random access by index; nothing is copied.
+    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a
+    document and the next chunk begins with the token that this one only predicts. Random access by
+    index; nothing is copied.
     """
 
     def __init__(
@@ -88,14 +91,16 @@ class Chunks(Batches):
         self.length = (len(self.tokens) - 1) // context_length
         require(
             self.length > 0,
-            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one chunk "
-            f"of context_length + 1 = {context_length + 1}: give more text or a smaller context_length",
+            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), "
+            f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
+            "a smaller context_length",
         )
         last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )
-        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
+        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
+        # tokens.
         size = (self.length, len(data.random_positions))
         first, last = corpus.first_text_id, corpus.vocab_size
         redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
@@ -135,7 +140,7 @@ class ChunksOnDevice(Chunks):
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at 1-based `position`; unchanged when position is None or beyond T."""
+    """`ids` (n, T) with x_fix at 1-based `position`; unchanged where that is None or beyond T."""
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()
