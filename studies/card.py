@@ -58,7 +58,7 @@ def parsed(line: str) -> tuple:
         if equals and path != "snapshots":
             changes[path] = yaml.safe_load(value)
     if changes:
-        config = grid._override(config, changes, grid.preset(preset))
+        config = grid._override(config, changes, grid.find_preset(preset))
     return config, changes, words
 
 

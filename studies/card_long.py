@@ -83,7 +83,7 @@ def main() -> int:
         path, _, value = change.partition("=")
         changes[path] = yaml.safe_load(value)
     config = grid.config(options.experiment, options.preset, options.seed)
-    config = grid._override(config, changes, grid.preset(options.preset))
+    config = grid._override(config, changes, grid.find_preset(options.preset))
     corpus, device = Corpus(options.corpus), find_device(os.environ.get("CARD_DEVICE", "cuda"))
     code, reason = 0, None
     with reproducible(device):

@@ -24,6 +24,8 @@ class DataConfig:
         int, ...
     ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
+    # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
+    random_place: bool = False
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
     validation: str | None = (
         None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
@@ -32,6 +34,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.fields(self)
         require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(
+            self.fixed_position is not None or not self.random_place,
+            "random_place is of a fixed token: set fixed_position, where it is to be measured",
+        )
 
 
 class Batches:
@@ -93,6 +99,7 @@ class Chunks(Batches):
         self.redrawn = np.random.default_rng([seed, 5]).integers(
             corpus.first_text_id, corpus.vocab_size, size=size
         )
+        self.places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
@@ -100,6 +107,9 @@ class Chunks(Batches):
         ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
         for column, position in enumerate(self.data.random_positions):
             ids[:, position - 1] = self.redrawn[indices, column]
+        if self.data.random_place:
+            ids[np.arange(len(ids)), self.places[indices]] = self.fix_id
+            return torch.from_numpy(ids)
         return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
 
 

@@ -81,14 +81,16 @@ class Judged:
     premises: Sequence[Outcome] = ()
 
 
-def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
-    """Every claim; directional checks after Holm over their part of the ledger."""
+def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
+    """Every claim; directional checks after Holm over their part of the ledger, unless not `corrected`."""
+    if not corrected:
+        return [_judged(claim, ours, UNCORRECTED) for claim in claims]
     tests: dict[str, list[Estimate]] = {part: [] for part in PARTS}
     for judged in [_judged(claim, ours, UNCORRECTED) for claim in claims]:
         for outcome in (*judged.outcomes, *judged.premises):
             tests[judged.claim.part] += outcome.tests
-    corrected = {part: holm(of_part) for part, of_part in tests.items()}
-    return [_judged(claim, ours, corrected[claim.part]) for claim in claims]
+    p_values = {part: holm(of_part) for part, of_part in tests.items()}
+    return [_judged(claim, ours, p_values[claim.part]) for claim in claims]
 
 
 def _judged(claim: Claim, ours: Readings, corrected: PValues) -> Judged:

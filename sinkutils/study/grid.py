@@ -15,7 +15,8 @@ from typing import Any
 from sinkutils.checks import integer
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, experiment, scaled
-from sinkutils.study.presets import Preset, preset
+from sinkutils.study.presets import Preset
+from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import config_hash
 
 # What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`. Appendix D: all
@@ -47,7 +48,7 @@ def config(name: str, preset: str = "laptop", seed: int = 0) -> RunConfig:
 
 def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at small presets."""
-    shown = run.seed < experiment(run.experiment).weights and preset(run.preset).keeps_weights
+    shown = run.seed < experiment(run.experiment).weights and find_preset(run.preset).keeps_weights
     return shown or run.experiment in {
         getattr(other, "start", None) for other in _all(run.preset).values()
     }
@@ -56,13 +57,16 @@ def keeps_weights(run: RunConfig) -> bool:
 def plan(
     preset: str, seeds: Sequence[int] | None = None, only: Sequence[str] | None = None
 ) -> list[RunConfig]:
-    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download.
+    """The runs of a preset, most informative first; of an experiment in `only`, or of all that need no download and
+    that the preset does not leave out.
 
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the headline, the others,
     then further seeds; what came after the paper, likewise, last.
     """
     names = only or tuple(name for name in _all(preset) if not experiment(name).download)
     rows = [experiment(name) for name in dict.fromkeys(resolve(name, preset) for name in names)]
+    if only is None:
+        rows = [row for row in rows if row.name not in find_preset(preset).leaves_out]
     runs = [config(row.name, preset, seed) for row in rows for seed in seeds or range(row.seeds)]
     base = resolve("base", preset)
 
@@ -92,7 +96,7 @@ def unavailable(preset: str) -> set[str]:
 @lru_cache
 def _all(preset_name: str) -> dict[str, RunConfig]:
     """What a preset can hold, by name and in the table's order."""
-    preset(preset_name)
+    find_preset(preset_name)
     # A value that is wrong is no reason to leave an experiment out: it raises.
     return {
         row.name: _build(row.name, preset_name) for row in EXPERIMENTS if preset_name in row.presets
@@ -102,7 +106,7 @@ def _all(preset_name: str) -> dict[str, RunConfig]:
 @lru_cache
 def _build(name: str, preset_name: str) -> RunConfig:
     """The run of an experiment at seed 0, under its own name: preset, then base, then what the experiment changes."""
-    scale = preset(preset_name)
+    scale = find_preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
         raise ValueError(

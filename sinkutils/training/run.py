@@ -190,7 +190,7 @@ class Run:
         """What the run trains on, and what it is validated on."""
         config, length = self.config, self.config.model.context_length
         # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
-        unchanged = dataclasses.replace(config.data, random_positions=())
+        unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         train = Chunks(self.corpus, "train", length, config.data, seed=config.seed)
         return train, Chunks(self.group.in_turn(self.validation_corpus), "valid", length, unchanged)
 
