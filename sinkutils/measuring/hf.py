@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
@@ -294,8 +294,9 @@ class Capture:
         parameters = _parameters(self.outer)
         if "logits_to_keep" in parameters:
             options["logits_to_keep"] = 1  # logits of all tokens would cost more than the blocks
-        if not inspect.getfullargspec(self.outer.forward).varkw:
-            options = {name: options[name] for name in options.keys() & parameters}
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            options = {name: value for name, value in options.items() if name in parameters}
         return options
 
     @property
@@ -372,6 +373,6 @@ def _embedding(model: Any) -> Tensor:
     return table
 
 
-def _parameters(module: nn.Module) -> Collection[str]:
-    """The names of the parameters of a module's forward."""
-    return inspect.signature(module.forward).parameters.keys()
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, by name."""
+    return inspect.signature(module.forward).parameters
