@@ -35,7 +35,7 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
     """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
-    number = math.nan
+    number = math.nan  # which no comparison holds for
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     enough = number > least if more else number >= least

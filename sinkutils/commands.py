@@ -161,14 +161,14 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
-    end_with_parent()
+    end_with_parent()  # a worker of a sweep stops when the sweep is killed
     run = config(options.experiment, options.preset, options.seed)
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
     with joined(PRESETS[options.preset].parallel, device) as group:
         record = train(run, device=device, keep_weights=keep, group=group, **where)
-    if not group.first:
+    if not group.first:  # of several processes that train one run, the first speaks
         return
     name = short_name(record.folder)
     if record.status == "failed":
@@ -377,6 +377,7 @@ def report_command(options: argparse.Namespace) -> None:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
+    # Written beside and renamed, so that an older page stays until the new one is whole.
     unfinished = output.with_name(f".{output.name}.tmp")
     write_synced(unfinished, page.encode())
     os.replace(unfinished, output)
@@ -454,6 +455,7 @@ def run_command(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+# Each function's docstring is its help.
 COMMANDS = {
     "list": (list_command, list_options),
     "train": (train_command, train_options),

@@ -55,7 +55,7 @@ def run_notebooks(
         unknown = ", ".join(sorted({*parameters} - {*known}))
         if unknown:
             raise ValueError(f"{path.stem} has no parameter {unknown}; it has {', '.join(known)}")
-    figures = RENDERED / "figures"
+    figures = RENDERED / "figures"  # where `su.save` puts them
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
@@ -108,6 +108,7 @@ def _refresh(path: Path, ran: Any) -> None:
     import nbformat
 
     book = nbformat.read(path, as_version=4)
+    # Papermill keeps cells as they are, but for the outputs and its own notes on the run.
     for cell, done in zip(book.cells, ran.cells, strict=True):
         if cell.cell_type != "code":
             continue

@@ -39,6 +39,7 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
         before.shape[1:] == after.shape[1:],
         f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
     )
+    # Differences of the same texts vary less than the texts do: paired, they say more.
     if first.digest == second.digest:
         interval = stats.ttest_1samp(after - before, 0).confidence_interval()
     else:

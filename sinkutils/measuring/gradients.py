@@ -33,6 +33,7 @@ def gradient_norms(model: TransformerLM, ids: Tensor) -> list[list[float]]:
         loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, inputs)
     first = int(model.config.sink_token)  # x* is no token of the text
+    # As an optimiser sums texts: what they share adds up, what differs cancels.
     sums = torch.stack([x.float().sum(dim=0)[first:] for x in gradients])  # (L, T - 1, d)
     norms = torch.linalg.vector_norm(sums, dim=-1)
     if not norms.isfinite().all():

