@@ -254,7 +254,7 @@ def hub_reachable() -> bool:
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """Why a model did not load, in one line: transformers' own, unless it says too little or much."""
+    """Why a model did not load, in one line: transformers' own, unless that says too little."""
     message, path = " ".join(str(error).split()), Path(name)
     if path.suffix == ".gguf" or _holds(path, ["*.gguf"]):
         return (

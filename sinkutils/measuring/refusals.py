@@ -88,7 +88,7 @@ def check_heads(model: Any, heads: int) -> None:
     """Refuse attention modules that compute a part of the heads, the rest being elsewhere."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    # Under tensor parallelism each process has some of the heads, and nothing on the module says so.
+    # Under tensor parallelism a process has some of the heads, and nothing on the module says so.
     config = model.config.get_text_config()
     whole = getattr(config, "num_attention_heads", heads)
     if isinstance(whole, int) and heads < whole and whole % heads == 0:
