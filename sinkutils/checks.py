@@ -64,10 +64,10 @@ def types(cls: Any) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
 
-def fields(config: Any, **least: int) -> None:
+def fields(config: Any, **least: float) -> None:
     """Every field of a dataclass by its type: integers of at least 1, floats of at least 0.
 
-    least: another least integer, by field. A type may be one with None; of a tuple every element is
+    least: another least number, by field. A type may be one with None; of a tuple every element is
     checked.
     """
     for name, (kind, *others) in types(config.__class__).items():
@@ -80,9 +80,10 @@ def fields(config: Any, **least: int) -> None:
             elements = value
         for element in elements:
             if kind is int:
-                integer(name, element, least.get(name, 1))
+                integer(name, element, int(least.get(name, 1)))
             elif kind is float:
-                real(name, element, "finite and not negative")
+                wanted = "finite" if name in least else "finite and not negative"
+                real(name, element, wanted, least.get(name, 0.0))
             else:
                 instance(name, element, kind)
 
