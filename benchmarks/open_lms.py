@@ -58,7 +58,7 @@ def add(name: str, section: str, values: Any) -> Path:
     """Put one section into a model's file, in place of what stood there; numbers get four significant digits."""
     path = paths.OPEN_LMS / f"{name}.json"
     sections = recorded(name) if path.exists() else {}
-    sections[section] = _short(values)
+    sections[section] = short(values)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(
         f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(sections.items())
@@ -362,12 +362,12 @@ def _length(measured: Subject) -> int:
     return min(64, context(measured))
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    return [_short(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: short(inner) for key, inner in value.items()}
+    return [short(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

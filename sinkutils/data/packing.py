@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ class DataConfig:
     # redrawn uniformly from the vocabulary, once for each chunk
     random_positions: tuple[int, ...] = ()
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
+    # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
+    random_place: bool = False
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
     # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
     validation: str | None = None
@@ -32,6 +35,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.fields(self)
         require(0 < self.share <= 1, f"share must be in (0, 1], got {self.share}")
+        require(
+            self.fixed_position is not None or not self.random_place,
+            "random_place is of a fixed token: set fixed_position, where it is to be measured",
+        )
 
 
 class Batches:
@@ -95,17 +102,43 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        self.redrawn = np.random.default_rng([seed, 5]).integers(
+        redrawn = np.random.default_rng([seed, 5]).integers(
             corpus.first_text_id, corpus.vocab_size, size=size
         )
+        places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
+        self.redrawn, self.places = torch.from_numpy(redrawn), torch.from_numpy(places)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
         starts = np.asarray(indices)[:, None] * self.context_length
         ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
+        return self.changed(torch.from_numpy(ids), torch.from_numpy(np.array(indices)))
+
+    def changed(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """The chunks of these numbers with the interventions made."""
         for column, position in enumerate(self.data.random_positions):
-            ids[:, position - 1] = self.redrawn[indices, column]
-        return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
+            ids[:, position - 1] = self.redrawn[rows, column]
+        if self.data.random_place:
+            ids[torch.arange(len(ids), device=ids.device), self.places[rows]] = self.fix_id
+            return ids
+        return fix_position(ids, self.data.fixed_position, self.fix_id)
+
+
+class ChunksOnDevice(Chunks):
+    """The same chunks, cut on a device from a copy of the tokens there: all that goes there later is their numbers."""
+
+    def __init__(self, *args: Any, device: torch.device) -> None:
+        super().__init__(*args)
+        # int32, as few operations know unsigned integers.
+        self.tokens_there = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
+        self.redrawn, self.places = self.redrawn.to(device), self.places.to(device)
+        self.columns = torch.arange(self.context_length + 1, device=device)
+
+    def take(self, indices: np.ndarray) -> Tensor:
+        rows = torch.from_numpy(np.array(indices)).to(self.columns.device)
+        starts = rows[:, None] * self.context_length
+        ids = self.tokens_there[starts + self.columns].long()
+        return self.changed(ids, rows)
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
@@ -113,5 +146,5 @@ def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()
-    ids[:, position - 1] = fix_id
+    ids[:, position - 1].fill_(fix_id)
     return ids

@@ -75,9 +75,11 @@ class Judged:
     premises: Sequence[CheckOutcome] = ()
 
 
-def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
-    """Every claim; directional checks after Holm over their part of the ledger."""
-    corrected = {}
+def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
+    """Every claim; directional checks after Holm over their part of the ledger, if `corrected`."""
+    if not corrected:
+        return [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
+    p_values = {}
     for part in PARTS:
         tests: list[Estimate] = []
         for claim in claims:
@@ -85,8 +87,8 @@ def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
                 judged = _judge_claim(claim, ours, UNCORRECTED)
                 for outcome in (*judged.outcomes, *judged.premises):
                     tests += outcome.tests
-        corrected[part] = holm(tests)
-    return [_judge_claim(claim, ours, corrected[claim.part]) for claim in claims]
+        p_values[part] = holm(tests)
+    return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
 
 def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:

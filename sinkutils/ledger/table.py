@@ -20,7 +20,7 @@ CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior
  premise""".split()
 
 
-def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
     part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as
@@ -30,12 +30,13 @@ def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
     no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
     first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
-    the claim could not have failed here, if so. remark: by hand. Raises ValueError for an unknown
-    preset.
+    the claim could not have failed here, if so. remark: by hand. corrected: whether directional checks
+    are corrected for their number (Holm), as the ledger's verdicts are. Raises ValueError for an
+    unknown preset.
     """
     ours = readings(preset, folder)
     rows = []
-    for one in _all_judged(ours):
+    for one in _all_judged(ours, corrected):
         read: dict[str, dict] = {}  # the runs that the checks read, by quantity
         levels, intervals = [], []
         for outcome in one.outcomes:
@@ -106,8 +107,8 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
 
 
 @lru_cache(maxsize=4)
-def _all_judged(ours: Readings) -> list[Judged]:
-    return judge_claims(read_claims(), ours)
+def _all_judged(ours: Readings, corrected: bool = True) -> list[Judged]:
+    return judge_claims(read_claims(), ours, corrected)
 
 
 def _reasons(judged: Judged) -> str:

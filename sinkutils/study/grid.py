@@ -15,7 +15,8 @@ from functools import lru_cache
 from sinkutils.checks import integer
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.experiments import AFTER_PAPER, EXPERIMENTS, Experiment, experiment, scaled
-from sinkutils.study.presets import Preset, preset
+from sinkutils.study.presets import Preset
+from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import config_hash
 
 # What a fine-tuning changes in the pre-training that it starts from, beside the preset's `tuning`.
@@ -50,7 +51,7 @@ def keeps_weights(run: RunConfig) -> bool:
     """Whether a record keeps its weights: what a fine-tuning starts from, and some first seeds at
     small presets.
     """
-    if preset(run.preset).keeps_weights and run.seed < experiment(run.experiment).weights:
+    if find_preset(run.preset).keeps_weights and run.seed < experiment(run.experiment).weights:
         return True
     for other in _all(run.preset).values():
         if isinstance(other, FinetuneConfig) and other.start == run.experiment:
@@ -65,10 +66,13 @@ def plan(
     no download.
 
     At `seeds`; None: each at its own number of seeds. The first three seeds together: base, the
-    headline, the others, then further seeds; what came after the paper, likewise, last.
+    headline, the others, then further seeds; what came after the paper, likewise, last. What the
+    preset leaves out is trained where it is named.
     """
     names = only or [name for name in _all(preset) if not experiment(name).download]
     first = dict.fromkeys(resolve(name, preset) for name in names)  # of equal runs
+    if only is None:
+        first = {name: None for name in first if name not in find_preset(preset).leaves_out}
     base = resolve("base", preset)
     runs = []
     for name in first:
@@ -102,7 +106,7 @@ def unavailable(preset: str) -> set[str]:
 @lru_cache
 def _all(preset_name: str) -> dict[str, RunConfig]:
     """What a preset can hold, by name and in the table's order."""
-    preset(preset_name)
+    find_preset(preset_name)
     runs = {}
     for name, row in EXPERIMENTS.items():
         if preset_name in row.presets:
@@ -113,7 +117,7 @@ def _all(preset_name: str) -> dict[str, RunConfig]:
 @lru_cache
 def _named(name: str, preset_name: str) -> RunConfig:
     """The run of an experiment at seed 0, under its own name."""
-    scale = preset(preset_name)
+    scale = find_preset(preset_name)
     row = experiment(scale.base if name == "base" else name)
     if preset_name not in row.presets:
         presets = " or ".join(row.presets)

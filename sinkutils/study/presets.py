@@ -29,6 +29,7 @@ class Preset:
     compile: bool = False
     parallel: str = "ddp"  # or fsdp
     keeps_weights: bool = False
+    leaves_out: tuple[str, ...] = ()
 
 
 PRESETS: dict[str, Preset] = {}

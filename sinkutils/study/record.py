@@ -233,13 +233,14 @@ def _filled(values: Json, defaults: Json) -> Json:
 def config_hash(config: RunConfig) -> str:
     """SHA-256 of what determines a run, apart from its text; fine-tunings name their start by it.
 
-    It goes by the fields that the first records had: `bos`, always False, and no `unscored` where
-    it is empty.
+    It goes by the fields that the first records had: `bos`, always False, and no `unscored` or
+    `random_place` where they are empty.
     """
     values = config_dict(config)
     values["data"]["bos"] = False
-    if not values["data"]["unscored"]:
-        del values["data"]["unscored"]
+    for name in ("unscored", "random_place"):
+        if not values["data"][name]:
+            del values["data"][name]
     return _sha256((json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 

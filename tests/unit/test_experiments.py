@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from helpers import refuses
 
+from sinkutils import claim_checks
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
@@ -203,6 +204,18 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
         ("random_1_depth_6", 0),
         ("random_1_depth_6", 1),
     ]
+
+
+@pytest.mark.parametrize("scale", PRESETS)
+def test_what_a_preset_leaves_out_exists_carries_no_verdict_and_is_trained_where_it_is_named(scale):
+    left_out = preset(scale).leaves_out
+    swept = {run.experiment for run in grid.plan(scale)}
+    assert set(left_out) <= set(EXPERIMENTS) and not swept & set(left_out)
+    for name in left_out:
+        assert [run.experiment for run in grid.plan(scale, seeds=[0], only=[name])] == [name]
+    if left_out:
+        judged = claim_checks(scale).runs.str.split(", ").explode()
+        assert not set(judged) & set(left_out)
 
 
 def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experiment():

@@ -323,6 +323,7 @@ def test_present_and_absent_are_corrected_as_more_is(kind, quantity, value):
     more = dataclasses.replace(claim, id="b", checks=tuple(others))
     judged = judge_claims([claim, more], ours)[0]
     assert judged.verdict == "inconclusive" and judged.outcomes[0].p == pytest.approx(4 * p)
+    assert judge_claims([claim, more], ours, corrected=False)[0].verdict == "reproduced"
 
 
 @pytest.mark.parametrize("states, premises, expected", [
