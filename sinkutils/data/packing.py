@@ -125,7 +125,10 @@ class Chunks(Batches):
 
 
 class ChunksOnDevice(Chunks):
-    """The same chunks, cut on a device from a copy of the tokens there: all that goes there later is their numbers."""
+    """The same chunks, cut on a device from a copy of the tokens there.
+
+    All that goes there at a step is the chunks' numbers.
+    """
 
     def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)

@@ -271,9 +271,8 @@ def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None 
     """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5)."""
     if spec.fixed_value == "first":
         first = torch.zeros(head_dim, device=device)
-        first[0].fill_(
-            spec.fixed_value_norm
-        )  # an assignment would copy from the host: see `GraphedStep`
+        # An assignment would copy from the host: see `GraphedStep`.
+        first[0].fill_(spec.fixed_value_norm)
         return first
     return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
 
