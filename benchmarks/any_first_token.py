@@ -29,8 +29,7 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import from_dict
 from sinkutils.study.store import Runs
 
@@ -160,7 +159,11 @@ def alone(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
         return output
 
     result["first"] = {}
-    for case, layers in {"untouched": [], "blocks 2 and 3": [1, 2], "blocks 1 to 3": [0, 1, 2]}.items():
+    for case, layers in {
+        "untouched": [],
+        "blocks 2 and 3": [1, 2],
+        "blocks 1 to 3": [0, 1, 2],
+    }.items():
         with attending(model, layers, company):
             outcome = surgery.untouched(model, cut)
         elements: Any = outcome.report.first_elements

@@ -58,6 +58,7 @@ class Batches:
         """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed,
         step) only.
         """
+        # The rows are numbered on from step to step: number n is place n mod N of epoch n div N.
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():

@@ -166,6 +166,7 @@ class Runs:
             record = _read(target)
             if record is None or not is_of(record, run) or record.config["corpus"] == corpus:
                 return study
+        # Characters that no file system minds, and enough of the hash to tell two texts apart.
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
         apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
         return RunFolder(run, corpus, record_folder(apart, run.experiment, run.seed, self.folder))
