@@ -27,10 +27,11 @@ def short(value: Any) -> str:
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
     # NumPy's integers count: our own frames hand them out.
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(whole, f"{name} must be an integer, got {short(value)}")
-    wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-    require(least <= value <= most, f"{name} must be {wanted}, got {value}")
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {short(value)}")
+    if not least <= value <= most:
+        wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
@@ -39,7 +40,8 @@ def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = Fa
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     enough = number > least if more else number >= least
-    require(enough and number < math.inf, f"{name} must be {wanted}, got {short(value)}")
+    if not enough or number == math.inf:
+        raise ValueError(f"{name} must be {wanted}, got {short(value)}")
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -52,10 +54,10 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 def instance(name: str, value: Any, kind: type) -> None:
     """A value of that type."""
-    require(
-        isinstance(value, kind),
-        f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}",
-    )
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}"
+        )
 
 
 @lru_cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +64,12 @@ def run_notebooks(
     # Of the kernels: two pages run at a time, on a core each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def execute(path: Path) -> Any:
+    failed: list[str] = []
+    kept: list[str] = []
+
+    def execute(path: Path) -> None:
         try:
-            return papermill.execute_notebook(
+            done = papermill.execute_notebook(
                 path,
                 output and output / path.name,
                 parameters,
@@ -75,32 +80,45 @@ def run_notebooks(
                 coalesce_streams=True,
             )
         except papermill.PapermillExecutionError as error:
-            return error
+            failed.append(path.stem)
+            tqdm.write(f"{path.stem} failed: {error}")  # with the line
+            return
+        if output is None:
+            _refresh(path, done)
+        else:
+            tqdm.write(f"{path.stem} -> {output / path.name}")
+        kept.append(path.stem)
 
-    failed = []
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
         running = [pool.submit(execute, path) for path in paths]
         try:
-            for path, future in zip(paths, running, strict=True):
-                done = future.result()
+            for future in as_completed(running):
+                future.result()
                 bar.update()
-                if isinstance(done, papermill.PapermillExecutionError):
-                    failed.append(path.stem)
-                    tqdm.write(f"{path.stem} failed: {done}")  # with the line
-                elif output is None:
-                    _refresh(path, done)
-                else:
-                    tqdm.write(f"{path.stem} -> {output / path.name}")
         except KeyboardInterrupt:
-            # A kernel has no part in the terminal's interrupt.
-            pool.shutdown(wait=False, cancel_futures=True)
             begun = [paths[i].stem for i, future in enumerate(running) if future.running()]
-            names = " and ".join(begun) or "no notebook"
-            tqdm.write(f"stopping: {names} under way, waiting for its end")
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in running):
+                end_kernels()
+                time.sleep(0.1)
+            ended = [name for name in begun if name not in kept]
+            place = "in place" if output is None else f"in {output}"
+            tqdm.write(f"whole {place}: {', '.join(sorted(kept)) or 'no notebook'}")
+            tqdm.write(f"ended before their last cell: {', '.join(ended) or 'none'}")
             raise
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed
+
+
+def end_kernels() -> None:
+    """End the kernels of this process, which have no part in its terminal's interrupt."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "ipykernel_launcher" in child.cmdline():
+                child.kill()
 
 
 def _refresh(path: Path, ran: Any) -> None:

@@ -41,8 +41,8 @@ def load_lm(
     """Load a causal LM and its tokenizer, in eval mode.
 
     name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a
-        recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
-        any record), or a model of `python -m sinkutils models` ("smollm2").
+        GGUF file (with the package gguf), recorded run that kept its weights ("laptop/fixed_1/0",
+        or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
@@ -121,16 +121,20 @@ def _load_transformers(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The hub is asked once whether it is there: its library tries each file for half a minute.
-    local = Path(name).is_dir()
+    local = Path(name).exists()
     offline = not local and not hub_reachable()
     common: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "local_files_only": offline,
         "revision": revision or "main",
     }
+    where: Any = name
+    if gguf := gguf_file(Path(name)):
+        # transformers takes the folder and the file's name, and computes in full precision
+        where, common["gguf_file"] = gguf.parent, gguf.name
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
+            where,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
@@ -139,8 +143,8 @@ def _load_transformers(
         )
         model, info = loaded
         tokenizer: Any = WithoutTokenizer(model)
-        if not local or _holds(Path(name), TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if not local or gguf or _holds(Path(name), TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
     check_loaded(name, model, info)
@@ -177,6 +181,20 @@ def check_folder(path: Path) -> None:
             f"give one of them, {str(newest)!r} for instance"
         )
     raise ModelUnavailable(f"{str(path)!r} has no config.json: is it the folder of a model?")
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the one in a folder without a config.json."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise ModelUnavailable(
+            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
+        )
+    return files[0]
 
 
 # transformers fills what a file lacks with random numbers, and drops what it does not know, with a
@@ -256,11 +274,8 @@ def hub_reachable() -> bool:
 def _why(name: str, offline: bool, error: Exception) -> str:
     """Why a model did not load, in one line: transformers' own, unless that says too little."""
     message, path = " ".join(str(error).split()), Path(name)
-    if path.suffix == ".gguf" or _holds(path, ["*.gguf"]):
-        return (
-            f"{name!r} is a GGUF file: measure what "
-            "AutoModelForCausalLM.from_pretrained(folder, gguf_file=..) loads"
-        )
+    if gguf_file(path) and not importlib.util.find_spec("gguf"):
+        return f"{name!r} is a GGUF file: pip install gguf"
     if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
     if re.search("Unsupported (global|class)", message):
