@@ -47,8 +47,9 @@ DATA.steps.forEach((step, time) => {{
 
 def frames(name: str) -> list[dict]:
     """A record's attention at each evaluation, to the first token and to k*."""
-    curve = su.record(name, "laptop", 0).arrays["curve"].float().flatten(2)  # (times, targets, heads)
-    return [{"alpha": now[0].tolist(), "star": now[-1].tolist()} for now in curve]
+    curve = su.record(name, "laptop", 0).arrays["curve"].float()
+    shares = curve.flatten(2)  # (times, targets, heads); the last target is k*
+    return [{"alpha": now[0].tolist(), "star": now[-1].tolist()} for now in shares]
 
 
 steps = [point["step"] for point in su.record("fixed_1", "laptop", 0).metrics["curve"]]

@@ -46,8 +46,7 @@ LEVELS = {
     "out": 0.50,
     "": 0,  # the others are small: as fine as eight bits allow
 }
-# By step: the first weights tell little, the last most.
-FINER = {"0": 0.5, "200": 0.55, "500": 0.7, "1000": 0.85, "4000": 1.1, "8000": 1.3, "12000": 2}
+FINER = {"0": 0.5, "200": 0.7, "12000": 1.7}  # by step: the first tell little, the last most
 
 
 def packed(parts: list[bytes]) -> str:

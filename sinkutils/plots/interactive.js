@@ -4,8 +4,8 @@
 const image = root.querySelector("img"), controls = document.createElement("div");
 
 function slider(label, count, value, changed) {
-  const input = Object.assign(document.createElement("input"), { type: "range", min: 0, max: count - 1, value });
-  const holder = document.createElement("label");
+  const input = document.createElement("input"), holder = document.createElement("label");
+  Object.assign(input, { type: "range", min: 0, max: count - 1, value });
   input.oninput = () => changed(Number(input.value));
   holder.append(`${label} `, input);
   controls.append(holder);
@@ -13,7 +13,8 @@ function slider(label, count, value, changed) {
 }
 
 function button(label, pressed) {
-  const made = Object.assign(document.createElement("button"), { type: "button", textContent: label });
+  const made = document.createElement("button");
+  Object.assign(made, { type: "button", textContent: label });
   made.onclick = () => pressed(made);
   controls.append(made);
 }
@@ -38,14 +39,17 @@ function place() {
 const KINDS = {
   // Choose a head by its alpha_1, see its map, follow a query.
   async explorer() {
-    const { H, blocks, T, tokens, alpha, name } = DATA, shades = new Uint8Array(await inflate(DATA.packed));
-    const heads = place(), map = place(), words = document.createElement("p"), count = alpha[0].length;
+    const { H, blocks, T, tokens, alpha, name, packed } = DATA;
+    const shades = new Uint8Array(await inflate(packed));
+    const heads = place(), map = place(), words = document.createElement("p");
+    const count = alpha[0].length;
     let text = 0, head = DATA.head, query = T - 1, headAt, queryAt;
     const show = () => {
       const share = stored(shades, (text * count + head) * T * (T + 1) / 2);
       const title = `${name}\n${nameOf(head, H, alpha[text], blocks[Math.floor(head / H)])}`;
       const view = { labels: tokens[text], share, query, title, width: 440 };
-      headAt = drawHeads(heads, { alpha: alpha[text], H, blocks, head, T, threshold: 0.3, width: 280 });
+      const all = { alpha: alpha[text], H, blocks, head, T, threshold: 0.3, width: 280 };
+      headAt = drawHeads(heads, all);
       queryAt = drawMap(map, view);
       words.textContent = `Query ${query + 1}, “${tokens[text][query]}”. ${looksAt(view)}`;
     };
@@ -63,20 +67,26 @@ const KINDS = {
       show();
     };
     show();
-    heads.append(words);
-    words.style.maxWidth = "280px";
-    replaceStill(heads, map);
+    const left = place();
+    left.append(heads, words);
+    left.style.width = "280px";
+    replaceStill(left, map);
   },
 
   // Every head of each run along training; rings: where it ends.
   film() {
     const { steps, runs, key, color } = DATA, end = steps.length - 1, holders = runs.map(place);
-    const titles = runs.map(() => document.createElement("strong")), now = document.createElement("output");
+    const titles = runs.map(() => document.createElement("strong"));
+    const now = document.createElement("output");
     const name = `Attention of every head to ${key}`;
+    for (const title of titles) {
+      title.style.cssText = "display:block;font-size:13px;white-space:pre-line";
+    }
     const show = (frame) => {
       runs.forEach(({ name: run, H, frames, means }, i) => {
-        drawHeads(holders[i], { alpha: frames[frame], rings: frames[end], H, threshold: 0.3, width: 356, name, color });
-        titles[i].textContent = `${run}: mean ${means[frame].toFixed(2)}`;
+        const all = { alpha: frames[frame], rings: frames[end], H, threshold: 0.3, width: 356 };
+        drawHeads(holders[i], { ...all, name, color });
+        titles[i].textContent = `${run}\nmean ${means[frame].toFixed(2)}`;
         holders[i].prepend(titles[i]);
       });
       now.textContent = `step ${steps[frame].toLocaleString("en")}`;

@@ -29,7 +29,7 @@ def visit(driver, address=""):
     """Open the page anew, and wait until its picture is drawn."""
     driver.get("about:blank")
     driver.get(PAGE.as_uri() + address)
-    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+    until(driver, "results.edited && NAMES.at(-1) in results.byName")
 
 
 def until(driver, condition):
@@ -240,7 +240,7 @@ def test_a_page_opened_without_a_text_waits_for_one(driver):
     by_id(driver, "query").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "threshold").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "text").send_keys("Close the file.")
-    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+    until(driver, "results.edited && NAMES.at(-1) in results.byName")
     assert console_errors(driver) == []
 
 
