@@ -116,7 +116,7 @@ function enough(tokens) {
   const least = fixed && !state.drop ? 1 : 2;
   $("note").textContent = length < least ? "There is too little text: the picture is of the one before."
     : length > room ? `The text is long: a model reads its first ${room} tokens.`
-      : `${length} token${length > 1 ? "s" : ""}. Most words are several.`;
+      : `${length} token${length > 1 ? "s" : ""}. Most words are several tokens.`;
   return length >= least;
 }
 
