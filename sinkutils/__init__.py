@@ -10,7 +10,7 @@ from typing import Any
 _HOMES = {
     "AttentionSpec": "model.attention",
     "attend": "model.attention",
-    "LMConfig": "model.config",
+    "LMConfig": "model.decoder",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",

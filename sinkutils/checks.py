@@ -68,7 +68,7 @@ def types(cls: Any) -> dict[str, tuple]:
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
 
-def fields(config: Any, **least: int) -> None:
+def fields(config: Any, **least: float) -> None:
     """Every field of a dataclass by its type: integers of at
     least 1 (or `least`), floats that are not negative.
 
@@ -82,9 +82,10 @@ def fields(config: Any, **least: int) -> None:
             instance(name, value, tuple)
         for one in value if ... in others else (value,):
             if kind is int:
-                integer(name, one, least.get(name, 1))
+                integer(name, one, int(least.get(name, 1)))
             elif kind is float:
-                real(name, one, "finite and not negative")
+                wanted = "finite" if name in least else "finite and not negative"
+                real(name, one, wanted, least.get(name, 0.0))
             else:
                 instance(name, one, kind)
 
