@@ -106,7 +106,7 @@ def attending(model: TransformerLM, layers: Sequence[int], change: Callable) -> 
             def hook(module: nn.Module, args: tuple, output: Tensor, layer: int = layer) -> Tensor:
                 return change(layer, module, args[0], output.clone())
 
-            handle = model.blocks[layer].attention.register_forward_hook(hook)  # type: ignore[union-attr]
+            handle = model.blocks[layer].attention.register_forward_hook(hook)
             hooks.callback(handle.remove)
         yield
 
@@ -176,11 +176,11 @@ def writers(model: TransformerLM, ids: Tensor, dimension: int) -> list[dict[str,
             for kind in ("attention", "ffn"):
                 handle = getattr(block, kind).register_forward_hook(partial(look, kind))
                 hooks.callback(handle.remove)
-            hooks.callback(block.ffn.down.register_forward_pre_hook(before).remove)  # type: ignore[union-attr]
+            hooks.callback(block.ffn.down.register_forward_pre_hook(before).remove)
         model.hidden(ids)
     result = []
     for layer, block in enumerate(model.blocks):
-        down: Any = block.ffn.down.weight  # type: ignore[union-attr]
+        down: Any = block.ffn.down.weight
         written = (found["neurons"][layer] * down[dimension]).mean(dim=0)
         largest = written.abs().topk(3).indices
         result.append(
@@ -258,7 +258,7 @@ def main() -> None:
     model.eval()
     result = {"record": RECORD, "texts": TEXTS, "T": T}
     for part in (alone, cuts, starts, tokens):
-        result[part.__name__] = part(model, corpus)  # type: ignore[operator]
+        result[part.__name__] = part(model, corpus)
         print(part.__name__, flush=True)
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in short(result).items()]
         text = "{\n" + ",\n".join(lines) + "\n}\n"
