@@ -1,10 +1,11 @@
 """Packing: chunks are consecutive pieces of the joined documents, and each intervention changes what it says."""
 
 import numpy as np
+import pytest
 import torch
-from helpers import refuses
+from helpers import CPU, refuses
 
-from sinkutils.data.packing import Chunks, DataConfig, fix_position
+from sinkutils.data.packing import Chunks, ChunksOnDevice, DataConfig, fix_position
 
 C = 32
 
@@ -61,6 +62,16 @@ def test_random_positions_are_redrawn_once_for_each_chunk_from_all_text_tokens(c
     assert abs(redrawn.double().mean() - expected) < 4 * spread
 
 
+def test_a_fixed_token_at_a_random_place_stands_once_in_each_chunk(corpus):
+    placed = all_of(corpus, fixed_position=4, random_place=True)
+    fixed = placed == corpus.fix_id
+    assert fixed.sum(dim=1).eq(1).all()
+    assert torch.equal(placed.masked_fill(fixed, 0), all_of(corpus).masked_fill(fixed, 0))
+    places = fixed.int().argmax(dim=1)
+    assert set(places.tolist()) == set(range(C))
+    assert torch.equal(placed, all_of(corpus, fixed_position=4, random_place=True))
+
+
 def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     chunks = Chunks(corpus, "train", C, DataConfig())
     shown = torch.cat([chunks.batch(step, 7, seed=0) for step in range(2 * len(chunks) // 7 + 1)])
@@ -71,11 +82,30 @@ def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     assert not torch.equal(chunks.batch(0, 16, seed=0), chunks.batch(0, 16, seed=1))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"random_positions": (1, 3)},
+        {"fixed_position": 2, "share": 0.5},
+        {"fixed_position": 4, "random_place": True},
+    ],
+)
+def test_batches_cut_on_the_device_are_those_of_the_host_in_the_same_order(corpus, data):
+    here = Chunks(corpus, "train", C, DataConfig(**data), 3)
+    there = ChunksOnDevice(corpus, "train", C, DataConfig(**data), 3, device=CPU)
+    size = len(here) // 15  # so that the steps go on into a second epoch
+    for step in range(20):
+        expected, batch = here.batch(step, size, seed=3), there.batch(step, size, seed=3)
+        assert batch.dtype == torch.int64 and torch.equal(batch, expected)
+
+
 def test_impossible_interventions_are_refused(corpus):
     refuses("share must be in", all_of, corpus, share=0.0)
     refuses("random_positions must be at least 1", all_of, corpus, random_positions=(0,))
     refuses("random_positions must be of type tuple", all_of, corpus, random_positions=3)
     refuses("fixed_position must be at least 1", all_of, corpus, fixed_position=0)
+    refuses("random_place is of a fixed token", all_of, corpus, random_place=True)
     refuses("position 33 is beyond context_length=32", all_of, corpus, random_positions=(33,))
     refuses("less than one chunk", all_of, corpus, share=1e-4)
     refuses("split must be one of train, valid, probe", all_of, corpus, "test")
