@@ -66,7 +66,8 @@ def cut_by(model: nn.Module) -> str | None:
             "FullyShardedDataParallel, whose weights lie flat in one piece: use fully_shard (FSDP2)"
         )
     for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):
+        # ZeRO-3 marks each parameter, and empties it between passes.
+        if hasattr(parameter, "ds_id") or parameter.numel() == 0:
             return (
                 f"DeepSpeed's ZeRO-3, and its parameters are elsewhere between passes: {IN_PARTS}"
             )
