@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkutils.checks import choice
+from sinkutils.checks import choice, short
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
@@ -52,6 +52,8 @@ def load_lm(
     tensors only, which is what transformers allows. Raises ModelUnavailable (an OSError)
     with one line that says what to do, ValueError for another device or dtype.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
     name, path = str(name_or_path), Path(name_or_path)
     kind: Any = dtype
     if dtype is not None:
