@@ -1,4 +1,4 @@
-"""Running the notebooks headlessly: into a folder, or where they are, for committing their outputs."""
+"""Running the notebooks headlessly: into a folder, or in place, to commit their outputs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def run_notebooks(
 ) -> list[str]:
     """Execute the notebooks with papermill into `output`; returns the names of those that failed.
 
-    output: None: where they are. Of a notebook that runs to its end the outputs are then replaced, without what differs
-    on every run (warnings, progress bars, widgets, names of tables); and if all do, the figures that they saved go to
-    figures/.
+    output: None: where they are. Of a notebook that runs to its end the outputs are then replaced,
+    without what differs on every run (warnings, progress bars, widgets, names of tables); and if
+    all do, the figures that they saved go to figures/.
     Raises ValueError, before any is run, for a parameter that one of them does not have.
     """
     import papermill
@@ -57,17 +57,17 @@ def run_notebooks(
         unknown = ", ".join(sorted({*parameters} - {*known}))
         if unknown:
             raise ValueError(f"{path.stem} has no parameter {unknown}; it has {', '.join(known)}")
-    figures = RENDERED / "figures"
+    figures = RENDERED / "figures"  # where `su.save` puts them
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # of the kernels: two pages run at a time, on a core each
+    # Of the kernels: two pages run at a time, on a core each.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    failed, kept = [], []
+    failed: list[str] = []
+    kept: list[str] = []
 
-    def execute(path):
+    def execute(path: Path) -> None:
         try:
             done = papermill.execute_notebook(
                 path,
@@ -96,7 +96,7 @@ def run_notebooks(
                 future.result()
                 bar.update()
         except KeyboardInterrupt:
-            begun = [path.stem for path, future in zip(paths, running, strict=True) if future.running()]
+            begun = [paths[i].stem for i, future in enumerate(running) if future.running()]
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in running):
                 end_kernels()
@@ -126,6 +126,7 @@ def _refresh(path: Path, ran: Any) -> None:
     import nbformat
 
     book = nbformat.read(path, as_version=4)
+    # Papermill keeps cells as they are, but for the outputs and its own notes on the run.
     for cell, done in zip(book.cells, ran.cells, strict=True):
         if cell.cell_type != "code":
             continue
