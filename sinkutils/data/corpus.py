@@ -227,12 +227,14 @@ def _tokenise(
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
+    # Two corpora are one where the tokenizer and every document are.
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
     with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
             split = split_of(text)
             size = len(ids) + 1
+            # A document is whole or not there, so that a cap cuts none.
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             with (folder / f"{split}.bin").open("ab") as file:

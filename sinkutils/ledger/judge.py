@@ -218,6 +218,7 @@ def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
     """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
     check = outcome.check
     passes, within, outside = outcome.bar, True, False
+    # Distance to the margin on each side, against the reach of a one-sided 95 % interval.
     for side in SIDES[check.kind]:
         beyond = ours.estimate(check.runs, check.quantity, replace(bar, size=side * bar.size))
         room, reach = -side * beyond.mean, beyond.reach(1 - LEVEL)

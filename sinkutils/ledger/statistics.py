@@ -64,7 +64,7 @@ NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     """The moderated variance of at least two values, and its degrees of freedom."""
-    d = len(values) - 1
+    d = len(values) - 1  # degrees of freedom of this setting's own variance
     d0, s0_squared, most = prior
     s_squared = float(np.var(values, ddof=1))
     variance = (d0 * s0_squared + d * s_squared) / (d0 + d)
@@ -111,6 +111,7 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
         return 0.0, 0.0, together
     # A variance of exactly nothing would have no logarithm.
     logs = np.log(np.maximum(variances, 1e-5 * np.median(variances[variances > 0])))
+    # E log s^2 = log sigma^2 + digamma(d/2) - log(d/2).
     centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
     beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
     if beyond <= 0:

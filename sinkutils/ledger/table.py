@@ -30,9 +30,9 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
     no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
     first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
-    the claim could not have failed here, if so. remark: by hand. corrected: whether directional checks
-    are corrected for their number (Holm), as the ledger's verdicts are. Raises ValueError for an
-    unknown preset.
+    the claim could not have failed here, if so. remark: by hand. corrected: whether directional
+    checks are corrected for their number (Holm), as the ledger's verdicts are. Raises ValueError
+    for an unknown preset.
     """
     ours = readings(preset, folder)
     rows = []

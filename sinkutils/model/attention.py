@@ -211,7 +211,7 @@ def _out_and_weights(
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.to(wide), k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
-        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij
+        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
     return out.to(v.dtype), weights.to(v.dtype)
@@ -227,15 +227,18 @@ def operate(
     of, differences of maps, sink logits and V biases, is done here.
     """
     check_inputs(q, k, v, spec, extras)
-    if extras.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
+    if extras.mix is not None:
+        # Ye et al. 2024: A = A_1 - lambda A_2, on the values that both maps share. A position term
+        # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
         first, second = (operate(form, half, k, v, softmax, positions) for half in halves(q))
         mix = extras.mix
         return tuple(x - mix.to(x.dtype) * y for x, y in zip(first, second, strict=True))
+    # Whatever else a form returns, weights for one, is passed on.
     out, *more = form(*prepared(q, k, v, spec, extras), spec, extras.distance_bias)
     if spec.sink_logit != "none":
-        out = out[..., :-1]
+        out = out[..., :-1]  # without the dimension that `prepared` added
     if spec.bias == "v":
         out = out + extras.value_bias[:, None]  # type: ignore[index]
     return out, *more
@@ -260,6 +263,7 @@ def prepared(
         q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
     if star is not None:
         k, v = prepend(star, k), prepend(value, v)
+    # After k* went in front: a kernel is taken of it as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
 
@@ -351,7 +355,9 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | Non
         total = powers.sum(-1, keepdim=True)
         return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
     total = sim.sum(-1, keepdim=True)
-    return total.abs().clamp(min=one) if spec.normalizer == "max_abs_sum" else total
+    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `one` is 1 in the row's scale
+        return total.abs().clamp(min=one)
+    return total
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:

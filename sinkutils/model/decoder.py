@@ -271,9 +271,8 @@ def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None 
     """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5)."""
     if spec.fixed_value == "first":
         first = torch.zeros(head_dim, device=device)
-        first[0].fill_(
-            spec.fixed_value_norm
-        )  # an assignment would copy from the host: see `GraphedStep`
+        # An assignment would copy from the host: see `GraphedStep`.
+        first[0].fill_(spec.fixed_value_norm)
         return first
     return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
 
@@ -288,7 +287,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, *up = self.up(x).chunk(self.parts, dim=-1)
+        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
         hidden = self.activation(gate)
         if up:
             hidden = hidden * up[0]
@@ -311,10 +310,11 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
-        if self.post_norm:
+        if self.post_norm:  # Eq. 3: the residual is of the normed middle
             middle = self.norm_1(self.attention(h, *args) + h)
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
+        # Eq. 2; `after` is the identity but for sandwich norm.
         middle = self.after_1(self.attention(self.norm_1(h), *args)) + h
         h = self.after_2(self.ffn(self.norm_2(middle))) + middle
         return h, h
@@ -430,6 +430,7 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
     if like.is_meta:
         return torch.empty_like(like)
     digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
+    # The shift keeps the seed below 2^63, the largest that every generator takes.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(like.shape, generator=generator)
 

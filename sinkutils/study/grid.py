@@ -79,6 +79,7 @@ def plan(
         for seed in seeds or range(experiment(name).seeds):
             runs.append(config(name, preset, seed))
 
+    # False sorts before True, and the sort keeps the table's order among equals.
     def turn(run: RunConfig) -> tuple[bool, ...]:
         row = experiment(run.experiment)
         return row.section == AFTER_PAPER, run.seed > 2, row.name != base, row.seeds < 6
@@ -142,6 +143,7 @@ def _pretraining(row: Experiment, scale: Preset) -> RunConfig:
 
 def _tuning(row: Experiment, scale: Preset) -> RunConfig:
     """The pre-training that it starts from, then what every fine-tuning changes, then its own."""
+    # A preset of the 1B model has its rows under names of their own.
     known = scale.base if row.start == "base" else str(row.start)
     if scale.name not in experiment(known).presets:
         known += "_1b"
@@ -150,6 +152,7 @@ def _tuning(row: Experiment, scale: Preset) -> RunConfig:
         row.name, scale.name, 0, start.model, start.data, start.train, start.experiment
     )
     run = _override(run, scale.tuning | TUNING, scale)
+    # One epoch, of which a tenth is warm-up.
     steps = run.pairs // run.train.batch_size  # type: ignore[attr-defined]
     run = _override(run, {"train.steps": steps, "train.warmup_steps": steps // 10}, scale)
     return _override(run, row.change, scale)

@@ -273,6 +273,7 @@ def write_record(
         files[WEIGHTS] = dump_tensors(weights)
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer.to_str().encode()
+    # As `sha256sum` prints them, with a last line that is the digest of those above.
     sums = ""
     for name, data in files.items():
         sums += f"{_sha256(data)}  {name}\n"
@@ -283,7 +284,7 @@ def write_record(
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
-        read_record(new)
+        read_record(new)  # what was written is read before the old one goes
         put_in_place(new, target)
         discard_old(target)
     except OSError as error:
