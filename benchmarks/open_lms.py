@@ -18,7 +18,7 @@ import torch
 
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.probes import KINDS, bos_id, encode
+from sinkutils.data.probes import PROBES, bos_id, encode
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Kept, Report
@@ -124,8 +124,8 @@ def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
     """
-    result: dict[str, Any] = {kind: {} for kind in KINDS}
-    for kind, first in product(KINDS, measured.firsts):
+    result: dict[str, Any] = {kind: {} for kind in PROBES}
+    for kind, first in product(PROBES, measured.firsts):
         report = _measured(measured, kind, n, _length(measured), first, targets=TARGETS, norms=True)
         result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
     return result

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils import AttentionSpec, attend, measure
-from sinkutils.model.config import FFNS, LMConfig
-from sinkutils.model.decoder import TransformerLM, fixed_value
+from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.model.positions import (
     absolute_embedding,
     alibi_slopes,
@@ -96,7 +95,7 @@ def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
         assert torch.equal(table, exact[name]) and table.dtype == exact[name].dtype
 
 
-@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):

@@ -12,14 +12,14 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from sinkutils.data.external import read_texts
-from sinkutils.data.probes import KINDS, probe
+from sinkutils.data.probes import PROBES, probe
 from sinkutils.data.tokenizer import bos_id, encode, marked_special, special_ids, train_tokenizer
 
 RAW = word_tokenizer(40)
 TEXTS = [" ".join(f"w{(i * 7 + j) % 40}" for j in range(10 + i)) for i in range(30)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROBES)
 def test_probes_differ_between_seeds_and_between_rows(kind):
     """Their shape, BOS and tokens: tests/property/test_inputs.py."""
     ids = probe(kind, RAW, 8, 20, texts=TEXTS)
