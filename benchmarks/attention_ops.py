@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from sinkutils.model import fast
 from sinkutils.model.attention import AttentionSpec
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import position_tables
+from sinkutils.model.decoder import LMConfig, position_tables
 
 # name -> (spec, position term)
 OPERATIONS: dict[str, tuple[AttentionSpec, str | None]] = {
@@ -78,7 +77,7 @@ class LiveTensors(TorchDispatchMode):
 def training_step(
     name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 ) -> Callable[[], None]:
-    """A step of `fast.attend` on random (B, H, T, D) inputs that all want gradients."""
+    """A step of `fast.attention_output` on random (B, H, T, D) inputs that all want gradients."""
     spec, position = OPERATIONS[name]
     _, heads, length, head_dim = shape
 
@@ -102,7 +101,7 @@ def training_step(
     leaves = [x for x in (q, k, v, *extras.values()) if isinstance(x, Tensor)]
 
     def step() -> None:
-        fast.attend(q, k, v, spec, **extras).sum().backward()
+        fast.attention_output(q, k, v, spec, **extras).sum().backward()
         for x in leaves:
             x.grad = None
 

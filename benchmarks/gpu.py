@@ -1,4 +1,4 @@
-"""Time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step, eager, as a graph, compiled.
+"""Time, tokens/s, memory and model FLOPs utilisation (MFU) of a preset's training step: eager, graphed, compiled, both.
 
 MFU is the FLOPs that the model needs (`flops_per_token`) over the time of a step and the matmul peak
 measured here, in bf16 where the preset trains in bf16. The step is the trainer's own:
@@ -24,7 +24,7 @@ from sinkutils.training.run import Run, usable_precision
 from sinkutils.training.trainer import device_name, reproducible
 
 GIB = 2**30
-FORMS = ("eager", "graph", "compiled")
+FORMS = ("eager", "graph", "compiled", "compiled graph")
 
 
 def memory(device: torch.device) -> float:
@@ -58,8 +58,8 @@ def kernels(run: Run) -> int:
 
 def measured(run: Run, form: str, steps: int, rounds: int, peak: float) -> dict[str, Any]:
     """One row: the best of `rounds` means over `steps` steps, after those that compile, record and warm up."""
-    device, compile = run.device, form == "compiled"
-    if form == "graph":
+    device, compile = run.device, "compiled" in form
+    if "graph" in form:
         run.graph = GraphedStep(run)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -106,9 +106,11 @@ def main() -> None:
         print(f"matmul peak {peak / 1e12:.3g} TFLOP/s", flush=True)
         rows = []
         for form in options.forms:
-            rows.append(
-                measured(Run(settings, corpus, device), form, options.steps, options.rounds, peak)
-            )
+            run = Run(settings, corpus, device)
+            try:
+                rows.append(measured(run, form, options.steps, options.rounds, peak))
+            except RuntimeError as error:  # one form that fails stops no other
+                rows.append({"form": form, "failed": str(error)[:300]})
             show(rows[-1])
         if device.type == "cuda":
             rows.append({"kernels": kernels(Run(settings, corpus, device))})

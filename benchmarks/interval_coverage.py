@@ -26,7 +26,7 @@ def main() -> None:
     """Print the coverage of levels and differences by tenth of the settings, from the quietest on."""
     draw = np.random.default_rng(0)
     base = resolve("base", "laptop")
-    names = [e.name for e in EXPERIMENTS if e.base and "laptop" in e.presets]
+    names = [e.name for e in EXPERIMENTS.values() if e.base and "laptop" in e.presets]
     names = [name for name in names if resolve(name, "laptop") == name != base][:SETTINGS]
     spreads = np.sort(MEDIAN_SPREAD * np.exp(draw.normal(0, SPREAD_OF_SPREADS, len(names))))
     covered = {kind: np.zeros(len(names)) for kind in ("level", "difference")}

@@ -18,7 +18,7 @@ import torch
 
 from sinkutils import paths
 from sinkutils.data.corpus import load_corpus
-from sinkutils.data.probes import KINDS, bos_id, encode
+from sinkutils.data.probes import PROBES, bos_id, encode
 from sinkutils.measuring.own import BOS, TEXT, Subject, subject
 from sinkutils.measuring.real import REAL_MODELS
 from sinkutils.measuring.report import Kept, Report
@@ -58,7 +58,7 @@ def add(name: str, section: str, values: Any) -> Path:
     """Put one section into a model's file, in place of what stood there; numbers get four significant digits."""
     path = paths.OPEN_LMS / f"{name}.json"
     sections = recorded(name) if path.exists() else {}
-    sections[section] = _short(values)
+    sections[section] = short(values)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(
         f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(sections.items())
@@ -124,8 +124,8 @@ def probes(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
     """Table 1's three kinds of input, with what can stand first; T = 64, 100 texts. Norms of natural text (Fig. 2 top),
     hidden ones of repeated tokens too (Proposition 4).
     """
-    result: dict[str, Any] = {kind: {} for kind in KINDS}
-    for kind, first in product(KINDS, measured.firsts):
+    result: dict[str, Any] = {kind: {} for kind in PROBES}
+    for kind, first in product(PROBES, measured.firsts):
         report = _measured(measured, kind, n, _length(measured), first, targets=TARGETS, norms=True)
         result[kind][first] = summary(report, NUMBERS + NORMS.get(kind, ()))
     return result
@@ -376,12 +376,12 @@ def _length(measured: Subject) -> int:
     return min(64, context(measured))
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    return [_short(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: short(inner) for key, inner in value.items()}
+    return [short(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

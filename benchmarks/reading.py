@@ -54,7 +54,9 @@ def copies(home: Path) -> int:
         next(path.parent for path in sorted((RUNS / "laptop").glob("*/*/metrics.json")))
     )
     names = [
-        e.name for e in EXPERIMENTS if "laptop" in e.presets and resolve(e.name, "laptop") == e.name
+        e.name
+        for e in EXPERIMENTS.values()
+        if "laptop" in e.presets and resolve(e.name, "laptop") == e.name
     ]
     plan = [(name, seed) for seed in range(3) for name in names][:RECORDS]
     for name, seed in plan:

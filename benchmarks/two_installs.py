@@ -21,7 +21,7 @@ TEN_MORE = "attrs requests click jinja2 scipy rich pytz docutils simplejson tabu
 HASHES = """
 import hashlib, json
 from sinkutils.data import corpus, embedded
-found = {"versions": embedded.installed()}
+found = {"versions": embedded.text_versions()}
 for name, documents in corpus.EMBEDDED.items():
     digest, count, characters = hashlib.sha256(), 0, 0
     for text in documents():

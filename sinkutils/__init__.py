@@ -1,7 +1,7 @@
 """sinkutils: see, measure and re-train attention sinks.
 
-A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025). Names load on first
-use, so that training needs neither transformers nor pandas.
+A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025).
+Names load on first use, so that training needs neither transformers nor pandas.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import Any
 _HOMES = {
     "AttentionSpec": "model.attention",
     "attend": "model.attention",
-    "LMConfig": "model.config",
+    "LMConfig": "model.decoder",
     "TransformerLM": "model.decoder",
     "measure": "measuring.measure",
     "compare": "measuring.compare",

@@ -16,7 +16,7 @@ from sinkutils.measuring.load import load_lm as load_lm
 from sinkutils.measuring.measure import measure as measure
 from sinkutils.model.attention import AttentionSpec as AttentionSpec
 from sinkutils.model.attention import attend as attend
-from sinkutils.model.config import LMConfig as LMConfig
+from sinkutils.model.decoder import LMConfig as LMConfig
 from sinkutils.model.decoder import TransformerLM as TransformerLM
 from sinkutils.plots.interactive import Interactive as Interactive
 from sinkutils.plots.interactive import explore as explore

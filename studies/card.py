@@ -3,11 +3,11 @@
     python studies/card.py PLAN --out FOLDER --jobs 15 --seconds 500 --corpora packed-1.tar.xz ..
 
 PLAN has a line a run: preset, experiment, seed, and "weights" where these are to come back. Each finished record is
-added to FOLDER/records-<preset>.tar (its weights to weights-<n>.tar) at once, so that a kill loses what is unfinished.
+added to FOLDER/files-<n>.tar at once (`card_out`), so that a kill loses what is unfinished.
 Runs that differ in seed or text alone are trained as one (`training.stacked`), at most --stack of them.
 A line may set fields of the config, as trials do: "minute fixed_1 0 train.learning_rate=0.02"; such a run is no record
-of the study, and its last evaluation goes to FOLDER/results.jsonl alone. A line with "snapshots=0,200,1000" is no
-record either: the weights at these steps, in float16, come back in lab-<n>.tar.
+of the study, and its last evaluation goes to FOLDER/results.jsonl as well. A line with "snapshots=0,200,1000" is no
+record either: the weights at these steps, in float16, come back as lab/<experiment>/<step>.safetensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import argparse
 import json
 import multiprocessing
 import os
-import tarfile
 import time
 from pathlib import Path
 
 import yaml
+from card_out import add
 
 from sinkutils.data.cache import verified
 from sinkutils.study import grid
@@ -30,8 +30,6 @@ from sinkutils.training.stacked import alike, train_stacked
 from sinkutils.training.trainer import train
 
 RUNS = Path("/tmp/card-runs")  # outside of the tree; a second call on the machine finds them
-WEIGHTS_A_FILE = 12  # of a megabyte each
-LABS_A_FILE = 3  # of five megabytes each
 
 
 def start_worker(corpora: list[str], graph: str) -> None:
@@ -234,7 +232,7 @@ def main() -> None:
     lines = Path(options.plan).read_text().split("\n")
     lines = [line for line in lines if line.strip() and not line.startswith("#")]
     context = multiprocessing.get_context("spawn")
-    done, counts = 0, {"weights": 0, "lab": 0}
+    done = 0
     groups = stacks(lines, options.stack)
     with context.Pool(options.jobs, start_worker, (options.corpora, options.graph)) as pool:
         results = pool.imap_unordered(attempt, groups)
@@ -249,8 +247,8 @@ def main() -> None:
                 done += 1
                 with (options.out / "results.jsonl").open("a") as file:
                     file.write(json.dumps(found) + "\n")
-                if "folder" in found and not found["trial"]:
-                    add(options.out, Path(found["folder"]), counts)
+                if "folder" in found:
+                    add(options.out, RUNS, sorted(Path(found["folder"]).iterdir()))
             print(
                 round(time.time() - began),
                 done,
@@ -259,22 +257,6 @@ def main() -> None:
             )
         pool.terminate()
     print(f"{done} of {len(lines)} runs in {time.time() - began:.0f} s", flush=True)
-
-
-def add(out: Path, folder: Path, counts: dict[str, int]) -> None:
-    """Add a record, or snapshots, to the archives; counts: how many had weights so far, and how many are snapshots."""
-    preset = folder.relative_to(RUNS).parts[0]
-    has_weights = (folder / "model.safetensors").exists()
-    for path in sorted(folder.iterdir()):
-        archive = f"records-{preset}.tar"
-        if path.name == "model.safetensors":
-            archive = f"weights-{counts['weights'] // WEIGHTS_A_FILE}.tar"
-        if preset == "lab":
-            archive = f"lab-{counts['lab'] // LABS_A_FILE}.tar"
-        with tarfile.open(out / archive, "a") as tar:
-            tar.add(path, path.relative_to(RUNS))
-    counts["weights"] += has_weights
-    counts["lab"] += preset == "lab"
 
 
 if __name__ == "__main__":

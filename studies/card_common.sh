@@ -5,9 +5,12 @@ cd "$(dirname "$0")/.."
 CARD=${CARD:-.card}
 STEPS=${STEPS:-}
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
+# All that a script says comes back in one file, since there may be eight (studies/card_out.py has the others).
+exec > >(tee -a "$OUT/log.txt") 2>&1
 PYTHON=${PYTHON:-python3}
 # The package is not installed there: without this path the scripts in studies/ do not find it.
 export PYTHONPATH="$PWD:$PWD/benchmarks" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONWARNINGS=ignore::UserWarning  # each of hundreds of runs would warn of kernels that do not repeat
 export SINKUTILS_CACHE=${SINKUTILS_CACHE:-/tmp/cache} CARD_DEVICE=${CARD_DEVICE:-cuda}
 [ -n "$STEPS" ] && export CARD_DEVICE=cpu
 

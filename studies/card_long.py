@@ -2,10 +2,10 @@
 
     python studies/card_long.py NAME PRESET EXPERIMENT SEED --out FOLDER --corpus FOLDER --seconds N [FIELD=VALUE ..]
 
-A point of the curve is added to FOLDER/NAME-curve.jsonl at each evaluation, so that a kill loses no more than one. At
-the end come the record, FOLDER/NAME-record.tar, with the steps that were made in its config (which is true of a
-constant rate alone), and the weights in float16, FOLDER/NAME-weights-<n>.safetensors. --floor STEP PERCENT: stop, with
-exit code 3, where Sink_1 is below so much at that step.
+A point of the curve is added to FOLDER/curves.jsonl at each evaluation, so that a kill loses no more than one. At the
+end come the record, of an experiment NAME_steps_<n> (with the steps that were made in its config, which is true of a
+constant rate alone), and the weights in float16, both in FOLDER/files-<n>.tar (`card_out`). --floor STEP PERCENT: stop,
+with exit code 3 and no weights, where Sink_1 is below so much at that step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import dataclasses
 import json
 import os
 import sys
-import tarfile
 import time
 from pathlib import Path
 
 import torch
 import yaml
+from card_out import add
 from safetensors.torch import save_file
 
 from sinkutils.checks import device as find_device
@@ -28,9 +28,10 @@ from sinkutils.data.corpus import Corpus
 from sinkutils.study import grid
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, next_token_loss
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save
+from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
 
-FILE_BYTES = 12_000_000  # of weights: a file of more than 16 MiB does not come back
+RUNS = Path("/tmp/card-long")
+PART_BYTES = 2**21  # of weights: small parts leave no large gap at the end of an archive
 GUARD_STEPS = 50
 GUARD = 1e-2  # nats
 
@@ -50,16 +51,18 @@ def compiled_loss(config, corpus: Corpus, device: torch.device):
     return forms[1] if worst < GUARD else None  # also if it is nan
 
 
-def keep_weights(run: Run, out: Path, name: str) -> None:
-    part, size, number = {}, 0, 0
-    for key, weight in run.model.state_dict().items():
-        half = weight.half().cpu().contiguous()
-        if part and size + half.nbytes > FILE_BYTES:
-            save_file(part, out / f"{name}-weights-{number}.safetensors")
-            part, size, number = {}, 0, number + 1
-        part[key] = half
-        size += half.nbytes
-    save_file(part, out / f"{name}-weights-{number}.safetensors")
+def keep_weights(run: Run, folder: Path, out: Path) -> None:
+    """The weights in float16, in parts of some megabytes."""
+    half = {name: weight.half().cpu() for name, weight in run.model.state_dict().items()}
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    for name, weight in half.items():
+        if sum(other.nbytes for other in parts[-1].values()) > PART_BYTES:
+            parts.append({})
+        parts[-1][name] = weight.contiguous()
+    for number, part in enumerate(parts):
+        path = folder / f"half-{number}.safetensors"
+        save_file(part, path)
+        add(out, RUNS, [path])
 
 
 def main() -> int:
@@ -93,20 +96,23 @@ def main() -> int:
             run.graph = GraphedStep(run)
         run.parts.append(how(run, forward is not None, run.graph is not None))
         run.evaluate([])
-        report, curve = None, options.out / f"{options.name}-curve.jsonl"
+        report, curve = None, options.out / "curves.jsonl"
         while run.step < config.train.steps and time.monotonic() - began < options.seconds:
             run.advance(forward or next_token_loss)
             if run.step % config.train.eval_every:
                 continue
+            float(run.passed[-1][0])  # waits for the GPU: so much was training
+            trained = time.monotonic()
             reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
             if report is None:
                 break
             point = run.curve[-1]
+            row = {"run": options.name, "seconds": run.seconds} | point
+            row["evaluation_seconds"] = time.monotonic() - trained
+            row["alpha"] = report.alpha[:, 0].mean(dim=0).tolist()
             with curve.open("a") as file:
-                file.write(
-                    json.dumps(point | {"alpha": report.alpha[:, 0].mean(dim=0).tolist()}) + "\n"
-                )
+                file.write(json.dumps(row) + "\n")
             print(
                 f"{run.seconds:.0f} s, step {run.step}: {point['valid_loss']:.3f}, {point['sink_1']:.1f} %",
                 flush=True,
@@ -124,14 +130,14 @@ def main() -> int:
         if reason is None and (report is None or run.passed):  # the steps since the last evaluation
             reason, report = evaluated(run)
             run.seconds = time.monotonic() - began
-        run.config = dataclasses.replace(
-            config, train=dataclasses.replace(config.train, steps=run.step)
-        )
-        record = save(run, Path("/tmp/card-long", options.name), reason, report, keep_weights=False)
-        with tarfile.open(options.out / f"{options.name}-record.tar", "w") as tar:
-            tar.add(record.folder, options.name)
-        if options.weights:
-            keep_weights(run, options.out, options.name)
+        name = f"{options.name}_steps_{run.step}"
+        made = dataclasses.replace(config.train, steps=run.step)
+        run.config = dataclasses.replace(config, experiment=name, train=made)
+        folder = RUNS / config.preset / name / str(config.seed)
+        save_run(run, folder, reason, report, keep_weights=False)
+        add(options.out, RUNS, sorted(folder.iterdir()))
+        if options.weights and code == 0:
+            keep_weights(run, folder, options.out)
     print(
         f"{options.name}: {run.step} steps in {time.monotonic() - began:.0f} s, {reason or 'done'}",
         flush=True,

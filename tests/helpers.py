@@ -43,7 +43,9 @@ def architectures() -> dict[str, dict[str, Any]]:
     """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
     trained: dict[str, dict[str, Any]] = {}
     for name in (
-        e.name for e in EXPERIMENTS if "smoke" in e.presets and e.name not in unavailable("smoke")
+        e.name
+        for e in EXPERIMENTS.values()
+        if "smoke" in e.presets and e.name not in unavailable("smoke")
     ):
         fields = {
             key: value
@@ -137,7 +139,9 @@ def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<f
 def by_the_reference(model: TransformerLM, ids: Tensor) -> Tensor:
     """Logits (B, T, V) with attention computed by the dense reference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "attend", lambda *inputs, **extras: attend(*inputs, **extras)[0])
+        patch.setattr(
+            fast, "attention_output", lambda *inputs, **extras: attend(*inputs, **extras)[0]
+        )
         return model(ids)
 
 

@@ -1,4 +1,6 @@
-"""Folders of token files: written whole or not at all, checked when they are opened, packed to be carried elsewhere."""
+"""Folders of token files: written whole or not at all, checked when they are opened, packed to be
+carried elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sinkutils.checks import first_line, require
 
 if TYPE_CHECKING:
     from sinkutils.data.corpus import Corpus
 
+Meta = dict[str, Any]  # what meta.json says
 SPLITS = ("train", "valid", "probe")
 
 
@@ -29,11 +32,12 @@ def cache_root() -> Path:
 
 @contextlib.contextmanager
 def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
-    """A temporary folder to fill, beside `folder`, which gets that name when this is left without an error.
+    """A temporary folder to fill, beside `folder`, which gets that name when this is left without
+    an error.
 
-    Processes that build the same thing at the same time do so in a folder each; the first to finish wins. A folder of
-    that name that is damaged gives way. Raises OSError, with what to do about it, where there is no room or no
-    permission.
+    Processes that build the same thing at the same time do so in a folder each; the first to finish
+    wins. A folder of that name that is damaged gives way. Raises OSError, with what to do about it,
+    where there is no room or no permission.
     """
     root = folder.parent
     try:
@@ -44,19 +48,23 @@ def written_whole(folder: Path, what: str = "token files") -> Iterator[Path]:
             new = Path(scratch, "whole")
             new.mkdir()
             yield new
-            if os.path.lexists(folder) and not _whole(folder):
+            if os.path.lexists(folder) and not _is_whole(folder):
                 folder.rename(Path(scratch, "damaged"))
             if not folder.exists():
                 new.rename(folder)
     except OSError as error:
-        # One of our own has its reason, and one about a file elsewhere, such as a text, is not about the cache.
+        # One of our own has its reason, and one about a file elsewhere, such as a text, is not
+        # about the cache.
         if error.errno is None or not _below(error.filename, root):
             raise
-        reason = f"cannot write {what} below {root} ({error.strerror}): make room there or set SINKUTILS_CACHE"
-        raise OSError(error.errno, reason) from error
+        raise OSError(
+            error.errno,
+            f"cannot write {what} below {root} ({error.strerror}): make room there or set "
+            "SINKUTILS_CACHE",
+        ) from error
 
 
-def _whole(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     try:
         verified(folder)
     except ValueError:
@@ -65,31 +73,36 @@ def _whole(folder: Path) -> bool:
 
 
 def _below(file: object, root: Path) -> bool:
-    """Whether an error is about `root`, a file below it or a folder above, or does not say about which."""
+    """Whether an error is about `root`, a file below it or a folder above, or does not say about
+    which.
+    """
     if not isinstance(file, str | Path):
         return True
     path, root = Path(file).absolute(), root.absolute()
     return path.is_relative_to(root) or root.is_relative_to(path)
 
 
-def write_meta(folder: Path, meta: dict) -> None:
+def write_meta(folder: Path, meta: Meta) -> None:
     """Write meta.json, with one SHA-256 of what it says and of the other files in the folder."""
-    whole = meta | {"sha256": _digest(folder, meta)}
+    whole = meta | {"sha256": _digest_of_all(folder, meta)}
     (folder / "meta.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
-def verified(folder: Path) -> dict:
-    """meta.json of a cache folder. Raises ValueError where a file is missing or not as it was written."""
+def verified(folder: Path) -> Meta:
+    """meta.json of a cache folder.
+
+    Raises ValueError where a file is missing or not as it was written.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        whole = meta.pop("sha256") == _digest(folder, meta)
+        meta: Meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        whole = meta.pop("sha256") == _digest_of_all(folder, meta)
     except (FileNotFoundError, NotADirectoryError, KeyError, ValueError, AttributeError):
         whole = False
     require(whole, f"the files of {folder.name} are not as they were written")
     return meta
 
 
-def _digest(folder: Path, meta: dict) -> str:
+def _digest_of_all(folder: Path, meta: Meta) -> str:
     whole = hashlib.sha256(json.dumps(meta).encode())
     for path in sorted(folder.iterdir()):
         if path.name != "meta.json":
@@ -101,7 +114,8 @@ def _digest(folder: Path, meta: dict) -> str:
 def pack_corpus(corpus: Corpus, file: str | Path) -> None:
     """Write a corpus as one .tar.xz file, to be carried to another machine.
 
-    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and fingerprint.
+    load_corpus("packed:<file>", vocab_size) opens it there: the same tokens, tokenizer and
+    fingerprint.
     """
     with tarfile.open(file, "w:xz") as tar:
         tar.add(corpus.folder, arcname=".")

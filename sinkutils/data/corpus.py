@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
-from sinkutils.checks import choice, integer, require
+from sinkutils.checks import choice, integer
 from sinkutils.data import embedded, external
 from sinkutils.data.cache import SPLITS, cache_root, unpack, verified, write_meta, written_whole
 from sinkutils.data.embedded import split_fraction, text_digest
@@ -24,14 +24,14 @@ from sinkutils.data.tokenizer import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
     open_tokenizer,
+    panics_explained,
     special_ids,
     train_tokenizer,
 )
 
 SHARE = 0.02  # of the documents for probing, and as many for validation, by the hash of the text
-HELD_OUT = (
-    120  # documents for each of the two if those shares were fewer: the sink metric takes 100
-)
+# Documents for each of the two if those shares were fewer: the sink metric takes 100.
+HELD_OUT = 120
 SAMPLE_CHARACTERS = 20_000_000  # the tokenizer is trained on the first documents, up to this size
 BATCH_DOCUMENTS = 200  # tokenised at once
 HUB_TOKENS = 50_000_000  # default cap of a corpus that is streamed
@@ -43,7 +43,9 @@ Identity = dict[str, str]  # what a record says of its text: name and sha256 (of
 
 
 class Corpus:
-    """Token files of one corpus: documents in three splits that never overlap, each document followed by EOS."""
+    """Token files of one corpus: documents in three splits that never overlap, each document
+    followed by EOS.
+    """
 
     name: str
     fingerprint: str  # SHA-256 of text and tokenizer
@@ -55,7 +57,10 @@ class Corpus:
     first_text_id: int  # the first that is not special
 
     def __init__(self, folder: Path) -> None:
-        """Open a cache folder: what its meta.json says. Raises ValueError where it is not complete and intact."""
+        """Open a cache folder: what its meta.json says.
+
+        Raises ValueError where it is not complete and intact.
+        """
         self.folder = folder
         vars(self).update(verified(folder))
         self.tokenizer = open_tokenizer(folder / "tokenizer.json")
@@ -86,7 +91,7 @@ EMBEDDED = {
     "embedded": embedded.everything,
 }
 # What load_corpus takes: names, and forms with what to fill in between < and >.
-NAMES = (
+CORPORA = (
     *EMBEDDED,
     "pile",
     "pile:<domain>",
@@ -97,19 +102,17 @@ NAMES = (
 
 
 def public_name(name: str) -> str:
-    """The name of a corpus as caches and records have it: of path:<folder> the last part, nothing of the machine."""
+    """The name of a corpus in caches and records: of path:<folder> the last part alone."""
     kind, _, rest = name.partition(":")
     return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" else name
 
 
 def located(name: str) -> str:
-    """The name of a corpus that means the same from every folder: with the whole path of its folder or file."""
+    """The name of a corpus that means the same from every folder: with the whole path."""
     kind, _, rest = name.partition(":")
-    return (
-        f"{kind}:{Path(rest).expanduser().absolute()}"
-        if kind in ("path", "packed") and rest
-        else name
-    )
+    if kind in ("path", "packed") and rest:
+        return f"{kind}:{Path(rest).expanduser().absolute()}"
+    return name
 
 
 def load_corpus(
@@ -122,17 +125,19 @@ def load_corpus(
 ) -> Corpus:
     """Open a corpus from the cache, or build it there.
 
-    name: one of NAMES. "docstrings" (English technical prose), "sources" (Python) and "embedded" (both, C headers and
-    documentation files) are the text of pinned packages and the standard library and need no network.
-    vocab_size: of the byte-level BPE that is trained on the train split, its three special tokens included; with
-    `tokenizer`, the most that it may have.
-    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead. "pile" with a
-    vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B tokens unless told otherwise.
-    cache_dir: default $SINKUTILS_CACHE, else sinkutils below $XDG_CACHE_HOME or ~/.cache.
-    max_tokens: stop before the document that would exceed it (default: no cap; 50M for hub data sets).
+    name: one of CORPORA. "docstrings" (English technical prose), "sources" (Python) and "embedded"
+    (both, C headers and documentation files) are the text of pinned packages and the standard
+    library and need no network. vocab_size: of the byte-level BPE that is trained on the train
+    split, its three special tokens included; with `tokenizer`, the most that it may have.
+    tokenizer: a tokenizer.json or a hub id ("EleutherAI/gpt-neox-20b", the paper's) to use instead.
+    "pile" with a vocab_size of 50,432, as at the presets paper and paper-1b, means that one, and 5B
+    tokens unless told otherwise. cache_dir: default $SINKUTILS_CACHE, else sinkutils below
+    $XDG_CACHE_HOME or ~/.cache. max_tokens: stop before the document that would exceed it (default:
+    no cap; 50M for hub data sets).
 
-    Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a path without
-    text, ConnectionError where the hub cannot be reached, OSError where the cache cannot be written.
+    Raises ValueError for an unknown name or a vocabulary that does not fit, FileNotFoundError for a
+    path without text, ConnectionError where the hub cannot be reached, OSError where the cache
+    cannot be written.
     """
     integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
@@ -144,10 +149,8 @@ def load_corpus(
     # What the token files depend on gives their folder its name.
     key = json.dumps([FORMAT, name, vocab_size, tokenizer, max_tokens, version])
     slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:]
-    folder = (
-        Path(cache_dir or cache_root())
-        / f"{slug}-{vocab_size}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    )
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = Path(cache_dir or cache_root()) / f"{slug}-{vocab_size}-{digest}"
     if folder.exists():
         try:
             return Corpus(folder)
@@ -160,15 +163,18 @@ def load_corpus(
         if name.startswith("packed:"):
             unpack(Path(name.removeprefix("packed:")), new)
         else:
-            _build(new, name, documents, vocab_size, tokenizer, max_tokens)
+            _tokenise(new, name, documents, vocab_size, tokenizer, max_tokens)
     return Corpus(folder)
 
 
 def _source(name: str) -> tuple[Iterator[str], object]:
-    """The documents of a corpus, and what they depend on. Raises ValueError for an unknown name, with what there is."""
+    """The documents of a corpus, and what they depend on.
+
+    Raises ValueError for an unknown name, with what there is.
+    """
     kind, _, rest = name.partition(":")
     if name in EMBEDDED:
-        return EMBEDDED[name](), [platform.python_version(), embedded.installed()]
+        return EMBEDDED[name](), [platform.python_version(), embedded.text_versions()]
     if name == "pile" or (kind == "pile" and rest in external.PILE_WEIGHTS):
         return external.pile(rest), STREAMED
     if kind == "hub" and rest:
@@ -176,19 +182,18 @@ def _source(name: str) -> tuple[Iterator[str], object]:
         return external.hub("/".join(parts[:2]), "/".join(parts[2:]) or None), STREAMED
     if kind in ("path", "packed") and rest:
         files = external.local_files(Path(rest)) if kind == "path" else [Path(rest)]
-        version = [
-            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files
-        ]
+        version = []
+        for file in files:
+            stat = file.stat()
+            version.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         return external.local(files), ["line ends are LF", version]
-    here = (
-        f"; for the text in that folder or file say 'path:{name}'"
-        if name and Path(name).expanduser().exists()
-        else ""
-    )
-    raise ValueError(f"unknown corpus {name!r}; there are: {', '.join(NAMES)}{here}")
+    message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
+    if name and Path(name).expanduser().exists():
+        message += f"; for the text in that folder or file say 'path:{name}'"
+    raise ValueError(message)
 
 
-def _build(
+def _tokenise(
     folder: Path,
     name: str,
     documents: Iterator[str],
@@ -200,7 +205,8 @@ def _build(
 
     The first of them are read ahead: they train the tokenizer and tell whether there are many.
     """
-    given = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
+    # Before a document is read, so that a wrong name costs no time.
+    tokenizer = load_tokenizer(tokenizer_name, vocab_size) if tokenizer_name else None
     texts = _unique(documents)
     sample = []
     characters = 0
@@ -209,12 +215,12 @@ def _build(
         characters += len(text)
     thresholds = _thresholds(sorted(map(split_fraction, sample)), characters < SAMPLE_CHARACTERS)
 
-    def split_of(text):
+    def split_of(text: str) -> str:
         return ("probe", "valid", "train")[bisect(thresholds, split_fraction(text))]
 
-    tokenizer = given or train_tokenizer(
-        (text for text in sample if split_of(text) == "train"), vocab_size
-    )
+    if tokenizer is None:
+        training = (text for text in sample if split_of(text) == "train")
+        tokenizer = train_tokenizer(training, vocab_size)
     tokenizer.encode_special_tokens = True  # "<eos>" and the like written in a text are text
     special = special_ids(tokenizer, tokenizer_name)
     vocabulary = tokenizer.get_vocab_size()
@@ -222,12 +228,14 @@ def _build(
     serialised = tokenizer.to_str().encode()
     (folder / "tokenizer.json").write_bytes(serialised)
 
+    # Two corpora are one where the tokenizer and every document are.
     fingerprint = hashlib.sha256(serialised)
     written = dict.fromkeys(SPLITS, 0)
     with tqdm(desc=f"tokenising {name}", unit="tokens", unit_scale=True, leave=False) as bar:
         for text, ids in _encode(tokenizer, chain(sample, texts)):
             split = split_of(text)
             size = len(ids) + 1
+            # A document is whole or not there, so that a cap cuts none.
             if max_tokens and sum(written.values()) + size > max_tokens:
                 break
             with (folder / f"{split}.bin").open("ab") as file:
@@ -236,11 +244,12 @@ def _build(
             written[split] += size
             bar.update(size)
     lacking = [split for split, size in written.items() if size == 0]
-    require(
-        not lacking,
-        f"corpus {name!r} has no document for {', '.join(lacking)} in {sum(written.values())} tokens: "
-        "give more text, in more files or lines, or a larger max_tokens",
-    )
+    if lacking:
+        raise ValueError(
+            f"corpus {name!r} has no document for {', '.join(lacking)} in "
+            f"{sum(written.values())} tokens: give more text, in more files or lines, or a larger "
+            "max_tokens"
+        )
     meta = {
         "name": public_name(name),
         "vocab_size": vocabulary,
@@ -262,17 +271,21 @@ def _unique(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, list[int]]]:
-    """Each text with its token ids, without special tokens; many at once, because the tokenizer has threads."""
+    """Each text with its token ids, without special tokens; many at once, because the tokenizer has
+    threads.
+    """
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        with panics_explained():
+            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         yield from zip(batch, [encoding.ids for encoding in encodings], strict=True)
 
 
 def _thresholds(ranked: list[float], complete: bool) -> tuple[float, float]:
-    """Below which fraction a document is for probing, and below which for validation; of the documents' own, sorted.
+    """Below which fraction a document is for probing, and below which for validation; of the
+    documents' own, sorted.
 
-    SHARE and twice SHARE, except where these are all the documents and a share of them less than HELD_OUT: that many
-    then, but at most a fifth of all.
+    SHARE and twice SHARE, except where these are all the documents and a share of them less than
+    HELD_OUT: that many then, but at most a fifth of all.
     """
     if not complete or SHARE * len(ranked) >= HELD_OUT:
         return SHARE, 2 * SHARE

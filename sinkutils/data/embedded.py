@@ -1,4 +1,6 @@
-"""The text that is on every machine that can run the project: pinned packages and the standard library."""
+"""The text that is on every machine that can run the project: pinned packages and the standard
+library.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,8 @@ from tqdm.auto import tqdm
 
 from sinkutils.paths import LEDGER, read_yaml
 
-MIN_CHARACTERS = (
-    256  # shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more
-)
+# Shorter documents are skipped: about 64 tokens at a vocabulary of 1,024 and more.
+MIN_CHARACTERS = 256
 DISTRIBUTIONS = read_yaml(LEDGER / "text_packages.yaml")
 # Of the standard library: what some distributors leave out.
 PRUNED = {"__pycache__", "test", "tests", "idle_test"}
@@ -27,7 +28,8 @@ OF_THE_BUILD = ("torch/version.py",)  # says whether it is the build for CPUs
 PROSE = (".rst", ".md", ".txt")
 HEADERS = (".h", ".hpp", ".cuh")
 LICENCE = re.compile(r"(?:.*_)?(?:LICEN[SC]E|COPYING|NOTICE)", re.IGNORECASE)  # and NUMPY_LICENSE
-# Comments and strings of a Python source, in order; possessive, so that an open quote cannot backtrack.
+# Comments and strings of a Python source, in order; possessive, so that an open quote cannot
+# backtrack.
 COMMENT_OR_STRING = re.compile(
     r"""\#[^\n]*+
       | \"{3}(?:[^\\"]++|\\.|"(?!""))*+\"{3} | '{3}(?:[^\\']++|\\.|'(?!''))*+'{3}
@@ -36,9 +38,9 @@ COMMENT_OR_STRING = re.compile(
 )
 
 
-def installed() -> dict[str, str | None]:
-    """The versions of the distributions whose text is used, by name; None for those that are not installed."""
-    versions = dict.fromkeys(DISTRIBUTIONS)
+def text_versions() -> dict[str, str | None]:
+    """The versions of the distributions whose text is used; None for those not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(DISTRIBUTIONS)
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -58,8 +60,8 @@ def split_fraction(text: str) -> float:
 def docstrings() -> Iterator[str]:
     """The docstrings of the modules, classes and functions of a file, joined: a document a file.
 
-    Sorted by the hash of the text, each docstring kept once: the same installed versions give the same
-    documents, wherever, with whatever else and whenever they were installed.
+    Sorted by the hash of the text, each docstring kept once: the same installed versions give the
+    same documents, wherever, with whatever else and whenever they were installed.
     """
     documents = {}
     for path in files_with(".py"):
@@ -75,7 +77,8 @@ def docstrings() -> Iterator[str]:
 
 
 def sources(*others: str) -> Iterator[str]:
-    """The Python sources and files with other suffixes, a document a file, sorted by the hash of the text.
+    """The Python sources and files with other suffixes, a document a file, sorted by the hash of
+    the text.
 
     Those that are UTF-8, long enough and not generated, each once.
     """
@@ -84,9 +87,8 @@ def sources(*others: str) -> Iterator[str]:
         text = text_of(path)
         if len(text) >= MIN_CHARACTERS and "@generated" not in text[:256]:
             unique[text_digest(text)] = path
-    for digest in sorted(
-        unique
-    ):  # read a second time rather than kept: the text is hundreds of megabytes
+    # Read a second time rather than kept: the text is hundreds of megabytes.
+    for digest in sorted(unique):
         yield text_of(unique[digest])
 
 
@@ -96,14 +98,18 @@ def everything() -> Iterator[str]:
 
 
 def docstrings_of(source: str) -> list[str]:
-    """The docstrings of a Python source in order: triple-quoted, first in the file or on a line after a colon.
+    """The docstrings of a Python source in order: triple-quoted, first in the file or on a line
+    after a colon.
 
-    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of a minute for
-    all of site-packages) and all but equal to it. Escapes stay as they are written.
+    Found by a scan over comments and strings, ten times faster than by parsing (seconds instead of
+    a minute for all of site-packages) and all but equal to it. Escapes stay as they are written.
     """
-    return list(
-        filter(None, (inspect.cleandoc(match.group()[3:-3]) for match in docstring_matches(source)))
-    )
+    texts = []
+    for match in docstring_matches(source):
+        text = inspect.cleandoc(match.group()[3:-3])
+        if text:
+            texts.append(text)
+    return texts
 
 
 def docstring_matches(source: str) -> Iterator[re.Match[str]]:
@@ -118,25 +124,32 @@ def docstring_matches(source: str) -> Iterator[re.Match[str]]:
         before = source[:line].rstrip()
         last = before[before.rfind("\n") + 1 :]
         after_colon = last.endswith(":") or last.partition("#")[0].rstrip().endswith(":")
-        if after_colon or (
-            first and all(text.strip()[:1] in ("", "#") for text in before.splitlines())
-        ):
+        if after_colon or (first and _only_comments(before)):
             yield match
         first = False
 
 
-def files_with(*suffixes: str) -> Iterator[Path]:
-    """The files with these suffixes, without licences, of the standard library and of the installed distributions.
+def _only_comments(source: str) -> bool:
+    for line in source.splitlines():
+        if line.strip()[:1] not in ("", "#"):
+            return False
+    return True
 
-    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its folders. Not
-    scripts (outside its folders) nor *-info folders (records of the installation).
+
+def files_with(*suffixes: str) -> Iterator[Path]:
+    """The files with these suffixes, without licences, of the standard library and of the installed
+    distributions.
+
+    Of a distribution those that its RECORD lists: they came in its wheel, whatever else lies in its
+    folders. Not scripts (outside its folders) nor *-info folders (records of the installation).
     """
-    packages = installed()
+    packages = text_versions()
     missing = [name for name, version in packages.items() if version is None]
     if missing:
         warnings.warn(
-            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install what constraints.txt "
-            "pins (pip install -c constraints.txt '.[text]'), or bring a file of pack_corpus",
+            f"the embedded text lacks {', '.join(missing)}, so its hash is another one: install "
+            "what constraints.txt pins (pip install -c constraints.txt '.[text]'), or bring a file "
+            "of pack_corpus",
             stacklevel=2,
         )
     files = list(_standard_library())
@@ -145,11 +158,10 @@ def files_with(*suffixes: str) -> Iterator[Path]:
             top = file.parts[0]
             if top != ".." and not top.endswith("-info") and file.as_posix() not in OF_THE_BUILD:
                 files.append(Path(str(file.locate())))
-    paths = [
-        path
-        for path in files
-        if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name)
-    ]
+    paths = []
+    for path in files:
+        if path.name.lower().endswith(suffixes) and not LICENCE.match(path.name):
+            paths.append(path)
     yield from tqdm(paths, desc="reading sources", unit="file", leave=False)
 
 
@@ -158,10 +170,9 @@ def _standard_library() -> Iterator[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     for top in root.iterdir():
         if top.stem in sys.stdlib_module_names:
-            files = top.rglob("*") if top.is_dir() else [top]
-            yield from (
-                file for file in files if PRUNED.isdisjoint(file.relative_to(root).parts[:-1])
-            )
+            for file in top.rglob("*") if top.is_dir() else [top]:
+                if PRUNED.isdisjoint(file.relative_to(root).parts[:-1]):
+                    yield file
 
 
 def text_of(path: Path) -> str:

@@ -9,32 +9,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sinkutils.checks import first_line, require
+from sinkutils.checks import first_line
 from sinkutils.paths import LEDGER, read_yaml
 
 TEXT_FIELDS = ("text", "content")
 SUFFIXES = (".txt", ".md", ".jsonl")
 PIECE_CHARACTERS = 2_000  # at most, of the documents that a text file is cut into
-# One of them: the rest of the text, or it ends at the last empty line, line end or space that fits, or where it must.
+# One of them: the rest of the text, or it ends at the last empty line, line end or space that fits,
+# or where it must.
 PIECE = re.compile(
     r".{1,2000}\Z|.{1000,1998}(?=\n\n)|.{1000,1999}(?=\n)|.{1000,1999}(?= )|.{2000}", re.DOTALL
 )
 
-# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data without the
-# copyrighted sets, which leaves the 17 that the paper names.
+# The original Pile is no longer distributed. This is assumed to be its counterpart: the same data
+# without the copyrighted sets, which leaves the 17 that the paper names.
 PILE = "monology/pile-uncopyrighted"
 PILE_WEIGHTS = read_yaml(LEDGER / "pile.yaml")
-# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text (Section 5: 5B tokens).
+# The paper's tokenizer, whose 50,277 tokens its models pad to 50,432, and its amount of text
+# (Section 5: 5B tokens).
 NEOX_TOKENIZER = "EleutherAI/gpt-neox-20b"
 NEOX_PADDED = 50_432
 PILE_TOKENS = 5_000_000_000
 PILE_SLACK = 1_000_000  # characters by which a domain may run ahead of its share
 
 
-def stream(
+def hub_rows(
     dataset: str, split: str = "train", config: str | None = None, **options: Any
-) -> Iterator[dict]:
-    """The rows of a split of a hub data set. What the client raises for a missing network becomes one clear line."""
+) -> Iterator[dict[str, Any]]:
+    """The rows of a split of a hub data set, streamed.
+
+    What the client raises for a missing network becomes one clear line.
+    """
     import datasets
 
     try:
@@ -42,22 +47,21 @@ def stream(
     except ValueError:  # an unknown config or split: datasets lists what exists
         raise
     except Exception as error:
-        if (
-            isinstance(error, OSError) and error.errno is not None
-        ):  # a full disk, a folder of someone else
-            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a full disk, a folder of someone else
         raise ConnectionError(
-            f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the network, or use a "
-            "corpus that needs none: 'docstrings' or 'path:<folder>'"
+            f"data set {dataset!r} could not be read ({first_line(error)}): check the id and the "
+            "network, or use a corpus that needs none: 'docstrings' or 'path:<folder>'"
         ) from error
 
 
 def hub(dataset: str, config: str | None = None) -> Iterator[str]:
-    """The documents of the train split of a hub data set, streamed; the text field is "text" or "content"."""
-    for row in stream(dataset, config=config):
+    """The documents of the train split of a hub data set, from its field "text" or "content"."""
+    for row in hub_rows(dataset, config=config):
         if row.keys().isdisjoint(TEXT_FIELDS):
             raise ValueError(
-                f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with text"
+                f"data set {dataset!r} has the fields {sorted(row)}, none of {TEXT_FIELDS} with "
+                "text"
             )
         yield row.get("text", row.get("content")) or ""
 
@@ -65,12 +69,12 @@ def hub(dataset: str, config: str | None = None) -> Iterator[str]:
 def pile(domain: str = "") -> Iterator[str]:
     """The documents of one domain of the Pile (Fig. 9), or of all 17 mixed by the authors' weights.
 
-    One pass over the stream: of all, a document is taken where its domain is not ahead of its share of the text so far,
-    counted in characters.
+    One pass over the stream: of all, a document is taken where its domain is not ahead of its share
+    of the text so far, counted in characters.
     """
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     taken: Counter[str] = Counter()
-    for row in stream(PILE):
+    for row in hub_rows(PILE):
         text, name = row["text"], row["meta"]["pile_set_name"]
         share = weights.get(name, 0) / sum(weights.values())
         if share and taken[name] <= share * (taken.total() + PILE_SLACK):
@@ -79,64 +83,74 @@ def pile(domain: str = "") -> Iterator[str]:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a .txt, .md or .jsonl file, or of those in a folder: `probe(texts=..)` takes them.
+    """The texts of a file, or of those in a folder: `probe(texts=..)` takes them.
 
-    A line of a .jsonl file is a text, and any other file. Raises FileNotFoundError where there is no such file, and
-    ValueError for one that is not text, saying where.
+    Files are .txt, .md or .jsonl. A line of a .jsonl file is a text, and any other file. Raises
+    FileNotFoundError where there is no such file, and ValueError for one that is not text, saying
+    where.
     """
-    return [text for file in local_files(Path(path).expanduser()) for text in _texts_of(file)]
+    texts: list[str] = []
+    for file in local_files(Path(path).expanduser()):
+        texts += _texts_of(file)
+    return texts
 
 
 def local(files: list[Path]) -> Iterator[str]:
     """The documents of .txt, .md and .jsonl files, in their order.
 
-    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs where they are longer
-    than PIECE_CHARACTERS, because the splits are made by document: a novel or three have text for each.
+    A line of a .jsonl file is a document, however long. Other files are cut at ends of paragraphs
+    where they are longer than PIECE_CHARACTERS, because the splits are made by document: a novel or
+    three have text for each.
     """
     for file in files:
         for text in _texts_of(file):
-            whole = file.suffix.lower() == ".jsonl" or len(text) <= PIECE_CHARACTERS
-            yield from [text] if whole else map(str.strip, PIECE.findall(text))
+            if file.suffix.lower() == ".jsonl" or len(text) <= PIECE_CHARACTERS:
+                yield text
+            else:
+                yield from map(str.strip, PIECE.findall(text))
 
 
 def _texts_of(file: Path) -> Iterator[str]:
     """The text of a file, or those of the lines of a .jsonl file."""
     if file.suffix.lower() != ".jsonl":
-        try:
-            whole = file.read_bytes().decode("utf-8-sig")
-            # The same text has the same tokens, also where it was saved on Windows.
-            yield whole.replace("\r\n", "\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+        # The same text has the same tokens, also where it was saved on Windows.
+        yield _decoded(file.read_bytes(), str(file)).replace("\r\n", "\n")
         return
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if line.strip():
-            text: Any = None
-            try:
-                text = json.loads(line.decode("utf-8-sig"))["text"]
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}, line {number}, is not UTF-8 text: {error}") from error
-            except (ValueError, TypeError, KeyError):
-                pass  # refused below
-            require(
-                isinstance(text, str),
-                f'{file}, line {number}: expected a JSON object with a string under "text"',
+        if not line.strip():
+            continue
+        row = _decoded(line, f"{file}, line {number},")
+        try:
+            text = json.loads(row)["text"]
+        except (ValueError, TypeError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(
+                f'{file}, line {number}: expected a JSON object with a string under "text"'
             )
-            yield text
+        yield text
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error}") from error
 
 
 def local_files(path: Path) -> list[Path]:
-    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted by name."""
-    files = [
-        file
-        for file in (path, *sorted(path.rglob("*")))
-        if file.suffix.lower() in SUFFIXES and file.is_file()
-    ]
-    if not files:
+    """The .txt, .md and .jsonl files of a folder and those below it, or the one given, sorted."""
+    files = []
+    for file in (path, *sorted(path.rglob("*"))):
+        if file.suffix.lower() in SUFFIXES and file.is_file():
+            files.append(file)
+    if files:
+        return files
+    suffixes = ", ".join(SUFFIXES)
+    if path.is_file():
+        lack = f"the name of a file of text ends with one of {suffixes}"
+    elif path.exists():
+        lack = f"there is no {suffixes} file in it"
+    else:
         lack = "no such folder or file"
-        if path.is_file():
-            lack = f"the name of a file of text ends with one of {', '.join(SUFFIXES)}"
-        elif path.exists():
-            lack = f"there is no {', '.join(SUFFIXES)} file in it"
-        raise FileNotFoundError(f"path:{path}: {lack}")
-    return files
+    raise FileNotFoundError(f"path:{path}: {lack}")

@@ -1,7 +1,9 @@
-"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the answers carry loss.
+"""Instruction data for fine-tuning (Appendix D): conversations as rows of tokens of which the
+answers carry loss.
 
-A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in UltraChat. The embedded
-ones ask what a class, function or method of an installed package does; its docstring's first paragraph is the answer.
+A conversation is a list of messages {"role": system, user or assistant, "content": text}, as in
+UltraChat. The embedded ones ask what a class, function or method of an installed package does; its
+docstring's first paragraph is the answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +23,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from sinkutils.checks import require
 from sinkutils.data import embedded, external
 from sinkutils.data.packing import Batches
 from sinkutils.data.tokenizer import encode
 
 Conversation = list[dict[str, str]]
-ULTRACHAT = (
-    "HuggingFaceH4/ultrachat_200k",
-    "train_sft",
-)  # the paper's data set, and the split for fine-tuning
+# The paper's data set, and the split for fine-tuning.
+ULTRACHAT = ("HuggingFaceH4/ultrachat_200k", "train_sft")
 IGNORED = -100  # a target without loss
 TEMPLATES = {"system": "{}\n", "user": "Q: {}\n", "assistant": "A:"}  # an answer and EOS follow
 MIN_WORDS = 3  # of an answer
@@ -38,13 +38,15 @@ HEADER = re.compile(r"^([ \t]*)(?:async[ \t]+)?(def|class)[ \t]+(\w+)", re.MULTI
 
 
 class Pairs(Batches):
-    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to be predicted."""
+    """Conversations as rows (n, 2, C + 1): the tokens, and the same where an answer's token is to
+    be predicted.
+    """
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
         self.rows, self.length = rows, len(rows)
-        self.tokens = rows[:, 0][
-            (rows[:, 0] != eos_id) | (rows[:, 1] != IGNORED)
-        ]  # without padding
+        ids, targets = rows[:, 0], rows[:, 1]
+        padding = (ids == eos_id) & (targets == IGNORED)
+        self.tokens = ids[~padding]
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Rows by index, (n, 2, C + 1) int64."""
@@ -69,38 +71,50 @@ class Layout:
 def conversations(name: str) -> Iterator[Conversation]:
     """The conversations of a source: "docstrings", "ultrachat", or "path:<file.jsonl>".
 
-    Raises ValueError for an unknown name and for rows of another shape than UltraChat's, ConnectionError where a file
-    or the hub cannot be read.
+    Raises ValueError for an unknown name and for rows of another shape than UltraChat's,
+    ConnectionError where a file or the hub cannot be read.
     """
     kind, _, file = name.partition(":")
     if name == "docstrings":
         for source in embedded.sources():
             yield from conversations_of(source)
         return
-    require(
-        name == "ultrachat" or (kind == "path" and file != ""),
-        f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>",
-    )
-    local = {"data_files": str(Path(file).expanduser())}
-    for row in external.stream("json", **local) if file else external.stream(*ULTRACHAT):
-        said = row.get("messages") or [None]
-        try:
-            good = all(one["role"] in TEMPLATES and isinstance(one["content"], str) for one in said)
-        except (KeyError, TypeError):
-            good = False
-        require(
-            good,
-            f'instructions {name!r}: expected "messages", a list of {{"role": one of {", ".join(TEMPLATES)}, '
-            f'"content": text}}, got {row!r:.100}',
+    if name == "ultrachat":
+        rows = external.hub_rows(*ULTRACHAT)
+    elif kind == "path" and file:
+        rows = external.hub_rows("json", data_files=str(Path(file).expanduser()))
+    else:
+        raise ValueError(
+            f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"
         )
-        yield said
+    for row in rows:
+        messages = row.get("messages")
+        if not _is_conversation(messages):
+            raise ValueError(
+                f'instructions {name!r}: expected "messages", a list of {{"role": one of '
+                f'{", ".join(TEMPLATES)}, "content": text}}, got {row!r:.100}'
+            )
+        yield messages
+
+
+def _is_conversation(messages: Any) -> bool:
+    if not messages:
+        return False
+    try:
+        for message in messages:
+            if message["role"] not in TEMPLATES or not isinstance(message["content"], str):
+                return False
+    except (KeyError, TypeError):
+        return False
+    return True
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:
-    """The questions and answers of a Python source: of its classes, functions and methods with a docstring, in order.
+    """The questions and answers of a Python source: of its classes, functions and methods with a
+    docstring, in order.
 
-    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does not stand right after
-    a header whose last line alone ends with a colon is left out.
+    A method's name has its class before it. Found by the same scan as `docstrings_of`: what does
+    not stand right after a header whose last line alone ends with a colon is left out.
     """
     headers = list(HEADER.finditer(source))
     for match in embedded.docstring_matches(source):
@@ -108,32 +122,39 @@ def conversations_of(source: str) -> Iterator[Conversation]:
         words = inspect.cleandoc(match.group()[3:-3]).split("\n\n")[0].split()
         if not before or len(words) < MIN_WORDS:
             continue
-        lines = source[before[-1].start() : match.start()].rstrip(" \t\nrRuU").splitlines()
-        if [line.rstrip()[-1:] for line in lines].count(":") != 1 or lines[-1][-1:] != ":":
+        header = before[-1]
+        lines = source[header.start() : match.start()].rstrip(" \t\nrRuU").splitlines()
+        colons = [line.rstrip().endswith(":") for line in lines]
+        if sum(colons) != 1 or not lines[-1].endswith(":"):
             continue
-        indent, kind, name = before[-1].groups()
-        outer = next((header for header in reversed(before) if not header[1]), before[-1])
-        if kind == "class":
-            question = f"What is the class {name}?"
-        else:
-            question = (
-                f"What does {outer[3]}.{name} do?"
-                if indent and outer[2] == "class"
-                else f"What does {name} do?"
-            )
         yield [
-            {"role": "user", "content": question},
+            {"role": "user", "content": _question(before)},
             {"role": "assistant", "content": " ".join(words)},
         ]
+
+
+def _question(headers: list[re.Match[str]]) -> str:
+    """What is asked of the last of these headers."""
+    indent, kind, name = headers[-1].groups()
+    if kind == "class":
+        return f"What is the class {name}?"
+    if indent:  # a method, or a function within another
+        for header in reversed(headers):
+            if not header[1]:  # what it stands in
+                if header[2] == "class":
+                    name = f"{header[3]}.{name}"
+                break
+    return f"What does {name} do?"
 
 
 def encode_conversation(
     messages: Conversation, layout: Layout
 ) -> tuple[list[int], list[int]] | None:
-    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an answer is within C.
+    """Tokens and targets of a conversation, each at most C + 1 long; None where no token of an
+    answer is within C.
 
-    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand in the tokens' own
-    places, so that the target at i is predicted from the tokens before i.
+    The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand
+    in the tokens' own places, so that the target at i is predicted from the tokens before i.
     """
     ids, targets = [*layout.first], [IGNORED] * len(layout.first)
     for message in messages:
@@ -151,28 +172,31 @@ def encode_conversation(
 def make_pairs(
     source: Iterator[Conversation], layout: Layout, counts: Sequence[int], name: str
 ) -> list[Pairs]:
-    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in order.
+    """The first conversations that fit, each answer once, as one `Pairs` for each of `counts`, in
+    order.
 
     Raises ValueError, naming the source, where there are fewer than all of `counts`.
     """
     rows = np.full((sum(counts), 2, layout.context_length + 1), IGNORED, dtype=np.int32)
     rows[:, 0] = layout.eos_id
-    known: set = set()  # an answer for each row that is filled
+    answers: set[str] = set()  # one for each row that is filled
     for messages in tqdm(
         source, desc=f"instructions from {name}", unit="conversation", leave=False
     ):
-        if len(known) == len(rows):
+        filled = len(answers)
+        if filled == len(rows):
             break
-        answers = " ".join(
+        answer = " ".join(
             message["content"] for message in messages if message["role"] == "assistant"
         )
-        encoded = None if answers in known else encode_conversation(messages, layout)
+        encoded = None if answer in answers else encode_conversation(messages, layout)
         if encoded is not None:
-            rows[len(known), :, : len(encoded[0])] = encoded
-            known.add(answers)
-    require(
-        len(known) == len(rows),
-        f"instructions {name!r} have {len(known)} conversations with different answers that begin within "
-        f"C = {layout.context_length} tokens, and {len(rows)} are needed: give more, or ask for fewer pairs",
-    )
+            rows[filled, :, : len(encoded[0])] = encoded
+            answers.add(answer)
+    if len(answers) < len(rows):
+        raise ValueError(
+            f"instructions {name!r} have {len(answers)} conversations with different answers that "
+            f"begin within C = {layout.context_length} tokens, and {len(rows)} are needed: give "
+            "more, or ask for fewer pairs"
+        )
     return [Pairs(part, layout.eos_id) for part in np.split(rows, np.cumsum(counts)[:-1])]

@@ -1,9 +1,12 @@
-"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as parameters."""
+"""Packing documents into chunks (Section 2, Fig. 1 right), with the interventions of Section 5 as
+parameters.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +23,14 @@ class DataConfig:
 
     corpus: str = "docstrings"
     share: float = 1.0  # share of the training tokens kept (Fig. 5 right)
-    random_positions: tuple[
-        int, ...
-    ] = ()  # redrawn uniformly from the vocabulary, once for each chunk
+    # redrawn uniformly from the vocabulary, once for each chunk
+    random_positions: tuple[int, ...] = ()
     fixed_position: int | None = None  # overwritten with x_fix, a token of its own (Table 10 right)
     # x_fix stands elsewhere in each chunk trained on, and at fixed_position where it is measured
     random_place: bool = False
     unscored: tuple[int, ...] = ()  # positions whose next-token prediction carries no loss
-    validation: str | None = (
-        None  # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
-    )
+    # the corpus to validate on in place of `corpus` (Section 4: Pile-CC)
+    validation: str | None = None
 
     def __post_init__(self) -> None:
         checks.fields(self)
@@ -54,7 +55,10 @@ class Batches:
         raise NotImplementedError
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed, step) only."""
+        """The `size` rows of step 0, 1, ..: a fresh permutation each epoch, a function of (seed,
+        step) only.
+        """
+        # The rows are numbered on from step to step: number n is place n mod N of epoch n div N.
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.length)
         rows = np.empty(size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -71,8 +75,9 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
 class Chunks(Batches):
     """A split as chunks of C + 1 tokens: inputs are the first C, targets the last C.
 
-    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a document and the
-    next chunk begins with the token that this one only predicts. Random access by index; nothing is copied.
+    Documents are joined with EOS and cut at every C tokens, so a chunk starts anywhere in a
+    document and the next chunk begins with the token that this one only predicts. Random access by
+    index; nothing is copied.
     """
 
     def __init__(
@@ -87,36 +92,58 @@ class Chunks(Batches):
         self.length = (len(self.tokens) - 1) // context_length
         require(
             self.length > 0,
-            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), less than one chunk "
-            f"of context_length + 1 = {context_length + 1}: give more text or a smaller context_length",
+            f"corpus {corpus.name!r} has {len(self.tokens)} {split} tokens (share {data.share}), "
+            f"less than one chunk of context_length + 1 = {context_length + 1}: give more text or "
+            "a smaller context_length",
         )
         last = max((*data.random_positions, *data.unscored, data.fixed_position or 1))
         require(
             last <= context_length, f"position {last} is beyond context_length={context_length}"
         )
-        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same tokens.
+        # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
+        # tokens.
         size = (self.length, len(data.random_positions))
-        self.redrawn = np.random.default_rng([seed, 5]).integers(
-            corpus.first_text_id, corpus.vocab_size, size=size
-        )
-        self.places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
+        first, last = corpus.first_text_id, corpus.vocab_size
+        redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
+        places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
+        self.redrawn, self.places = torch.from_numpy(redrawn), torch.from_numpy(places)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
-        starts = np.asarray(indices)[:, None] * self.context_length
-        ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
+        rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
+        ids = self.cut(rows)
         for column, position in enumerate(self.data.random_positions):
-            ids[:, position - 1] = self.redrawn[indices, column]
+            ids[:, position - 1] = self.redrawn[rows, column]
         if self.data.random_place:
-            ids[np.arange(len(ids)), self.places[indices]] = self.fix_id
-            return torch.from_numpy(ids)
-        return fix_position(torch.from_numpy(ids), self.data.fixed_position, self.fix_id)
+            return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
+        return fix_position(ids, self.data.fixed_position, self.fix_id)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The tokens of chunks by their numbers, (n, C + 1) int64."""
+        starts = rows.numpy()[:, None] * self.context_length
+        ids = self.tokens[starts + np.arange(self.context_length + 1)]
+        return torch.from_numpy(ids.astype(np.int64))
+
+
+class ChunksOnDevice(Chunks):
+    """The same chunks in the same order, cut on a device: what goes there later is their numbers."""
+
+    def __init__(self, *args: Any, device: torch.device) -> None:
+        super().__init__(*args)
+        # int32, as few operations know unsigned integers.
+        self.tokens_there = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
+        self.redrawn, self.places = self.redrawn.to(device), self.places.to(device)
+        self.columns = torch.arange(self.context_length + 1, device=device)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        starts = rows[:, None] * self.context_length
+        return self.tokens_there[starts + self.columns].long()
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:
-    """`ids` (n, T) with x_fix at 1-based `position`; unchanged when position is None or beyond T."""
+    """`ids` (n, T) with x_fix at 1-based `position`; unchanged where that is None or beyond T."""
     if position is None or position > ids.shape[1]:
         return ids
     ids = ids.clone()
-    ids[:, position - 1] = fix_id
+    ids[:, position - 1].fill_(fix_id)
     return ids

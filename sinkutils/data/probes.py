@@ -1,8 +1,9 @@
-"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated token."""
+"""The inputs of Section 3.3 on which sinks are measured: natural text, random tokens, one repeated
+token.
+"""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkutils.checks import instance, integer, require
+from sinkutils.checks import instance, integer, require, short
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.tokenizer import bos_id, encode, marked_special
 
-KINDS = ("natural", "random", "repeat")
+PROBES = ("natural", "random", "repeat")
 SEQUENCES = 100
 CHARACTERS_A_TOKEN = 32  # a text is cut to this many for each token wanted before it is tokenised
 
@@ -32,26 +33,27 @@ def probe(
 ) -> Tensor:
     """Token ids (n, length), int64, a function of the arguments only.
 
-    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text), "random" is uniform
-    over the vocabulary without special tokens, "repeat" is one such token a sequence, repeated. None: `texts`, each cut
-    into windows of `length` tokens, one after the other; what is left at the end of a text is not used.
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer. Its special tokens are never added, and written in
-    a text they are text.
-    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep their order.
-    bos: whether the tokenizer's BOS stands first, within `length`.
-    corpus, texts: where natural text comes from: the probe split of a corpus, or any texts given.
+    kind: "natural" is the first tokens of n documents (of `texts`, or outside the training text),
+    "random" is uniform over the vocabulary without special tokens, "repeat" is one such token a
+    sequence, repeated. None: `texts`, each cut into windows of `length` tokens, one after the
+    other; what is left at the end of a text is not used. tokenizer: a `tokenizers.Tokenizer` or a
+    transformers tokenizer. Its special tokens are never added, and written in a text they are text.
+    n: sequences; None: 100, and of windows all. Windows that are fewer than all are drawn, and keep
+    their order. bos: whether the tokenizer's BOS stands first, within `length`. corpus, texts:
+    where natural text comes from: the probe split of a corpus, or any texts given.
 
-    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked for, or too little
-    text.
+    Raises ValueError for an unknown kind, what is no tokenizer, one without BOS where one is asked
+    for, or too little text.
     """
-    if kind not in KINDS and (kind is not None or texts is None):
+    if kind not in PROBES and (kind is not None or texts is None):
         raise ValueError(
-            f"kind must be one of {', '.join(KINDS)}, got {_short(kind)}; "
+            f"kind must be one of {', '.join(PROBES)}, got {short(kind)}; "
             "to measure texts of your own say probe(texts=[..], tokenizer=..)"
         )
     require(
         hasattr(tokenizer, "encode") and hasattr(tokenizer, "get_vocab"),
-        f"tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got {_short(tokenizer)}",
+        "tokenizer must be a tokenizers.Tokenizer or a transformers tokenizer, got "
+        f"{short(tokenizer)}",
     )
     instance("bos", bos, bool)
     if n is not None:
@@ -65,7 +67,7 @@ def probe(
         ids = _natural(tokenizer, n or SEQUENCES, needed, seed, corpus, texts)
     else:
         vocabulary = sorted(set(tokenizer.get_vocab().values()) - marked_special(tokenizer))
-        generator = np.random.default_rng([seed, KINDS.index(kind)])
+        generator = np.random.default_rng([seed, PROBES.index(kind)])
         drawn = generator.choice(
             vocabulary, size=(n or SEQUENCES, needed if kind == "random" else 1)
         )
@@ -73,10 +75,6 @@ def probe(
     if bos:
         ids = np.insert(ids, 0, bos_id(tokenizer), axis=1)
     return torch.from_numpy(np.array(ids, dtype=np.int64))
-
-
-def _short(value: Any) -> str:
-    return textwrap.shorten(repr(value), 40, placeholder="…")
 
 
 def _several(texts: Any) -> list[str]:
@@ -92,7 +90,7 @@ def _several(texts: Any) -> list[str]:
     documents = list(texts)
     for number, text in enumerate(documents, start=1):
         if not isinstance(text, str):
-            raise ValueError(f"{wanted}; number {number} of {len(documents)} is {_short(text)}")
+            raise ValueError(f"{wanted}; number {number} of {len(documents)} is {short(text)}")
     return documents
 
 
@@ -102,14 +100,13 @@ def _windows(tokenizer: Any, n: int | None, needed: int, seed: int, texts: list[
     for text in texts:
         ids = encode(tokenizer, text)
         longest = max(longest, len(ids))
-        windows += [
-            ids[start : start + needed] for start in range(0, len(ids) - needed + 1, needed)
-        ]
+        for start in range(0, len(ids) - needed + 1, needed):
+            windows.append(ids[start : start + needed])
     least = n or 1
     require(
         len(windows) >= least,
-        f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), n={least} are needed: "
-        "give more text, a smaller n or a smaller length",
+        f"texts have {len(windows)} windows of {needed} tokens (the longest text has {longest}), "
+        f"n={least} are needed: give more text, a smaller n or a smaller length",
     )
     return np.array(windows)[np.sort(np.random.default_rng(seed).permutation(len(windows))[:n])]
 
@@ -130,8 +127,9 @@ def _natural(
         texts = map(source.decode, source.documents("probe"))
     documents = _several(texts)
     chosen = []
-    for index in np.random.default_rng([seed, KINDS.index("natural")]).permutation(len(documents)):
-        # Of a long text a part will do; the last token of a cut text may not be a token of the whole one.
+    for index in np.random.default_rng([seed, PROBES.index("natural")]).permutation(len(documents)):
+        # Of a long text a part will do; the last token of a cut text may not be a token of the
+        # whole one.
         ids = encode(tokenizer, documents[index][: CHARACTERS_A_TOKEN * needed])
         if len(ids) <= needed:
             ids = encode(tokenizer, documents[index])
@@ -139,9 +137,10 @@ def _natural(
             chosen.append(ids[:needed])
         if len(chosen) == n:
             return np.array(chosen)
-    raise ValueError(
-        f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), n={n} are needed: "
-        "give more text, a smaller n or a smaller length"
-        + (where == "texts")
-        * "; to cut your texts into windows and take all, leave out the kind"
+    message = (
+        f"{where} has {len(chosen)} documents of at least {needed} tokens (of {len(documents)}), "
+        f"n={n} are needed: give more text, a smaller n or a smaller length"
     )
+    if where == "texts":
+        message += "; to cut your texts into windows and take all, leave out the kind"
+    raise ValueError(message)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
-from itertools import count
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from sinkutils.checks import first_line, require
 
 SPECIAL_TOKENS = ["<eos>", "<bos>", "<fix>"]  # ids 0, 1, 2 of the tokenizers trained here
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-NAMES = {  # GPT-NeoX and GPT-2 have one token for both ends
+ROLES = {  # GPT-NeoX and GPT-2 have one token for both ends
     "eos_id": ("<eos>", "<|endoftext|>", "</s>", "<|end_of_text|>"),
     "bos_id": ("<bos>", "<|begin_of_text|>", "<s>", "[BOS]", "<|bos|>", "<|endoftext|>"),
     "fix_id": ("<fix>", "<|padding|>", "<pad>", "<unk>"),
@@ -48,14 +47,14 @@ def open_tokenizer(file: str | Path) -> Tokenizer:
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """A tokenizer.json on disk, or the tokenizer of a hub model, with at most vocab_size tokens."""
+    read = Tokenizer.from_file if Path(name).is_file() else Tokenizer.from_pretrained
     try:
-        tokenizer = (
-            Tokenizer.from_file(name) if Path(name).is_file() else Tokenizer.from_pretrained(name)
-        )
+        tokenizer: Tokenizer = read(name)
     except Exception as error:  # the Rust client raises plain Exception
         raise ConnectionError(
-            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub ({first_line(error)}): check the "
-            "id and the network, give a tokenizer.json, or leave `tokenizer` out to train one"
+            f"tokenizer {name!r} could not be read from disk or the Hugging Face hub "
+            f"({first_line(error)}): check the id and the network, give a tokenizer.json, or leave "
+            "`tokenizer` out to train one"
         ) from error
     size = tokenizer.get_vocab_size()
     require(
@@ -67,46 +66,61 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 def special_ids(tokenizer: Tokenizer, name: str | None) -> dict[str, int]:
     """The ids of EOS, BOS and x_fix. x_fix of GPT-NeoX is its padding token, as the authors' is."""
-    ids: dict = {}
-    for key, tokens in NAMES.items():
-        ids[key] = _first(tokenizer, tokens)
-        require(
-            ids[key] is not None,
-            f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {key}",
-        )
+    ids = {}
+    for role, tokens in ROLES.items():
+        found = _first(tokenizer, tokens)
+        if found is None:
+            raise ValueError(
+                f"tokenizer {name!r} has none of {', '.join(tokens)} to serve as {role}"
+            )
+        ids[role] = found
     special = marked_special(tokenizer) | {*ids.values()}
-    return ids | {"first_text_id": next(i for i in count() if i not in special)}
+    first_text_id = 0
+    while first_text_id in special:
+        first_text_id += 1
+    return ids | {"first_text_id": first_text_id}
 
 
 def marked_special(tokenizer: Any) -> set[int]:
-    """The ids that a `tokenizers.Tokenizer` or a transformers tokenizer marks as special, in whatever list of its."""
-    special, backend = set(), _backend(tokenizer)
+    """The ids that a tokenizer marks as special, in whatever list of its.
+
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer.
+    """
+    special: set[int] = set()
+    backend = _backend(tokenizer)
     if backend is not None:
-        special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        special |= {*backend.encode("").ids} - {
-            *backend.encode("", add_special_tokens=False).ids
-        }  # put around a text
+        special |= _special_among(backend.get_added_tokens_decoder())
+        # What is put around a text.
+        plain = backend.encode("", add_special_tokens=False).ids
+        special |= {*backend.encode("").ids} - {*plain}
     if backend is not tokenizer:
         special |= {*tokenizer.all_special_ids} - {None}  # those with a role, such as BOS
-        with contextlib.suppress(
-            AttributeError, NotImplementedError
-        ):  # of mistral-common, where all have a role
-            special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # Not of mistral-common, where all have a role.
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            special |= _special_among(tokenizer.added_tokens_decoder)
     return special
+
+
+def _special_among(added: dict[int, Any]) -> set[int]:
+    return {i for i, token in added.items() if token.special}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text: no special tokens are added, and those written in the text are text.
 
-    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where one cannot help
-    reading a special token (written in Python, or a vocabulary that holds it as a word), that is an unknown character.
+    tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer, which is left as it was. Where
+    one cannot help reading a special token (written in Python, or a vocabulary that holds it as a
+    word), that is an unknown character.
     """
     ids = _text_ids(tokenizer, text)
     if isinstance(getattr(_backend(tokenizer), "model", None), models.BPE):
         return ids  # no merge makes a special token
     unknown = _text_ids(tokenizer, UNKNOWN)
     special = marked_special(tokenizer) - {*unknown}
-    return [token for i in ids for token in (unknown if i in special else [i])]
+    kept = []
+    for token in ids:
+        kept += unknown if token in special else [token]
+    return kept
 
 
 def _backend(tokenizer: Any) -> Tokenizer | None:
@@ -121,20 +135,14 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
     with _LOCK:
-        before, truncation, padding = (
-            backend.encode_special_tokens,
-            backend.truncation,
-            backend.padding,
-        )
+        before = backend.encode_special_tokens
+        truncation, padding = backend.truncation, backend.padding
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
         try:
-            return backend.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
-                raise
-            raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
+            with panics_explained():
+                return backend.encode(text, add_special_tokens=False).ids
         finally:
             backend.encode_special_tokens = before
             if truncation:
@@ -143,13 +151,23 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
                 backend.enable_padding(**padding)
 
 
+@contextlib.contextmanager
+def panics_explained() -> Iterator[None]:
+    """Make a ValueError of a panic of Rust, as of a pattern that backtracks without end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
+
+
 def bos_id(tokenizer: Any) -> int:
-    """The id of the BOS of a `tokenizers.Tokenizer` or a transformers tokenizer. Raises ValueError if it has none."""
-    token = (
-        _first(tokenizer, NAMES["bos_id"])
-        if isinstance(tokenizer, Tokenizer)
-        else tokenizer.bos_token_id
-    )
+    """The id of a tokenizer's BOS. Raises ValueError if it has none."""
+    if isinstance(tokenizer, Tokenizer):
+        token = _first(tokenizer, ROLES["bos_id"])
+    else:
+        token = tokenizer.bos_token_id
     if token is None:
         raise ValueError(
             "bos=True needs a tokenizer with a BOS token, and this one has none: use bos=False"
@@ -158,4 +176,9 @@ def bos_id(tokenizer: Any) -> int:
 
 
 def _first(tokenizer: Tokenizer, tokens: Iterable[str]) -> int | None:
-    return next((i for i in map(tokenizer.token_to_id, tokens) if i is not None), None)
+    """The id of the first of these tokens that the vocabulary has."""
+    for token in tokens:
+        i: int | None = tokenizer.token_to_id(token)
+        if i is not None:
+            return i
+    return None

@@ -1,16 +1,27 @@
 """The claims of data/claims.yaml as Python objects: what each says, and the checks that decide it.
 
     checks:
-      - {present: [kv_bias, k_bias], of: excess_star}   each has a sink; `absent`: none has
-      - {more: [lr_x2, base, lr_half]}                  each has more than the next
-      - {more: base, than: [gate_head, gate_element]}   the one has more than each of the others
-      - {kept: post_norm}                               no less than the base; `same`: neither less nor more
-      - {loss: [sigmoid, elu]}                          no worse a validation loss than the base's; `worse`: a worse one
-      - {alike: sft_sigmoid, than: sft_softmax, of: end}   within a factor of two
-      - {together: dyt}                                 sink and large element, or neither; `apart`: one of the two
-      - {fails: linear}                                 training fails; `trains`: it does not
-      - {real: sink_natural, above: 2.9}                a number of each model in `real_models`; or `below` the bar
-`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where nothing stands.
+      - {present: [kv_bias, k_bias], of: excess_star}
+            each has a sink; `absent`: none has
+      - {more: [lr_x2, base, lr_half]}
+            each has more than the next
+      - {more: base, than: [gate_head, gate_element]}
+            the one has more than each of the others
+      - {kept: post_norm}
+            no less than the base; `same`: neither less nor more
+      - {loss: [sigmoid, elu]}
+            no worse a validation loss than the base's; `worse`: a worse one
+      - {alike: sft_sigmoid, than: sft_softmax, of: end}
+            within a factor of two
+      - {together: dyt}
+            sink and large element, or neither; `apart`: one of the two
+      - {fails: linear}
+            training fails; `trains`: it does not
+      - {real: sink_natural, above: 2.9}
+            a number of each model in `real_models`; or `below` the bar
+
+`of` names a quantity, `excess` where none stands; `than` what is compared with, `base` where
+nothing stands.
 """
 
 from __future__ import annotations
@@ -27,19 +38,16 @@ from sinkutils.ledger.quantities import QUANTITIES
 from sinkutils.ledger.readings import real_models
 from sinkutils.study.config import Json
 
-KINDS_OF_ONE = ("present", "absent", "together", "apart", "fails", "trains")
-KINDS = (*KINDS_OF_ONE, "more", "same", "kept", "alike", "loss", "worse")
+OF_ONE_RUN = ("present", "absent", "together", "apart", "fails", "trains")
+OF_RUNS = (*OF_ONE_RUN, "more", "same", "kept", "alike", "loss", "worse")
 REAL = ("above", "below")  # of a real model's number
-PARTS = (
-    "paper",
-    "later",
-    "ours",
-)  # the paper's claims, those of later papers, those of this project
+# The paper's claims, those of later papers, those of this project.
+PARTS = ("paper", "later", "ours")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question about one or two experiments, or about a real model (kinds "above" and "below")."""
+    """One question about one or two experiments, or about a real model ("above", "below")."""
 
     kind: str
     runs: tuple[str, ...]  # or the model
@@ -49,11 +57,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim. given: what it takes for granted, without which nothing is tested. remark: by hand.
+    """One claim.
 
-    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here, if so: it holds in
-    an untrained model ("untrained"), by "mathematics" ("mathematics, in part": not in every case), or by
-    "construction". fresh: only seeds that came after the claim count.
+    given: what it takes for granted, without which nothing is tested. remark: by hand.
+    gate: which presets cannot show it (`judge.GATED`). trivial: why it could not have failed here,
+    if so: it holds in an untrained model ("untrained"), by "mathematics" ("mathematics, in part":
+    not in every case), or by "construction". fresh: only seeds that came after the claim count.
     """
 
     id: str
@@ -71,7 +80,10 @@ class Claim:
 
 @lru_cache(maxsize=2)
 def read_claims(path: Path = paths.LEDGER / "claims.yaml") -> tuple[Claim, ...]:
-    """Every claim, in the file's order. Raises ValueError that names the claim and what is wrong with it."""
+    """Every claim, in the file's order.
+
+    Raises ValueError that names the claim and what is wrong with it.
+    """
     claims = []
     for entry in paths.read_yaml(path):
         try:
@@ -105,9 +117,9 @@ def _of_models(kind: str, line: Json) -> list[Check]:
 
 def _of_runs(kind: str, line: Json) -> list[Check]:
     quantity = line.get("of", "valid_loss" if kind in ("loss", "worse") else "excess")
-    require(kind in KINDS and quantity in QUANTITIES, f"no such check: {line}")
+    require(kind in OF_RUNS and quantity in QUANTITIES, f"no such check: {line}")
     names = _listed(line[kind])
-    if kind in KINDS_OF_ONE:
+    if kind in OF_ONE_RUN:
         require("than" not in line, f"{kind} compares with nothing: {line}")
         return [Check(kind, (name,), quantity) for name in names]
     if kind == "more" and "than" not in line:

@@ -1,4 +1,4 @@
-"""The records of a preset as tidy frames: one row per run, per block, per head, or per evaluation."""
+"""The records of a preset as tidy frames: a row per run, per block, per head, or per evaluation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pandas as pd
 from sinkutils.ledger.live import live_heads
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
 from sinkutils.study.config import Json
-from sinkutils.study.experiments import BY_NAME
-from sinkutils.study.record import CorruptRecord, Record
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.experiments import EXPERIMENTS
+from sinkutils.study.record import CorruptRecord, Folder, Record
+from sinkutils.study.store import Runs
 
 SINKS = ("sink_1", "sink_2", "sink_3", "sink_4", "sink_star")
 RUN = ("experiment", "seed")
@@ -22,20 +22,21 @@ FINAL = (*SINKS, "excess_1", "excess_star", "valid_loss", "train_loss")
 def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     """One row per record of a preset, sorted by experiment and seed.
 
-    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean over blocks and heads,
-    with u that of uniform causal attention; block_1 and later_blocks: excess_1 in block 1 and its mean over blocks 2
-    to L. live: the share of heads that are not dead (`live_heads`); NaN with a window of one token. Losses in nats per
-    token. element, element_block_1: the largest element of h_1 over the median of all hidden states, its maximum over
-    blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the experiment has another
-    config now); corrupt (`reason` names the file). Only done and failed are results.
+    sink_k: Sink_k at epsilon 0.3, in percent. excess_1, excess_star: (alpha - u) / (1 - u), mean
+    over blocks and heads, with u that of uniform causal attention; block_1 and later_blocks:
+    excess_1 in block 1 and its mean over blocks 2 to L. live: the share of heads that are not dead
+    (`live_heads`); NaN with a window of one token. Losses in nats per token. element,
+    element_block_1: the largest element of h_1 over the median of all hidden states, its maximum
+    over blocks, and after block 1. status: done; failed (training diverged: `reason`); stale (the
+    experiment has another config now); corrupt (`reason` names the file). Only done and failed are
+    results.
     """
     rows = []
     for record in Runs(folder).entries(preset):
         row = {"preset": preset, **_whose(record), "status": record.status, "reason": record.reason}
-        row |= {
-            name: getattr(BY_NAME.get(record.experiment), name, None)
-            for name in ("title", "section", "item")
-        }
+        row_of = EXPERIMENTS.get(record.experiment)
+        for name in ("title", "section", "item"):
+            row[name] = getattr(row_of, name, None)
         if record.config:
             try:
                 row |= _of_run(record)
@@ -46,12 +47,14 @@ def runs(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and block, of runs that are done: what x_1 looks like and what attention it gets.
+    """One row per run and block, of runs that are done: what x_1 looks like and what attention it
+    gets.
 
-    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own. element: the largest
-    element of h_1 over the median of all hidden states. live: the share of its heads that are not dead (`live_heads`);
-    0 in a dead block, whose excess of 0 is no finding. hidden_ratio, key_ratio, value_ratio: the norm of x_1's state,
-    key or value over the mean of the other tokens'.
+    excess_k, excess_star: means over heads, of the first ten tokens and of a key of its own.
+    element: the largest element of h_1 over the median of all hidden states. live: the share of its
+    heads that are not dead (`live_heads`); 0 in a dead block, whose excess of 0 is no finding.
+    hidden_ratio, key_ratio, value_ratio: the norm of x_1's state, key or value over the mean of the
+    other tokens'.
     """
     rows = []
     for record, report, window in _done(preset, folder):
@@ -63,7 +66,9 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over texts), and excess."""
+    """One row per run, block and head, of runs that are done: alpha_1 and alpha_star (mean over
+    texts), and excess.
+    """
     rows = []
     for record, report, window in _done(preset, folder):
         alpha, star = np.array(report["alpha"][0]), report.get("alpha_star")
@@ -77,30 +82,34 @@ def heads(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
 
 def curves(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
-    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run that has a curve."""
+    """One row per run and evaluation: step, tokens seen, losses, sink_k and excess_1, of every run
+    that has a curve.
+    """
     rows = []
     for record in Runs(folder).entries(preset):
         if record.status not in ("done", "failed"):
             continue
         per_step = record.config["train"]["batch_size"] * record.config["model"]["context_length"]
         for point in record.metrics["curve"]:
-            numbers = {
-                name: value for name, value in point.items() if isinstance(value, int | float)
-            }
-            rows.append(_whose(record) | {"tokens": point["step"] * per_step} | numbers)
+            row = _whose(record) | {"tokens": point["step"] * per_step}
+            for name, value in point.items():
+                if isinstance(value, int | float):
+                    row[name] = value
+            rows.append(row)
     return _frame(rows, *RUN, "tokens", "step", "valid_loss", *SINKS[:1], "excess_1")
 
 
 def by_block(report: Json, window: int | None) -> dict[str, np.ndarray]:
-    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm: (L,) each."""
+    """What `blocks` says of a report, and of post-norm blocks the norm ratio before their norm:
+    (L,) each.
+    """
     alphas = dict(zip(report["targets"], report["alpha"], strict=True))
     if report.get("alpha_star"):
         alphas["star"] = report["alpha_star"]
     found = {}
     for k, alpha in alphas.items():
-        found[f"excess_{k}"] = excess(np.array(alpha), uniform_alpha(report["T"], k, window)).mean(
-            axis=1
-        )
+        by_head = excess(np.array(alpha), uniform_alpha(report["T"], k, window))  # (L, H)
+        found[f"excess_{k}"] = by_head.mean(axis=1)
     found["live"] = live_heads(report, window).mean(axis=1)
     if "hidden_peaks" in report:
         found["element"] = np.array(report["hidden_peaks"])[:, 0]
@@ -142,8 +151,5 @@ def _done(preset: str, folder: Folder) -> Iterator[tuple[Record, Json, int | Non
     """Each record of a run that is done, the report of its last evaluation, and its window."""
     for record in Runs(folder).entries(preset):
         if record.status == "done" and "report" in record.metrics["final"]:
-            yield (
-                record,
-                record.metrics["final"]["report"],
-                record.config["model"]["attention"]["window"],
-            )
+            window = record.config["model"]["attention"]["window"]
+            yield record, record.metrics["final"]["report"], window

@@ -1,7 +1,8 @@
 """When a check holds, when it fails, and what verdict follows for a claim.
 
-The paper prints Sink_1 at its own scale, so that points do not carry over to our models; shares do, since a ratio of
-Sink_1 between two rows is about the ratio of their mean excess. So a bar is mostly a share of the base's excess.
+The paper prints Sink_1 at its own scale, so that points do not carry over to our models; shares do,
+since a ratio of Sink_1 between two rows is about the ratio of their mean excess. So a bar is mostly
+a share of the base's excess.
 """
 
 from __future__ import annotations
@@ -17,48 +18,41 @@ from sinkutils.ledger.readings import ZERO, Bar, Readings, label, real_models
 from sinkutils.ledger.statistics import NOTHING, Estimate
 
 HOLDS, FAILS, OPEN, MISSING = "holds", "fails", "open", "not run"  # what a check comes to
-ALPHA = 0.05  # of every test; of "present", "absent" and "more" after Holm over their part of the ledger
+LEVEL = 0.05  # of every test; "present", "absent", "more" after Holm over their part of the ledger
 # A sink: the weakest row that the paper still calls one has 2.90 % (Table 9), its default 18.18 %.
 SINK = 2.90 / 18.18
-# The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3, the others even.
+# The base needs a sink before anything is measured by it: 18.18 % of heads exactly at eps = 0.3,
+# the others even.
 BASE = 0.044
-# No effect: half-way between the largest fall that the paper calls none (18.18 to 10.68, Table 12) and the least that
-# it calls one (9.41, Table 14).
+# No effect: half-way between the largest fall that the paper calls none (18.18 to 10.68, Table 12)
+# and the least that it calls one (9.41, Table 14).
 MARGIN = 1 - (10.68 + 9.41) / 2 / 18.18
-# A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90 (Table 2).
+# A comparable loss: half-way between the largest that the paper calls so (3.81, Table 3) and 3.90
+# (Table 2).
 LOSS = (3.81 + 3.90) / 2 / 3.73 - 1
-ALIKE = 1.0  # within a factor of two (Appendix D, without a number)
-PROVED = {
-    "mathematics": "by mathematics",
-    "mathematics, in part": "partly",
-}  # verdicts that need no run
-OPPOSITES = (
-    "absent",
-    "apart",
-    "below",
-    "fails",
-    "worse",
-)  # of present, together, above, trains, loss
-SHARES = {"same": MARGIN, "kept": MARGIN, "alike": ALIKE, "loss": LOSS, "worse": LOSS}
+FACTOR = 1.0  # within a factor of two (Appendix D, without a number)
+# Verdicts that need no run.
+PROVED = {"mathematics": "by mathematics", "mathematics, in part": "partly"}
+# Of present, together, above, trains and loss.
+OPPOSITES = ("absent", "apart", "below", "fails", "worse")
+SHARES = {"same": MARGIN, "kept": MARGIN, "alike": FACTOR, "loss": LOSS, "worse": LOSS}
 SHARES |= dict.fromkeys(("present", "absent", "more"), SINK)
 # On which sides a check that asks for no effect has a margin: 1 above, -1 below.
 SIDES = {"same": (-1, 1), "alike": (-1, 1), "kept": (-1,), "loss": (1,), "worse": (1,)}
 PValues = Mapping[Estimate, float]
 UNCORRECTED: PValues = MappingProxyType({})
 
+# The presets that cannot show a claim.
 GATED = {
     "none": (),
     "trained": ("smoke",),  # a run of seconds has learned nothing yet
-    "any token": (
-        "smoke",
-        "minute",
-        "laptop",
-    ),  # models this small have no sink on an ordinary first token
+    # Models this small have no sink on an ordinary first token.
+    "any token": ("smoke", "minute", "laptop"),
 }
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """The state of a check and the numbers that decided it; of a ratio, their logarithms."""
 
     check: Check  # its runs by the names that they have at the preset, or the real model
@@ -77,21 +71,27 @@ class Judged:
 
     claim: Claim
     verdict: str
-    outcomes: Sequence[Outcome] = ()
-    premises: Sequence[Outcome] = ()
+    outcomes: Sequence[CheckOutcome] = ()
+    premises: Sequence[CheckOutcome] = ()
 
 
-def judge_claims(claims: Sequence[Claim], ours: Readings) -> list[Judged]:
-    """Every claim; directional checks after Holm over their part of the ledger."""
-    tests: dict[str, list[Estimate]] = {part: [] for part in PARTS}
-    for judged in [_judged(claim, ours, UNCORRECTED) for claim in claims]:
-        for outcome in (*judged.outcomes, *judged.premises):
-            tests[judged.claim.part] += outcome.tests
-    corrected = {part: holm(of_part) for part, of_part in tests.items()}
-    return [_judged(claim, ours, corrected[claim.part]) for claim in claims]
+def judge_claims(claims: Sequence[Claim], ours: Readings, corrected: bool = True) -> list[Judged]:
+    """Every claim; directional checks after Holm over their part of the ledger, if `corrected`."""
+    if not corrected:
+        return [_judge_claim(claim, ours, UNCORRECTED) for claim in claims]
+    p_values = {}
+    for part in PARTS:
+        tests: list[Estimate] = []
+        for claim in claims:
+            if claim.part == part:
+                judged = _judge_claim(claim, ours, UNCORRECTED)
+                for outcome in (*judged.outcomes, *judged.premises):
+                    tests += outcome.tests
+        p_values[part] = holm(tests)
+    return [_judge_claim(claim, ours, p_values[claim.part]) for claim in claims]
 
 
-def _judged(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
+def _judge_claim(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
     if claim.trivial in PROVED and not claim.checks:
         return Judged(claim, PROVED[claim.trivial])
     if ours.preset in GATED[claim.gate]:
@@ -105,11 +105,11 @@ def _judged(claim: Claim, ours: Readings, corrected: PValues) -> Judged:
             outcomes.append(judge(check, seen, corrected))
     premises = [judge(check, ours, corrected) for check in claim.given]
     states = [outcome.state for outcome in outcomes]
-    result = verdict(states, [outcome.state for outcome in premises])
+    result = verdict_of(states, [outcome.state for outcome in premises])
     return Judged(claim, result, outcomes, premises)
 
 
-def verdict(states: Sequence[str], premises: Sequence[str] = ()) -> str:
+def verdict_of(states: Sequence[str], premises: Sequence[str] = ()) -> str:
     """The verdict on a claim from the states of its checks.
 
     Without what it takes for granted nothing is shown.
@@ -144,7 +144,7 @@ def _state(kind: str, holds: bool, fails: bool) -> str:
     return FAILS if fails else OPEN
 
 
-def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Outcome:
+def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> CheckOutcome:
     """The outcome of a check on records.
 
     corrected: p-values by test; a test that is not among them has its own.
@@ -154,36 +154,36 @@ def judge(check: Check, ours: Readings, corrected: PValues = UNCORRECTED) -> Out
         low, high = real_models()[check.runs[0], quantity]
         words = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         state = _state(kind, low > check.bar, high <= check.bar)
-        return Outcome(check, state, bar=check.bar, words=words)
+        return CheckOutcome(check, state, bar=check.bar, words=words)
     names = tuple(label(name, ours.preset) for name in check.runs)
     check = replace(check, runs=names)
     if kind in ("fails", "trains"):  # whether training failed in every seed, or in none
         failed = [run is None for run in ours.seeds(names[0]).values()]
         if len(failed) < ours.least:
-            return Outcome(check)
-        return Outcome(check, _state(kind, not any(failed), all(failed)))
+            return CheckOutcome(check)
+        return CheckOutcome(check, _state(kind, not any(failed), all(failed)))
     words = ""
     if quantity == "onset":
         words = _never(names, ours)
     if lacking := _lacking(check, ours):
-        return Outcome(check, lacking, words=words)
+        return CheckOutcome(check, lacking, words=words)
     if dead := _dead(check, ours):
-        return Outcome(check, OPEN, words=dead)
+        return CheckOutcome(check, OPEN, words=dead)
     base = label("base", ours.preset)
     if quantity in EXCESSES and names != (base,) and ours.base().low <= BASE:
-        return Outcome(check, OPEN, words="the base has no sink to measure by")
+        return CheckOutcome(check, OPEN, words="the base has no sink to measure by")
     if kind in ("together", "apart"):
         return _together(check, ours, corrected)
     bar = _bar(check, base)
     estimate = ours.estimate(names, quantity)
     beyond = ours.estimate(names, quantity, bar)
-    outcome = Outcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
+    outcome = CheckOutcome(check, OPEN, estimate, estimate.mean - beyond.mean, words=words)
     if kind in SIDES:
         return _no_effect(outcome, ours, bar)
     # "More" is tested against no difference at all; it fails where none is left that counts.
     test = estimate if kind == "more" else beyond
     p = corrected.get(test, test.p)
-    shown = p <= ALPHA
+    shown = p <= LEVEL
     if kind == "absent":
         above = beyond.low > 0
         below = shown and test.mean < 0
@@ -214,13 +214,14 @@ def _bar(check: Check, base: str) -> Bar:
     return Bar(SHARES[check.kind], (check.runs[1], check.quantity))
 
 
-def _no_effect(outcome: Outcome, ours: Readings, bar: Bar) -> Outcome:
+def _no_effect(outcome: CheckOutcome, ours: Readings, bar: Bar) -> CheckOutcome:
     """No effect beyond the margin: a one-sided test per side (TOST). Surely beyond, it fails."""
     check = outcome.check
     passes, within, outside = outcome.bar, True, False
+    # Distance to the margin on each side, against the reach of a one-sided 95 % interval.
     for side in SIDES[check.kind]:
         beyond = ours.estimate(check.runs, check.quantity, replace(bar, size=side * bar.size))
-        room, reach = -side * beyond.mean, beyond.reach(1 - ALPHA)
+        room, reach = -side * beyond.mean, beyond.reach(1 - LEVEL)
         within = within and room > reach
         outside = outside or room <= -reach
         passes = min(passes, outcome.bar - reach)
@@ -265,14 +266,14 @@ def _dead(check: Check, ours: Readings) -> str:
     return "; ".join(words)
 
 
-def _together(check: Check, ours: Readings, corrected: PValues) -> Outcome:
+def _together(check: Check, ours: Readings, corrected: PValues) -> CheckOutcome:
     """Both a sink and a large element after block 1, or neither; with one of the two it fails."""
     sink = judge(replace(check, kind="present"), ours, corrected)
     element = judge(replace(check, kind="present", quantity="element_1"), ours, corrected)
     if element.state == MISSING:
-        return Outcome(check)
+        return CheckOutcome(check)
     decided = OPEN not in (sink.state, element.state)
     alike = sink.state == element.state
     state = _state(check.kind, decided and alike, decided and not alike)
     words = f"sink: {sink.state}, large element: {element.state}"
-    return Outcome(check, state, words=words, tests=sink.tests + element.tests)
+    return CheckOutcome(check, state, words=words, tests=sink.tests + element.tests)

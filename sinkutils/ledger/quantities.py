@@ -1,7 +1,9 @@
-"""What the ledger reads off a run: one number per quantity, from its record and its attention along the curve.
+"""What the ledger reads off a run: one number per quantity, from its record and its attention along
+the curve.
 
-Excess is (alpha - u) / (1 - u), u the alpha of uniform causal attention, and, where no block is named, its mean over
-blocks 2 to L: block 1 can recognise a fixed first token by its embedding alone, a sink of another kind (`block_1`).
+Excess is (alpha - u) / (1 - u), u the alpha of uniform causal attention, and, where no block is
+named, its mean over blocks 2 to L: block 1 can recognise a fixed first token by its embedding
+alone, a sink of another kind (`block_1`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from sinkutils.study.config import Json
 
 Numbers = dict[str, float]
 
-ONSET = 2.9  # percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4)
-STUCK = 0.99  # of ln V, the loss of a uniform guess: a run that ends there has learned nothing and counts as failed
+# Percent: the least Sink_1 that the paper still calls a sink, "less obvious" (Table 9, 1e-4).
+ONSET = 2.9
+# Of ln V, the loss of a uniform guess: a run that ends there has learned nothing: it failed.
+STUCK = 0.99
 GRADIENTS = 32  # gradients are compared over the first positions, where attention reads
 
 # An excess, judged by a share of the base's.
@@ -25,7 +29,7 @@ EXCESSES = (
     "excess",  # of alpha_1
     "excess_2",  # of alpha_2, the second token's
     "excess_3",
-    "excess_star",  # of the attention to a key of the model's own: a bias, a sink token, a sink logit
+    "excess_star",  # of the attention to a key of its own: a bias, a sink token, a sink logit
     "learned",  # excess, less that of the untrained model
     "learned_star",
     "late",  # excess gained after a tenth of the steps
@@ -35,23 +39,29 @@ EXCESSES = (
     "window_first",  # of a window's first key; this and `without_bias` from data/trials.csv
     "without_bias",  # of alpha_1 once the trained K biases are taken away
 )
-# Judged by a bar of its own: what is above it counts. Norm ratios and elements of h_1 stand out where they are above
-# what the base has before its first step, when x_1 is large because it sees only itself; one bar for every operation.
+# Judged by a bar of its own: what is above it counts. Norm ratios and elements of h_1 stand out
+# where they are above what the base has before its first step, when x_1 is large because it sees
+# only itself; one bar for every operation.
 BARS = {
-    "hidden": 3.44,  # the norm of h_1 over the others' mean, its maximum over the blocks before the last
-    "element": 12.3,  # the largest element of h_1 over the median of all hidden states, its maximum likewise
+    # The norm of h_1 over the others' mean, and its largest element over the median of all hidden
+    # states: the maxima over the blocks before the last.
+    "hidden": 3.44,
+    "element": 12.3,
     "element_1": 12.3,  # that element after block 1
     "before_norm": 2.0,  # the norm ratio before a post-norm block's norm; 1 in the untrained model
-    "star_hidden": 2.0,  # the norm ratio of a sink token over that of the untrained model (data/trials.csv)
-    "key": 1.0,  # the norm of k_1 over the others' mean, in the later block with the largest alpha_1
+    # The norm ratio of a sink token over that of the untrained model (data/trials.csv).
+    "star_hidden": 2.0,
+    # The norm of k_1 over the others' mean, in the later block with the largest alpha_1.
+    "key": 1.0,
     "value": 1.0,
-    "loss_without_bias": 0.0,  # what the loss rises by without the trained K biases (data/trials.csv)
+    "loss_without_bias": 0.0,  # the rise without the trained K biases (data/trials.csv)
     "fall": 0.0,  # of the training loss, in a fine-tuning
     "spike": 10.0,  # largest over median gradient norm, in a fine-tuning
 }
 # Only compared between runs.
 COMPARED = (
-    "onset",  # the share of the steps after which Sink_1 stays at ONSET or more; not held by a run where it never does
+    # The share of the steps after which Sink_1 stays at ONSET or more, if it ever does.
+    "onset",
     "turn",  # the share of the steps at which the validation loss is least
     "valid_loss",
     "gap",  # validation less training loss
@@ -85,10 +95,12 @@ READS["block_1"] = ("live_1",)
 
 
 def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | None:
-    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets, blocks, heads).
+    """Every quantity that a run holds, ratios as their logarithms. alpha: (evaluations, targets,
+    blocks, heads).
 
-    None where training failed: it diverged, or its loss is still that of a uniform guess on training text too. A model
-    that overfits may end worse than a uniform guess on other text, and has not failed.
+    None where training failed: it diverged, or its loss is still that of a uniform guess on
+    training text too. A model that overfits may end worse than a uniform guess on other text, and
+    has not failed.
     """
     final, window = metrics["final"], config["model"]["attention"]["window"]
     loss = min(final.get(name, math.inf) for name in ("valid_loss", "train_loss"))
@@ -100,7 +112,10 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
     numbers["turn"] = steps[np.argmin([point["valid_loss"] for point in curve])]
     if "train_loss" in final:
         numbers["gap"] = final["valid_loss"] - final["train_loss"]
-    onset = 1 + max((i for i, point in enumerate(curve) if point["sink_1"] < ONSET), default=-1)
+    onset = 0
+    for i, point in enumerate(curve):
+        if point["sink_1"] < ONSET:
+            onset = i + 1
     if onset < len(curve):
         numbers["onset"] = steps[onset]
     if "report" in final:
@@ -109,8 +124,10 @@ def of_run(config: Json, metrics: Json, alpha: np.ndarray | None) -> Numbers | N
             numbers |= _of_course(alpha, steps, final["report"], window)
     if "gradient_norms" in curve[-1]:
         numbers |= _of_tuning(curve)
-    rows = [row[:GRADIENTS] for row in final.get("gradients", {}).get("input", ())]
-    reached = [row for row in rows if any(row[1:])]
+    reached = []
+    for row in final.get("gradients", {}).get("input", ()):
+        if any(row[1:GRADIENTS]):
+            reached.append(row[:GRADIENTS])
     if reached:
         numbers["gathered"] = np.median(norm_ratio(reached))
     return as_judged(numbers)
@@ -174,7 +191,9 @@ def _of_course(alpha: np.ndarray, steps: np.ndarray, report: Json, window: int |
 
 
 def _of_tuning(curve: list[Json]) -> Numbers:
-    """Of a fine-tuning, whose points hold every step: losses as means of the first and the last tenth."""
+    """Of a fine-tuning, whose points hold every step: losses as means of the first and the last
+    tenth.
+    """
     points = [point for point in curve if "gradient_norms" in point]
     losses = np.concatenate([point["losses"] for point in points])
     norms = np.concatenate([point["gradient_norms"] for point in points])

@@ -19,8 +19,8 @@ from sinkutils.ledger.statistics import Estimate, Prior, fit_prior, moderated, w
 from sinkutils.study.config import Json
 from sinkutils.study.grid import resolve
 from sinkutils.study.presets import preset as find_preset
-from sinkutils.study.record import SUMS
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.record import SUMS, Folder
+from sinkutils.study.store import Runs
 
 # Seeds of an experiment without which nothing is judged, where not 3: a night per run.
 LEAST_SEEDS = {"desk": 2}
@@ -81,9 +81,9 @@ class Readings:
         """The mean of an experiment, less that of the second if there is one, less the bar.
 
         A difference is over the seeds that both have. What a seed has in common, a fifth of the
-        variance at most, is given away: the differences' own variances could not be moderated, since
-        they all share the base's seeds. A bar that is a share of a mean brings that mean's error
-        along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
+        variance at most, is given away: the differences' own variances could not be moderated,
+        since they all share the base's seeds. A bar that is a share of a mean brings that mean's
+        error along (Fieller: a ratio x / y is above c where x - c y is above zero). An experiment's
         variance is that of all its seeds, also where only fresh ones are judged.
         """
         whole = self.whole or self

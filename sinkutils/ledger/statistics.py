@@ -1,8 +1,10 @@
-"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth 2004).
+"""Levels and paired differences over seeds, with 95 % intervals from moderated variances (Smyth
+2004).
 
-Three seeds say little about their own spread, and settings do not all scatter alike, so neither a setting's own
-variance nor one pooled over all will do. Each setting's variance is shrunk towards a common one, as much as the
-variances of all settings tell: with d0 degrees of freedom for the common s0^2 and d for its own s^2,
+Three seeds say little about their own spread, and settings do not all scatter alike, so neither a
+setting's own variance nor one pooled over all will do. Each setting's variance is shrunk towards a
+common one, as much as the variances of all settings tell: with d0 degrees of freedom for the common
+s0^2 and d for its own s^2,
 
     s~^2 = (d0 s0^2 + d s^2) / (d0 + d),    t with d0 + d degrees of freedom.
 """
@@ -18,16 +20,17 @@ import numpy as np
 from scipy.special import digamma, polygamma, stdtr, stdtrit
 
 LEAST_SETTINGS = 5  # with fewer, a setting's own variance is all there is
-ALIKE = 1e6  # degrees of freedom of the common variance where settings scatter alike
+SURE = 1e6  # degrees of freedom of the common variance where settings scatter alike
 
-Prior = tuple[
-    float, float, float
-]  # d0, s0^2, and the most degrees of freedom that an estimate can have
+# d0, s0^2, and the most degrees of freedom that an estimate can have.
+Prior = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its standard error: a level, or a paired difference; of a ratio, of its logarithm."""
+    """A mean over seeds with its standard error: a level, or a paired difference; of a ratio, of
+    its logarithm.
+    """
 
     mean: float
     error: float
@@ -61,7 +64,7 @@ NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 def moderated(values: Sequence[float], prior: Prior) -> tuple[float, float]:
     """The moderated variance of at least two values, and its degrees of freedom."""
-    d = len(values) - 1
+    d = len(values) - 1  # degrees of freedom of this setting's own variance
     d0, s0_squared, most = prior
     s_squared = float(np.var(values, ddof=1))
     variance = (d0 * s0_squared + d * s_squared) / (d0 + d)
@@ -97,8 +100,8 @@ def agreement(first: Sequence[str], second: Sequence[str]) -> tuple[float, float
 def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
     """The settings' common variance, by the moments of log variances (Smyth 2004, Section 6.2).
 
-    samples: the values of each setting. A log variance scatters by trigamma(d / 2) through its few seeds; what it
-    scatters beyond is that of the true variances, trigamma(d0 / 2).
+    samples: the values of each setting. A log variance scatters by trigamma(d / 2) through its few
+    seeds; what it scatters beyond is that of the true variances, trigamma(d0 / 2).
     """
     several = [sample for sample in samples if len(sample) > 1]
     variances = np.array([np.var(sample, ddof=1) for sample in several])
@@ -108,16 +111,17 @@ def fit_prior(samples: Sequence[Sequence[float]]) -> Prior:
         return 0.0, 0.0, together
     # A variance of exactly nothing would have no logarithm.
     logs = np.log(np.maximum(variances, 1e-5 * np.median(variances[variances > 0])))
+    # E log s^2 = log sigma^2 + digamma(d/2) - log(d/2).
     centred = logs - digamma(freedoms / 2) + np.log(freedoms / 2)
     beyond = float(np.var(centred, ddof=1) - polygamma(1, freedoms / 2).mean())
     if beyond <= 0:
-        return ALIKE, float(np.exp(centred.mean())), together
+        return SURE, float(np.exp(centred.mean())), together
     d0 = 2 * inverse_trigamma(beyond)
     return d0, float(np.exp(centred.mean() + digamma(d0 / 2) - math.log(d0 / 2))), together
 
 
 def inverse_trigamma(x: float) -> float:
-    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, which is nearly a line."""
+    """The y > 0 with trigamma(y) = x, by Newton's method on 1 / trigamma, nearly a line."""
     y = 0.5 + 1 / x
     for _ in range(50):
         value = float(polygamma(1, y))

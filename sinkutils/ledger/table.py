@@ -12,7 +12,7 @@ from sinkutils.ledger.claims_file import REAL, read_claims
 from sinkutils.ledger.judge import HOLDS, OPEN, Judged, judge_claims
 from sinkutils.ledger.quantities import EXCESSES, QUANTITIES, RATIOS
 from sinkutils.ledger.readings import Readings, readings
-from sinkutils.study.store import Folder
+from sinkutils.study.record import Folder
 
 COLUMNS = """id part source claim paper ours interval block_1 sink_1 verdict reason holds effect
  low high trivial remark""".split()
@@ -20,21 +20,23 @@ CHECK_COLUMNS = """id kind runs quantity state mean low high seeds freedom prior
  premise""".split()
 
 
-def claims(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
+def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True) -> pd.DataFrame:
     """The ledger at a preset: one row per claim.
 
-    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as printed.
-    ours, interval: the levels that the checks read, and their 95 % intervals, excess in blocks 2 to
-    L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over all blocks,
-    in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible (such models
-    cannot show it), not run, or by mathematics. reason: why a check stays open where no number says
-    it, a dead block above all. holds: "k of n" checks. effect, low, high: of the first check that
-    has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why the claim could not
-    have failed here, if so. remark: by hand. Raises ValueError for an unknown preset.
+    part: "paper", "later" (claims of later papers) or "ours". paper: the paper's numbers as
+    printed. ours, interval: the levels that the checks read, and their 95 % intervals, excess in
+    blocks 2 to L. block_1, sink_1: of those runs, the excess in block 1 and the paper's Sink_1 over
+    all blocks, in percent. verdict: reproduced, partly, not reproduced, inconclusive, not visible
+    (such models cannot show it), not run, or by mathematics. reason: why a check stays open where
+    no number says it, a dead block above all. holds: "k of n" checks. effect, low, high: of the
+    first check that has a number, with its 95 % interval; of a ratio, its logarithm. trivial: why
+    the claim could not have failed here, if so. remark: by hand. corrected: whether directional
+    checks are corrected for their number (Holm), as the ledger's verdicts are. Raises ValueError
+    for an unknown preset.
     """
     ours = readings(preset, folder)
     rows = []
-    for one in _judged(ours):
+    for one in _all_judged(ours, corrected):
         read: dict[str, dict] = {}  # the runs that the checks read, by quantity
         levels, intervals = [], []
         for outcome in one.outcomes:
@@ -72,15 +74,15 @@ def claim_checks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
 
     mean, low, high: of the level or paired difference, over `seeds`. freedom: degrees of freedom of
     that interval. prior: those of the variance that all settings have in common, towards which each
-    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold or
-    a margin; a share of the base's mean has an error of its own, so that an interval above it may
-    still leave the check open. p: after Holm, of present, absent and more. passes: of a "no effect"
-    check, the largest effect that would still pass. All of ratios as logarithms. premise: whether
-    the claim takes it for granted.
+    setting's own is shrunk; few shrink it little. bar: what the mean is held against, a threshold
+    or a margin; a share of the base's mean has an error of its own, so that an interval above it
+    may still leave the check open. p: after Holm, of present, absent and more. passes: of a "no
+    effect" check, the largest effect that would still pass. All of ratios as logarithms. premise:
+    whether the claim takes it for granted.
     """
     rows = []
     ours = readings(preset, folder)
-    for one in _judged(ours):
+    for one in _all_judged(ours):
         for number, outcome in enumerate((*one.outcomes, *one.premises)):
             check, estimate = outcome.check, outcome.estimate
             row = {"id": one.claim.id, "premise": number >= len(one.outcomes)}
@@ -105,8 +107,8 @@ def verdict(id: str, preset: str = "laptop", folder: Folder = None) -> str:
 
 
 @lru_cache(maxsize=4)
-def _judged(ours: Readings) -> list[Judged]:
-    return judge_claims(read_claims(), ours)
+def _all_judged(ours: Readings, corrected: bool = True) -> list[Judged]:
+    return judge_claims(read_claims(), ours, corrected)
 
 
 def _reasons(judged: Judged) -> str:

@@ -12,14 +12,15 @@ logit is one more key without value. `fast` is tested against this module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.checks import choice, instance, integer, real, require
+from sinkutils import checks
+from sinkutils.checks import choice, real, require
 
 Map = Callable[[Tensor], Tensor]
 
@@ -49,7 +50,7 @@ LOGARITHMS = {
 # phi of Section 7.4, on queries and keys; "mlp" is learned. In float64, as the product of two small
 # phi, e^-60 e^-60 say, is 0 in float32, and a row of such products has no sum.
 KERNELS: dict[str, Map] = {"identity": lambda x: x, "elu": lambda x: elu_plus_one(x.double())}
-CHOICES = {
+OPERATION_CHOICES = {
     "similarity": tuple(SIMILARITIES),
     "kernel": (*KERNELS, "mlp"),
     "normalizer": ("sum", "none", "max_abs_sum", "p_norm", "length"),
@@ -57,21 +58,6 @@ CHOICES = {
     "fixed_value": ("zero", "first", "uniform"),
     "sink_logit": ("none", "zero", "learned"),
 }
-
-
-def check_fields(config: Any, choices: dict) -> None:
-    """Raise ValueError, naming the field, unless each has one of its choices, or its type.
-
-    A field of type int is a count of at least 1.
-    """
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if name in choices:
-            choice(name, value, choices[name])
-        elif field.type == "bool":
-            instance(name, value, bool)
-        elif field.type == "int" or (field.type == "int | None" and value is not None):
-            integer(name, value, least=1)
 
 
 @dataclass(frozen=True)
@@ -104,11 +90,11 @@ class AttentionSpec:
     differential: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, CHOICES)
-        for name in ("p", "scale"):
-            real(name, getattr(self, name), "positive and finite", more=True)
-        real("logit_bias", self.logit_bias, "finite", least=-torch.inf)
-        real("fixed_value_norm", self.fixed_value_norm, "finite and not negative")
+        for name, allowed in OPERATION_CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        real("p", self.p, "positive and finite", more=True)
+        real("scale", self.scale, "positive and finite", more=True)
+        checks.fields(self, logit_bias=-torch.inf)
         linear = self.similarity == "linear"
         has_bias = self.bias != "none"
         divided = self.normalizer not in ("none", "max_abs_sum")
@@ -210,10 +196,11 @@ def attend(
     column 0 is k* or takes the sink logit. A row that sees nothing, or whose sum is zero, has zero
     weights. Raises ValueError on wrong shapes.
     """
-    return operate(_dense, q, k, v, spec, Extras(**extras))  # type: ignore[return-value]
+    out, weights = operate(_out_and_weights, q, k, v, spec, Extras(**extras))
+    return out, weights
 
 
-def _dense(
+def _out_and_weights(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Output and weights of queries and keys after phi, k* in front of the keys if there is one.
@@ -224,7 +211,7 @@ def _dense(
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.to(wide), k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
-        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij
+        logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
         weights = normalise(logits, ~hidden, spec)
         out = weights @ v.to(weights.dtype)
     return out.to(v.dtype), weights.to(v.dtype)
@@ -233,21 +220,25 @@ def _dense(
 def operate(
     form: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras
 ) -> tuple[Tensor, ...]:
-    """What a form of attention, such as `_dense`, returns for an operation: the output first.
+    """What a form of attention, such as `_out_and_weights`, returns for an operation: the output
+    first.
 
     A form gets what `prepared` returns, the operation and its position term. What it does not know
     of, differences of maps, sink logits and V biases, is done here.
     """
     check_inputs(q, k, v, spec, extras)
-    if extras.mix is not None:  # A = A_1 - lambda A_2, on the values that both maps share
+    if extras.mix is not None:
+        # Ye et al. 2024: A = A_1 - lambda A_2, on the values that both maps share. A position term
+        # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
         first, second = (operate(form, half, k, v, softmax, positions) for half in halves(q))
         mix = extras.mix
         return tuple(x - mix.to(x.dtype) * y for x, y in zip(first, second, strict=True))
+    # Whatever else a form returns, weights for one, is passed on.
     out, *more = form(*prepared(q, k, v, spec, extras), spec, extras.distance_bias)
     if spec.sink_logit != "none":
-        out = out[..., :-1]
+        out = out[..., :-1]  # without the dimension that `prepared` added
     if spec.bias == "v":
         out = out + extras.value_bias[:, None]  # type: ignore[index]
     return out, *more
@@ -272,6 +263,7 @@ def prepared(
         q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
     if star is not None:
         k, v = prepend(star, k), prepend(value, v)
+    # After k* went in front: a kernel is taken of it as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v
 
@@ -363,7 +355,9 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | Non
         total = powers.sum(-1, keepdim=True)
         return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
     total = sim.sum(-1, keepdim=True)
-    return total.abs().clamp(min=one) if spec.normalizer == "max_abs_sum" else total
+    if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `one` is 1 in the row's scale
+        return total.abs().clamp(min=one)
+    return total
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:

@@ -1,47 +1,138 @@
 """The decoder of Eqs. 1-4, with every variant of Section 7 as a value of its configuration.
 
-`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no attention map is kept. An
-observer is any object with three methods; layers count from 0, and with a sink token the first position of every
-tensor is x*, so that T is one more than the ids have:
+`forward(ids, observer)` shows q, k, v and h as they are computed: nothing needs hooks, and no
+attention map is kept. An observer is any object with three methods; layers count from 0, and with a
+sink token the first position of every tensor is x*, so that T is one more than the ids have:
 
-    embedding(hidden)                            h^0, (B, T, d)
-    attention(layer, q, k, v, spec, extras)      q, k (after rotary) and v, (B, H, T, D), and what `attend` gets
-    block(layer, hidden, before_norm)            h^l and, for post-norm, the same before its last norm (else h^l again)
+    embedding(hidden)                         h^0, (B, T, d)
+    attention(layer, q, k, v, spec, extras)   q, k (after rotary) and v, (B, H, T, D), and what
+                                              `attend` gets
+    block(layer, hidden, before_norm)         h^l and, for post-norm, the same before its last norm
+                                              (else h^l again)
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinkutils.checks import require
+from sinkutils import checks
+from sinkutils.checks import choice
 from sinkutils.model import fast, positions
-from sinkutils.model.attention import AttentionSpec
-from sinkutils.model.config import FFNS, LMConfig
+from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
 GATE_RANK = 16
-# k*, v*, sink token, learned relative biases: N(0, 0.02^2), k* and v* as the authors' code
-INIT_STD = {
-    "sink": 0.02,
-    "key_bias": 0.02,
-    "value_bias": 0.02,
-    "bucket_bias": 0.02,
-    "sink_logit": 0.02,
-    "mix": 0.1,
+Tables = dict[str, Tensor]  # of positions, by name: see `position_tables`
+
+
+# Table 11. Those that end in "glu" are gated; the others keep the width, so have fewer parameters.
+FFNS: dict[str, Map] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "swish": F.silu,
+    "reglu": F.relu,
+    "geglu": F.gelu,
+    "swiglu": F.silu,
 }
+MODEL_CHOICES = {
+    "position": positions.POSITIONS,
+    "norm": ("pre", "post", "sandwich"),
+    "ffn": tuple(FFNS),
+    "head_merge": ("concat", "add"),
+    "gate": ("none", "head", "element"),
+    "normalization": ("rms", "dyt", "gated"),
+}
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """A language model as a value.
+
+    Raises ValueError, naming the field, for shapes that do not fit.
+    """
+
+    vocab_size: int = 1024
+    context_length: int = 64  # C, the longest sequence the model accepts
+    num_layers: int = 4  # L
+    num_heads: int = 4  # H
+    hidden_size: int = 64  # d
+    intermediate_size: int = 128  # width of the FFN
+    # rotary, nope, absolute, learnable, relative, relative_learned, alibi (Appendix A)
+    position: str = "rotary"
+    # pre (Eq. 2), post (Eq. 3), or sandwich: pre, and each sublayer's output is normed too
+    norm: str = "pre"
+    ffn: str = "swiglu"  # relu, gelu, swish, reglu, geglu, swiglu (Table 11)
+    head_merge: str = "concat"  # concat, or add: heads are summed before W_O (Table 12 left)
+    sink_token: bool = False  # a learnable x* before every sequence (Table 4)
+    attention: AttentionSpec = SOFTMAX
+    # The rest came after the paper (data/paper/after_paper.csv).
+    # sigmoid(W x_i) times the output of each head, or of each element of it, before W_O
+    gate: str = "none"
+    qk_norm: bool = False  # RMSNorm of each head's q and k, before the rotation
+    # v_j times r / (r + c), r = |v_j|^2, with a learned c a head (Chen and Yao 2026)
+    value_scale: bool = False
+    # rms; dyt: tanh(alpha h) * g in its place, and the embeddings times a learned scale;
+    # gated: rms times a gate
+    normalization: str = "rms"
+
+    def __post_init__(self) -> None:
+        for name, allowed in MODEL_CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        checks.fields(self)
+        spec = self.attention
+        if self.hidden_size % self.num_heads > 0:
+            raise ValueError(
+                f"num_heads must divide hidden_size={self.hidden_size}, got {self.num_heads}"
+            )
+        # The rotation takes halves of a head, and so do the two maps of differential attention.
+        parts = 2 ** ((self.position == "rotary") + spec.differential)
+        if self.head_dim % parts > 0:
+            raise ValueError(
+                f"the head dimension must be a multiple of {parts} with "
+                f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
+            )
+        if self.sink_token and spec.has_star:
+            raise ValueError(
+                "sink_token and attention with a bias of keys or a sink logit are two places for "
+                "Sink_*: choose one"
+            )
+        if self.sink_token and (spec.window is not None or spec.prefix > 1):
+            # x* stands at position 0: a window would hide it from most queries, a prefix count it.
+            raise ValueError(
+                "sink_token cannot be combined with a window or a prefix: use a bias of keys"
+            )
+        if spec.prefix > self.context_length:
+            raise ValueError(
+                f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"
+            )
+        if spec.bias_dims is not None and spec.bias_dims > self.head_dim:
+            raise ValueError(
+                f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
+            )
+        if spec.prefix > 1 and self.position in positions.ADDED_TO_LOGITS:
+            raise ValueError(
+                f"position={self.position!r} has no bias for keys after the query, as a prefix "
+                "shows: use rotary, nope, absolute or learnable"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """d_h = d / H."""
+        return self.hidden_size // self.num_heads
 
 
 class RMSNorm(nn.RMSNorm):
     """LN of Section 3.1: h / RMS(h) * g, with g in the precision of h."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), eps=1e-5)
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=1e-5)
 
 
 class DyT(nn.Module):
@@ -57,7 +148,7 @@ class DyT(nn.Module):
 
 
 class GatedNorm(RMSNorm):
-    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and a gate of rank 16 (Qiu et al. 2026)."""
+    """y * sigmoid(W_up silu(W_down y)) with y = RMSNorm(h) and rank 16 (Qiu et al. 2026)."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -66,110 +157,111 @@ class GatedNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y * self.up(F.silu(self.down(y))).sigmoid().to(y.dtype)
+        gate: Tensor = self.up(F.silu(self.down(y)))
+        return y * gate.sigmoid().to(y.dtype)
 
 
 def norm_layer(config: LMConfig) -> nn.Module:
-    return {"rms": RMSNorm, "dyt": DyT, "gated": GatedNorm}[config.normalization](
-        config.hidden_size
-    )
+    """A norm of whole hidden states, by the config's kind."""
+    if config.normalization == "dyt":
+        return DyT(config.hidden_size)
+    if config.normalization == "gated":
+        return GatedNorm(config.hidden_size)
+    return RMSNorm(config.hidden_size)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (Eq. 4) with the biases of Table 4 and the kernels of Section 7.4."""
-
-    key_bias: Tensor
-    value_bias: Tensor
-    bucket_bias: Tensor
-    sink_logit: Tensor
-    mix: Tensor
-    value_scale: Tensor
+    """Multi-head self-attention (Eq. 4), the biases of Table 4, the kernels of Section 7.4."""
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        spec, width, head_dim = config.attention, config.hidden_size, config.head_dim
+        spec, width, heads, head_dim = (
+            config.attention,
+            config.hidden_size,
+            config.num_heads,
+            config.head_dim,
+        )
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
-        heads = config.num_heads
+        # Every parameter is filled by `TransformerLM.reset_parameters`.
         rows = 1 if spec.bias_shared else heads
-        learned = {
-            "key_bias": spec.has_key_bias and (rows, spec.bias_dims or head_dim),
-            "value_bias": spec.bias in ("kv", "v") and (rows, head_dim),
-            "bucket_bias": config.position == "relative_learned" and (heads, positions.NUM_BUCKETS),
-            "sink_logit": spec.sink_logit == "learned" and (heads, 1),
-            "mix": spec.differential
-            and (4, head_dim // 2),  # lambda_q1, lambda_k1, lambda_q2, lambda_k2
-            "value_scale": config.value_scale and (heads,),  # log of c over what it starts as
-        }
-        for name, shape in learned.items():
-            if shape:
-                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        if spec.kernel == "mlp":
-            first, second = (nn.Linear(head_dim, head_dim, bias=False) for _ in range(2))
-            self.mlp = nn.Sequential(first, nn.ReLU(), second)
-        if spec.differential:
-            self.first_mix = 0.8 - 0.6 * math.exp(
-                -0.3 * layer
-            )  # lambda_init of Ye et al., layers from 0
+        if spec.has_key_bias:  # k*; d_a of its dimensions learn (Table 13)
+            self.key_bias = nn.Parameter(torch.empty(rows, spec.bias_dims or head_dim))
+        if spec.bias in ("kv", "v"):  # v*
+            self.value_bias = nn.Parameter(torch.empty(rows, head_dim))
+        if config.position == "relative_learned":
+            self.bucket_bias = nn.Parameter(torch.empty(heads, positions.NUM_BUCKETS))
+        if spec.sink_logit == "learned":
+            self.sink_logit = nn.Parameter(torch.empty(heads, 1))
+        if spec.differential:  # lambda_q1, lambda_k1, lambda_q2, lambda_k2 of Ye et al.
+            self.mix = nn.Parameter(torch.empty(4, head_dim // 2))
+            self.first_mix = 0.8 - 0.6 * math.exp(-0.3 * layer)  # lambda_init, layers from 0
             self.head_norm = RMSNorm(head_dim)
+        if config.value_scale:  # log of c over what it starts as
+            self.value_scale = nn.Parameter(torch.empty(heads))
+        if spec.kernel == "mlp":
+            first = nn.Linear(head_dim, head_dim, bias=False)
+            second = nn.Linear(head_dim, head_dim, bias=False)
+            self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if config.gate != "none":
             self.gate = nn.Linear(width, heads if config.gate == "head" else width, bias=False)
         if config.qk_norm:
             self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
-    def forward(self, x: Tensor, tables: dict[str, Tensor], observer: Any = None) -> Tensor:
+    def forward(self, x: Tensor, tables: Tables, observer: Any = None) -> Tensor:
         """x: (B, T, d) -> (B, T, d). tables: `position_tables` for T."""
         config, spec = self.config, self.config.attention
-        batch, length, _ = x.shape
-        # Cut by head at once: the gradients of chunks, viewed by head, are put together one number at a time.
-        qkv = self.qkv(x).view(batch, length, 3, config.num_heads, config.head_dim)
+        B, T, _ = x.shape
+        # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
+        # at a time.
+        qkv = self.qkv(x).view(B, T, 3, config.num_heads, config.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D) each
         if config.value_scale:
-            squared = (
-                v.to(torch.promote_types(v.dtype, torch.float32)).square().sum(dim=-1, keepdim=True)
-            )
+            wide = v.to(torch.promote_types(v.dtype, torch.float32))
+            squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
             c = VALUE_VARIANCE * config.head_dim * self.value_scale.exp()[:, None, None]
             v = v * (squared / (squared + c)).to(v.dtype)
         if config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
-            # The tables keep their precision, as bfloat16 would blur far positions; the products need not.
-            q, k = (positions.rotate(x, tables["cos"], tables["sin"], v.dtype) for x in (q, k))
+            # The tables keep their precision, as bfloat16 would blur far positions; the products
+            # need not.
+            cos, sin = tables["cos"], tables["sin"]
+            q = positions.rotate(q, cos, sin, v.dtype)
+            k = positions.rotate(k, cos, sin, v.dtype)
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
-        out = fast.attend(q, k, v, spec, **extras)
+        out = fast.attention_output(q, k, v, spec, **extras)  # (B, H, T, D)
         if spec.differential:
             out = self.head_norm(out) * (1 - self.first_mix)
         if config.gate != "none":
-            by_head = (
-                self.gate(x).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
-            )  # (B, H, T, 1 or D)
-            out = out * by_head.sigmoid()
-        if config.head_merge == "add":
-            return self.out(out.sum(dim=1))
-        return self.out(out.transpose(1, 2).reshape(batch, length, -1))
+            gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
+            out = out * gate.transpose(1, 2).sigmoid()
+        # (B, T, D) where heads are summed, else (B, T, H D)
+        merged = out.sum(dim=1) if config.head_merge == "add" else out.transpose(1, 2).flatten(2)
+        return self.out(merged)  # type: ignore[no-any-return]
 
-    def extras(self, tables: dict[str, Tensor], dtype: torch.dtype) -> dict:
+    def extras(self, tables: Tables, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec = self.config.attention
-        shape = (self.config.num_heads, self.config.head_dim)
-        extras: dict = {}
-        if spec.has_key_bias:  # d_a of d_h dimensions learn (Table 13)
-            extras["key_bias"] = (
-                F.pad(self.key_bias, (0, shape[1] - self.key_bias.shape[1])).expand(shape).to(dtype)
-            )
+        heads, head_dim = self.config.num_heads, self.config.head_dim
+        extras: dict[str, Any] = {}
+        if spec.has_key_bias:
+            whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))
+            extras["key_bias"] = whole.expand(heads, -1).to(dtype)
         if spec.bias in ("kv", "v"):
-            extras["value_bias"] = self.value_bias.expand(shape).to(dtype)
+            extras["value_bias"] = self.value_bias.expand(heads, -1).to(dtype)
         elif spec.fixed_value != "zero":
-            value = fixed_value(spec, shape[1], self.qkv.weight.device)
-            extras["value_bias"] = value.to(dtype).expand(shape)
+            value = fixed_value(spec, head_dim, self.qkv.weight.device)
+            extras["value_bias"] = value.to(dtype).expand(heads, -1)
         if spec.kernel == "mlp":
             extras["mlp"] = self.mlp
         if spec.sink_logit == "learned":
             extras["sink_logit"] = self.sink_logit[:, 0]
         if spec.differential:
+            # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
             first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
             extras["mix"] = first - second + self.first_mix
         if "distance_bias" in tables:
@@ -181,10 +273,11 @@ class Attention(nn.Module):
 
 
 def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5): (head_dim,)."""
+    """v* = m v' with v' = [1, 0, .., 0], or m v'' with v'' = [1, .., 1] / sqrt(d_h) (Table 5)."""
     if spec.fixed_value == "first":
         first = torch.zeros(head_dim, device=device)
-        first[0] = spec.fixed_value_norm
+        # An assignment would copy from the host: see `GraphedStep`.
+        first[0].fill_(spec.fixed_value_norm)
         return first
     return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
 
@@ -199,9 +292,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, *up = self.up(x).chunk(self.parts, dim=-1)
+        gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
         hidden = self.activation(gate)
-        return self.down(hidden * up[0] if up else hidden)
+        if up:
+            hidden = hidden * up[0]
+        return self.down(hidden)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -213,24 +308,28 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.ffn = FeedForward(config)
         self.norm_1, self.norm_2 = norm_layer(config), norm_layer(config)
-        inside = config.norm == "sandwich"
-        self.after_1, self.after_2 = (
-            norm_layer(config) if inside else nn.Identity() for _ in range(2)
-        )
+        self.after_1: nn.Module = nn.Identity()
+        self.after_2: nn.Module = nn.Identity()
+        if config.norm == "sandwich":
+            self.after_1, self.after_2 = norm_layer(config), norm_layer(config)
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
-        if self.post_norm:
+        if self.post_norm:  # Eq. 3: the residual is of the normed middle
             middle = self.norm_1(self.attention(h, *args) + h)
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
+        # Eq. 2; `after` is the identity but for sandwich norm.
         middle = self.after_1(self.attention(self.norm_1(h), *args)) + h
         h = self.after_2(self.ffn(self.norm_2(middle))) + middle
         return h, h
 
 
 class TransformerLM(nn.Module):
-    """An auto-regressive LM: token ids (B, T) -> logits (B, T, V). seed: of its initial values (`reset_parameters`)."""
+    """An auto-regressive LM: token ids (B, T) -> logits (B, T, V).
+
+    seed: of its initial values (`reset_parameters`).
+    """
 
     def __init__(self, config: LMConfig, seed: int = 0) -> None:
         super().__init__()
@@ -246,13 +345,14 @@ class TransformerLM(nn.Module):
         length = config.context_length + config.sink_token
         if config.position == "learnable":
             self.position_embedding = nn.Parameter(torch.empty(length, config.hidden_size))
-        # No buffers: they would go to half precision with the weights, and far positions would blur.
+        # No buffers: they would go to half precision with the weights, and far positions would
+        # blur.
         self.tables = position_tables(config, length)
         self.reset_parameters(seed)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TransformerLM:
-        """What `to`, `cuda` and their like call: the tables move with the weights, and keep their precision."""
-        super()._apply(fn, recurse)
+        """What `to`, `cuda` and their like call: the tables move too, and keep their precision."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.embed.weight.device
         if device.type != "meta":
             self.tables = {name: table.to(device) for name, table in self.tables.items()}
@@ -262,36 +362,48 @@ class TransformerLM(nn.Module):
     def reset_parameters(self, seed: int = 0) -> None:
         """Initialise as the authors' code is written (the paper says nothing of it).
 
-        Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x* N(0, 0.02^2); gains 1.
-        After the paper: alpha of DyT 1 (its authors' for the narrowest language model they tried, Table 11) and its
-        scale of the embeddings sqrt(d), lambda's vectors N(0, 0.1^2), and the c of V-scale the expected |v|^2.
-        The output projection of SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
+        Embeddings, learned positions among them, and linears N(0, 2/5/fan_in); biases and x*
+        N(0, 0.02^2); gains 1. After the paper: alpha of DyT 1 (its authors' for the narrowest
+        language model they tried, Table 11) and its scale of the embeddings sqrt(d), lambda's
+        vectors N(0, 0.1^2), and the c of V-scale the expected |v|^2. The output projection of
+        SwiGLU, and of no other FFN (Table 11), has standard deviation 1/sqrt(fan_in)/L.
 
-        What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants of a seed start
-        from the same values wherever they share a parameter (its scale may differ, as said above).
+        What is drawn for a parameter depends on (seed, its name, its shape) alone, so that variants
+        of a seed start from the same values wherever they share a parameter (its scale may differ,
+        as said above).
         """
+        config = self.config
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
-            if parameter.ndim == 1 and name != "sink":
-                parameter.fill_(
-                    {"embedding_scale": self.config.hidden_size**0.5, "value_scale": 0.0}.get(
-                        kind, 1.0
-                    )
-                )
-                continue
             fan_in = parameter.shape[-1]
-            std = INIT_STD.get(kind, math.sqrt(2 / 5 / fan_in))
-            if name.endswith("ffn.down.weight") and self.config.ffn == "swiglu":
-                std = 1 / math.sqrt(fan_in) / self.config.num_layers
+            if kind == "value_scale":  # log of c over the expected |v|^2
+                parameter.zero_()
+                continue
+            if kind == "embedding_scale":
+                parameter.fill_(config.hidden_size**0.5)
+                continue
+            if parameter.ndim == 1 and kind != "sink":  # gains, and DyT's alpha
+                parameter.fill_(1.0)
+                continue
+            std = math.sqrt(2 / 5 / fan_in)
+            if kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
+                std = 0.02  # k* and v* as the authors' code
+            elif kind == "mix":
+                std = 0.1
+            elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
+                std = 1 / math.sqrt(fan_in) / config.num_layers
             parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length; kept, a mask (B, T): only these, (N, V).
+        """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.
 
-        observer sees h, q, k, v on the way. Raises ValueError for ids of the wrong rank, dtype, range or length.
+        kept: a mask (B, T); of these alone, (N, V). observer sees h, q, k, v on the way. Raises
+        ValueError for ids of the wrong rank, dtype, range or length.
         """
         hidden = self.hidden(ids, observer)
-        return self.unembed(hidden if kept is None else hidden[kept])
+        if kept is not None:
+            hidden = hidden[kept]
+        return self.unembed(hidden)  # type: ignore[no-any-return]
 
     def hidden(self, ids: Tensor, observer: Any = None) -> Tensor:
         """The normed output of the last block, (B, T, d): what the unembedding reads."""
@@ -300,7 +412,7 @@ class TransformerLM(nn.Module):
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
         if self.config.sink_token:
-            h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)
+            h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)  # x* first
         length = h.shape[1]
         tables = {name: table[:length] for name, table in self.tables.items()}
         if self.config.position == "learnable":
@@ -313,7 +425,9 @@ class TransformerLM(nn.Module):
             h, before = block(h, tables, observer)
             if observer is not None:
                 observer.block(layer, h, before)
-        return self.norm(h[:, 1:] if self.config.sink_token else h)
+        if self.config.sink_token:
+            h = h[:, 1:]
+        return self.norm(h)  # type: ignore[no-any-return]
 
 
 def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
@@ -321,21 +435,19 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
     if like.is_meta:
         return torch.empty_like(like)
     digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
+    # The shift keeps the seed below 2^63, the largest that every generator takes.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(like.shape, generator=generator)
 
 
-def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
-    """The constant tables that a position embedding needs, by name; each has a row for a position, or a distance."""
+def position_tables(config: LMConfig, length: int) -> Tables:
+    """The constant tables that a position embedding needs: a row for each position or distance."""
     if config.position == "rotary":
-        halves = (
-            1 + config.attention.differential
-        )  # whose even and odd dimensions turn as a head of half the size does
-        tables = positions.rotary_tables(length, config.head_dim // halves)
-        return {
-            name: x.repeat_interleave(halves, -1)
-            for name, x in zip(("cos", "sin"), tables, strict=True)
-        }
+        # The even and the odd dimensions of a differential head each turn as a head of half the
+        # size does.
+        halves = 1 + config.attention.differential
+        cos, sin = positions.rotary_tables(length, config.head_dim // halves)
+        return {"cos": cos.repeat_interleave(halves, -1), "sin": sin.repeat_interleave(halves, -1)}
     if config.position == "absolute":
         return {"added": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
@@ -343,31 +455,31 @@ def position_tables(config: LMConfig, length: int) -> dict[str, Tensor]:
     if config.position == "relative":
         return {"distance_bias": positions.relative_buckets(length).float()[:, None]}
     if config.position == "alibi":
-        return {
-            "distance_bias": -torch.arange(length)[:, None]
-            * positions.alibi_slopes(config.num_heads)
-        }
+        slopes = positions.alibi_slopes(config.num_heads)
+        return {"distance_bias": -torch.arange(length)[:, None] * slopes}
     return {}
 
 
 def check_ids(ids: Tensor, config: LMConfig) -> None:
-    """Raise ValueError, naming ids and the allowed values, unless ids are (B, T) integers in range."""
+    """Raise ValueError, naming the allowed values, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
-    shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
-    require(
-        len(shape) == 2 and dtype in (torch.int64, torch.int32),
-        f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {dtype}",
-    )
-    longest, last = config.context_length, config.vocab_size - 1
-    require(
-        shape[0] > 0 and 1 <= shape[1] <= longest,
-        f"ids must have a row and 1 to {longest} positions (context_length), got {shape}",
-    )
-    # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding itself refuses bad ids.
-    if not (ids.is_cuda or torch._C._functorch.is_batchedtensor(ids)):
-        low, high = ids.aminmax()
-        require(
-            bool(0 <= low and high <= last),
-            f"ids must be in 0..{last} (vocab_size), got {low}..{high}",
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"ids must be a tensor of shape (B, T), got {type(ids).__name__}")
+    shape = tuple(ids.shape)
+    if len(shape) != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {ids.dtype}"
         )
+    longest, last = config.context_length, config.vocab_size - 1
+    if shape[0] == 0 or not 1 <= shape[1] <= longest:
+        raise ValueError(
+            f"ids must have a row and 1 to {longest} positions (context_length), got {shape}"
+        )
+    # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
+    # itself refuses bad ids.
+    if ids.is_cuda or torch._C._functorch.is_batchedtensor(ids):
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high > last:
+        raise ValueError(f"ids must be in 0..{last} (vocab_size), got {low}..{high}")

@@ -1,10 +1,11 @@
-"""The attention algebra at speed: `attend` equals `attention.attend` in values and gradients.
+"""The attention algebra at speed: the output of `attention.attend`, in values and gradients.
 
 Three forms (`choose_form`):
 
-- "sdpa": PyTorch's fused kernel; softmax, causal or with a prefix, with any bias of Table 4. O(T d_h) memory
-- "flex": FlexAttention on CUDA, for other positive f, windows and position terms. O(T d_h) memory beside its mask
-- "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory
+- "sdpa": PyTorch's fused kernel; causal softmax or one with a prefix, with any bias of Table 4.
+  O(T d_h) memory.
+- "flex": FlexAttention on CUDA, for other positive f over the causal keys. O(T d_h) memory.
+- "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from sinkutils.model import attention, flash
 from sinkutils.model.attention import AttentionSpec, Extras, divide, operate
 
-# Tokens up to which the dense form is faster than FlexAttention (cuda), and than the fused kernel in half precision
-# (cpu), which takes four times as long at T = 64 and twice at 512.
+# Tokens up to which the dense form is faster than FlexAttention (cuda), and than the fused kernel
+# in half precision (cpu), which takes four times as long at T = 64 and twice at 512.
 DENSE_LENGTH = {"cpu": 512, "cuda": 128}
 
 
@@ -34,11 +35,12 @@ def choose_form(
 ) -> str:
     """Which form serves an operation."""
     short = length <= DENSE_LENGTH.get(device.type, 0)
-    if spec.is_softmax and (spec.window is None or spec.window >= length) and not position_term:
+    whole = spec.window is None or spec.window >= length
+    if spec.is_softmax and whole and not position_term:
         return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
-    if not short and flash.flex_serves(spec, device, dtype, head_dim):
-        return "flex"
-    return "dense"
+    if short or position_term:
+        return "dense"
+    return "flex" if flash.flex_serves(spec, device, dtype, head_dim) else "dense"
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
@@ -46,69 +48,67 @@ def slow_kernel(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
+def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **extras: Any) -> Tensor:
     """The output of `attention.attend`, (B, H, T, D), for the same arguments, without its weights.
 
-    The decoder calls this one; measuring needs the weights and calls the other. Differentiable in every tensor and in
-    what `mlp` holds. Raises ValueError as `attention.attend` does.
+    The decoder calls this one; measuring needs the weights and calls the other. Differentiable in
+    every tensor and in what `mlp` holds. Raises ValueError as `attention.attend` does.
     """
-    return operate(_fast, q, k, v, spec, Extras(**extras))[0]
+    return operate(_by_best_form, q, k, v, spec, Extras(**extras))[0]
 
 
-def _fast(
+def _by_best_form(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor]:
     form = choose_form(spec, q.device, q.dtype, q.shape[2], q.shape[3], distance_bias is not None)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
     elif form == "flex":
-        out = flash.flex(q, k, v, spec, distance_bias)
+        out = flash.flex(q, k, v, spec)
     else:
-        out = _dense(q, k, v, spec, distance_bias)
+        out = _few_passes(q, k, v, spec, distance_bias)
     return (out if spec.scale == 1 else out * spec.scale,)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """Eq. 4 by the fused kernel, on queries (B, H, T, D) and S = T or 1 + T keys and values."""
-    # A query whose output is dropped stands before the others where k* stands before the keys, so that the kernel's
-    # causal mask fits.
+    # Where k* stands before the keys, a query whose output is dropped stands before the others, so
+    # that the kernel's causal mask fits.
     star = k.shape[2] - q.shape[2]
-    out = F.scaled_dot_product_attention(F.pad(q, (0, 0, star, 0)), k, v, is_causal=True)[
-        :, :, star:
-    ]
-    if spec.prefix == 1:
+    padded = F.pad(q, (0, 0, star, 0))
+    out = F.scaled_dot_product_attention(padded, k, v, is_causal=True)[:, :, star:]
+    p = spec.prefix
+    if p == 1:
         return out
     # The first p queries see the whole prefix: a second call without a mask.
-    p = spec.prefix
     first = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, : star + p], v[:, :, : star + p])
     return torch.cat([first, out[:, :, p:]], dim=2)
 
 
-def _dense(
+def _few_passes(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> Tensor:
-    """The formulas with few passes over the logits.
+    """The formulas with few passes over the logits, still without the scale alpha.
 
     q: (B, H, T, D), k and v: (B, H, S, D), all after phi, k* in front of the keys if there is one.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
     # bfloat16 has no odd distances beyond 256, and blurs the logarithm of a similarity; a kernel's
     # queries and keys may be in float64 already.
-    by_logarithm = spec.similarity in ("sigmoid", "elu") and spec.normalizer not in (
-        "none",
-        "length",
-    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    divided = spec.normalizer not in ("none", "length")
+    by_logarithm = spec.similarity in ("sigmoid", "elu") and divided
     widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
     if widened and (q.dtype, v.dtype) != (wide, wide):
         with torch.autocast(q.device.type, enabled=False):
-            return _dense(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias).to(v.dtype)
+            out = _few_passes(q.to(wide), k.to(wide), v.to(wide), spec, distance_bias)
+        return out.to(v.dtype)
     bias, hidden = attention.added_to_logits(q, k, spec, distance_bias)
     if spec.is_softmax and not slow_kernel(q.device.type, q.dtype):
         return F.scaled_dot_product_attention(q, k, v, bias[None])
-    batch, heads, _, head_dim = q.shape
-    bias = bias.expand(batch, heads, -1, -1).flatten(0, 1)
-    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=head_dim**-0.5)
-    logits = logits.unflatten(0, (batch, heads))  # s_ij, (B, H, T, S)
+    B, H, T, D = q.shape
+    bias = bias.expand(B, H, -1, -1).flatten(0, 1)
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+    logits = logits.view(B, H, T, -1)  # s_ij, (B, H, T, S)
     if spec.is_softmax:
         return logits.softmax(dim=-1) @ v
     if spec.hidden_is_zero:

@@ -1,7 +1,7 @@
-"""PyTorch's kernels that return the log-sum-exp of each row of logits beside the output (flash attention).
+"""PyTorch's kernels that return the log-sum-exp of each row of logits beside the output.
 
-A kernel is compared with dense rows before its first number is used (`trusted`): a private op can change, and one
-backend's log-sum-exp is in base 2 (pytorch #181645).
+A kernel is compared with dense rows before its first number is used (`trusted`): a private op can
+change, and one backend's log-sum-exp is in base 2 (pytorch #181645).
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits, visible
+from sinkutils.model.attention import LOGARITHMS, AttentionSpec, added_to_logits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # what compiles FlexAttention for CUDA
 ROWS = 512  # queries a call where there is a mask, so that no mask of T x T is made
-TRUST: dict[tuple, bool] = {}  # what `trusted` has found
+TRUST: dict[tuple[Any, ...], bool] = {}  # what `trusted` has found
 
 
 class PositionMask:
-    """A mask that is a function of positions, of which a block of queries is made at a time: no T x T."""
+    """A mask that is a function of positions, made for a block of queries at a time: no T x T."""
 
-    def __init__(self, seen: Callable, length: int, device: torch.device) -> None:
+    def __init__(
+        self, seen: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device
+    ) -> None:
         self.seen = seen  # 0-based positions (R,) and (S,) -> booleans (R, S)
         self.positions = torch.arange(length, device=device)
 
 
 def kernel_for(device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-    """Which of PyTorch's kernels `fused` calls on a type of device, by name. Raises RuntimeError where none fits."""
+    """Which of PyTorch's kernels `fused` calls, by name. Raises RuntimeError where none fits."""
     if device == "cpu":
         return "_scaled_dot_product_flash_attention_for_cpu"
     if device != "cuda" or dtype == torch.float64:
@@ -53,8 +55,9 @@ def fused(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, D) and natural log-sum-exp (B, H, T) of softmax attention.
 
-    q: (B, H, T, D), k and v: (B, H, S, D). mask: added to the logits, or True where a key is seen; None is causal.
-    scale: of the logits, 1/sqrt(D) unless given. Raises RuntimeError if no kernel fits, and what a missing op raises.
+    q: (B, H, T, D), k and v: (B, H, S, D). mask: added to the logits, or True where a key is seen;
+    None is causal. scale: of the logits, 1/sqrt(D) unless given. Raises RuntimeError if no kernel
+    fits, and what a missing op raises.
     """
     causal = mask is None
     name = kernel_for(q.device.type, q.dtype, q.shape[-1], not causal)
@@ -62,10 +65,11 @@ def fused(
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     if q.device.type == "cpu":
-        # Called by its private name the op takes the last dimension for contiguous, and is wrong where it is not.
+        # Called by its private name the op takes the last dimension for contiguous, and is wrong
+        # where it is not.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    if name == "_scaled_dot_product_flash_attention":
+        out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    elif name == "_scaled_dot_product_flash_attention":
         out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
     else:
         if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
@@ -78,51 +82,52 @@ def fused(
 def fused_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: PositionMask | Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`fused` under a mask, `ROWS` queries at a time and, where the mask is one of positions, the keys that they see.
+    """`fused` under a mask, `ROWS` queries at a time.
 
-    A mask that is a tensor broadcasts to (B, H, T, S).
+    A mask that is a tensor broadcasts to (B, H, T, S). Of one that is a function of positions only
+    the keys that these queries see are read.
     """
-    parts = []
-    for rows in torch.arange(q.shape[2], device=q.device).split(ROWS):
+    outs, masses = [], []
+    for start in range(0, q.shape[2], ROWS):
+        rows = slice(start, start + ROWS)
         if isinstance(mask, PositionMask):
-            seen = mask.seen(rows, mask.positions)
+            seen = mask.seen(mask.positions[rows], mask.positions)
             columns = seen.any(dim=0).nonzero()[:, 0]
             keys = slice(columns[0], columns[-1] + 1)
             seen = seen[:, keys]
         else:
             seen, keys = mask[..., rows, :], slice(None)
-        parts.append(fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale))
-    outs, masses = zip(*parts, strict=True)
+        out, lse = fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale)
+        outs.append(out)
+        masses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(masses, dim=2)
 
 
 def trusted(
     kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> bool:
-    """Whether a kernel is there and gives the rows of a dense softmax under a kind of mask; compared once.
+    """Whether a kernel is there and gives the rows of a dense softmax; compared once.
 
-    kernel: "fused" or "flex". kind: "causal", "window", "prefix" (flex), or "mask", one that is added to the logits.
-    A graph under compilation cannot look at numbers: it trusts what was compared before, so `flex_serves` is asked
-    before a model is compiled.
+    kernel: "fused" or "flex". kind of mask: "causal", of "fused" also "window", or "mask", one that
+    is added to the logits. A graph under compilation cannot look at numbers: it trusts what was
+    compared before, so `flex_serves` is asked before a model is compiled.
     """
     key = (kernel, kind, device, dtype, head_dim)
     if key in TRUST or torch.compiler.is_compiling():
         return TRUST.get(key, False)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            got, expected = _side_by_side(*key)
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # not in this build, or not for this device, dtype or head dimension
+            rows, expected = _side_by_side(*key)
+    except (AttributeError, RuntimeError):
+        # It is not in this build, or not for this device, dtype or head dimension.
         TRUST[key] = False
         return False
     tolerance = 1e-3 if dtype.itemsize >= 4 else 3e-2
-    TRUST[key] = torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance)
+    TRUST[key] = torch.allclose(rows.double(), expected, rtol=tolerance, atol=tolerance)
     if not TRUST[key]:
         warnings.warn(
-            f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row sums than the dense "
-            "form, and is not used",
+            f"the {kernel} kernel ({device.type}, {dtype}, {kind} attention) returned other row "
+            "sums than the dense form, and is not used",
             stacklevel=3,
         )
     return TRUST[key]
@@ -131,21 +136,18 @@ def trusted(
 def _side_by_side(
     kernel: str, kind: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in one tensor (B, H, T, D + 1), of the kernel and of dense rows in float64."""
-    generator, length = (
-        torch.Generator().manual_seed(0),
-        531,
-    )  # keys: more than a block of a kernel's, of no multiple
-    q, k, v = (
-        torch.randn(2, 2, length, head_dim, generator=generator).to(device, dtype) for _ in range(3)
-    )
-    spec = AttentionSpec(
-        window=33 if kind == "window" else None, prefix=40 if kind in ("prefix", "mask") else 1
-    )
-    line = k[0, 0, :, :1].T.contiguous()  # a position term by distance, for those that take one
-    added, _ = added_to_logits(q, k, spec, line if kernel == "flex" or kind == "mask" else None)
+    """What the kernel returns, and dense rows in float64: out and log-sum-exp, (B, H, T, D + 1)."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 2, 2, 531, head_dim)  # more keys than a block of a kernel's, and no multiple of it
+    q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
+    spec, line = AttentionSpec(), None
+    if kind == "window":
+        spec = AttentionSpec(window=33)
+    elif kind == "mask":  # with a position term by distance
+        spec, line = AttentionSpec(prefix=40), k[0, 0, :, :1].T
+    added, _ = added_to_logits(q, k, spec, line)
     if kernel == "flex":
-        out, lse = _flex_pass(q, k, v, spec, line, power=1.0)
+        out, lse = _flex_pass(q, k, v, spec)
     elif kind == "causal":
         out, lse = fused(q, k, v)
     else:
@@ -158,55 +160,40 @@ def _side_by_side(
 def flex_serves(
     spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> bool:
-    """Whether an operation is a softmax over log f(s) for which FlexAttention is compiled and `trusted`."""
-    compiled = device.type == "cuda" and HAS_TRITON and dtype != torch.float64 and head_dim >= 16
-    if (
-        not compiled
-        or spec.similarity not in LOGARITHMS
-        or spec.normalizer not in ("sum", "none", "p_norm")
-    ):
-        return False
-    kind = "window" if spec.window is not None else "prefix" if spec.prefix > 1 else "causal"
-    return trusted("flex", kind, device, dtype, head_dim)
+    """Whether an operation is a softmax over log f(s) of the causal keys, with a sum or without.
 
-
-def flex(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
-) -> Tensor:
-    """Softmax over log f(s), which is f(s) / sum f(s), and its log-sum-exp, which exchanges that sum for Z.
-
-    sum_j f(s_j) v_j = out exp(lse), which overflows where the sum of f does; the p-norm's log Z (Eqs. 43, 44) is a
-    second pass's lse(p log f) / p. q: (B, H, T, D), k and v: (B, H, S, D), k* in front of the keys if there is one.
+    And FlexAttention is compiled here, and `trusted`.
     """
-    out, lse = _flex_pass(q, k, v, spec, distance_bias, power=1.0)
-    if spec.normalizer == "sum":
-        return out
-    if spec.normalizer == "p_norm":
-        _, lse_p = _flex_pass(q, k, v, spec, distance_bias, power=spec.p)
-        lse = lse - (lse_p / spec.p).masked_fill(lse == -torch.inf, 0)
-    return out * torch.exp(lse)[..., None].to(out.dtype)
+    if spec.similarity not in LOGARITHMS or spec.normalizer not in ("sum", "none"):
+        return False
+    if spec.window is not None or spec.prefix > 1:
+        return False
+    compiled = device.type == "cuda" and HAS_TRITON and dtype != torch.float64 and head_dim >= 16
+    return compiled and trusted("flex", "causal", device, dtype, head_dim)
 
 
-def _flex_pass(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None, power: float
-) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, D) and log-sum-exp (B, H, T) of the softmax over power times log f(s)."""
-    length, star = q.shape[2], k.shape[2] - q.shape[2]
+def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Softmax over log f(s), which is f(s) / sum f(s); without a sum, times that sum.
 
-    def score(s, b, h, i, j):
-        if distance_bias is not None:
-            head = h if len(distance_bias) > 1 else torch.zeros_like(h)
-            g = distance_bias[
-                head, (i - j + star).clamp(0, length - 1)
-            ]  # hidden keys are read as well
-            s = s + torch.where(j >= star, g, 0)  # k* has no position
-        return power * LOGARITHMS[spec.similarity](s + spec.logit_bias)
+    sum_j f(s_j) v_j = out exp(lse), which overflows where the sum of f does.
+    q: (B, H, T, D), k and v: (B, H, S, D), k* in front of the keys if there is one.
+    """
+    out, lse = _flex_pass(q, k, v, spec)
+    return out if spec.normalizer == "sum" else out * lse.exp()[..., None].to(out.dtype)
 
-    # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn of that) and
-    # compiles the kernel with the rest; on a CPU the kernel is dense.
+
+def _flex_pass(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Output (B, H, T, D) and log-sum-exp (B, H, T) of the softmax over log f(s)."""
+    logarithm, logit_bias = LOGARITHMS[spec.similarity], spec.logit_bias
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return logarithm(s + logit_bias)
+
+    # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn
+    # of that) and compiles the kernel with the rest; on a CPU the kernel is dense.
     inside = torch.compiler.is_compiling()
-    make_mask: Callable = _block_mask.__wrapped__ if inside else _block_mask
-    mask = make_mask(length, star, spec, q.device)
+    make_mask = _causal_mask.__wrapped__ if inside else _causal_mask
+    mask = make_mask(q.shape[2], k.shape[2], q.device)
     function: Any = flex_attention
     if not inside and q.device.type != "cpu":
         function = _compiled_flex(spec)
@@ -215,22 +202,16 @@ def _flex_pass(
 
 
 @functools.cache
-def _compiled_flex(spec: AttentionSpec) -> Callable:
-    """FlexAttention compiled for one variant."""
-    # One graph or an error, never a dense fallback; static, as a p that varied among calls would be a traced number.
+def _compiled_flex(spec: AttentionSpec) -> Any:
+    """FlexAttention compiled for one variant: one graph or an error, never a dense fallback."""
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     # All variants count as recompilations of one function, of which PyTorch allows 8.
     return torch._dynamo.config.patch(recompile_limit=64)(compiled)
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(length: int, star: int, spec: AttentionSpec, device: torch.device) -> BlockMask:
-    """`attention.visible` for FlexAttention, with k* before the keys."""
+def _causal_mask(length: int, keys: int, device: torch.device) -> BlockMask:
+    """Which key each query sees; k*, if there is one more key than queries, every one."""
     return create_block_mask(
-        lambda b, h, i, j: visible(i, j - star, spec),
-        None,
-        None,
-        length,
-        star + length,
-        device=device,
+        lambda b, h, i, j: j - (keys - length) <= i, None, None, length, keys, device=device
     )

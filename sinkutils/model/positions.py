@@ -1,4 +1,4 @@
-"""The position embeddings of Appendix A: added to the embeddings, added to the logits, or rotating q and k."""
+"""The position embeddings of Appendix A: added to h or to the logits, or rotating q and k."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-# Others rotate q and k (rotary) or are added to the embeddings (absolute, learnable). `relative` adds the number of
-# T5's bucket itself, which grows with distance, as the authors' code does; `relative_learned` is T5's, one learned
-# bias a bucket and head. Eq. 6 prints a third thing: see `relative_buckets`.
+# Others rotate q and k (rotary) or are added to the embeddings (absolute, learnable). `relative`
+# adds the number of T5's bucket itself, which grows with distance, as the authors' code does;
+# `relative_learned` is T5's, one learned bias a bucket and head. Eq. 6 prints a third thing: see
+# `relative_buckets`.
 ADDED_TO_LOGITS = ("relative", "relative_learned", "alibi")
 POSITIONS = ("rotary", "nope", "absolute", "learnable", *ADDED_TO_LOGITS)
 
@@ -24,10 +25,13 @@ def absolute_embedding(length: int, hidden_size: int) -> Tensor:
 
 
 def relative_buckets(length: int) -> Tensor:
-    """T5's bucket of distances 0..length-1, (length,) int64: exact up to B/2, logarithmic up to D, then B - 1.
+    """T5's bucket of distances 0..length-1, (length,) int64.
 
-    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled logarithm; Eq. 6 prints
-    the floor before the factor B/2, which puts all distances from B/2 to D - 1 in one bucket.
+    Exact up to B/2, logarithmic up to D, then B - 1.
+
+    Not quite g of Eq. 6. T5, and the authors' code with it, takes the floor of the scaled
+    logarithm; Eq. 6 prints the floor before the factor B/2, which puts all distances from B/2 to D
+    - 1 in one bucket.
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2
@@ -42,16 +46,19 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of m omega_i (Eq. 9) for positions m = 0..length-1, each (length, head_dim / 2)."""
+    """cos and sin of m omega_i (Eq. 9) for m = 0..length-1, each (length, head_dim / 2)."""
     omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2), in `dtype` or that of the products.
+    """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
 
-    The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K permuted.
+    dtype: of what is returned; None: that of the products.
+
+    The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K
+    permuted.
     """
     first, second = x.chunk(2, dim=-1)
     halves = first * cos - second * sin, second * cos + first * sin

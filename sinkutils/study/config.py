@@ -1,4 +1,6 @@
-"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON can hold."""
+"""What a run is: its model, its text, its optimisation and its seed, as one frozen config that JSON
+can hold.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from sinkutils import checks
 from sinkutils.checks import choice, require
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import LMConfig
 
 Json = dict[str, Any]  # a config, a record's metrics, a report
 PRECISIONS = ("fp32", "bf16")
@@ -23,7 +25,8 @@ def check_name(what: str, name: str) -> None:
     """Hold that a name is that of a folder, on every system, and no path to one."""
     require(
         NAME.fullmatch(name) is not None,
-        f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, got {name!r:.60}",
+        f"{what} must be a name of at most 100 letters, digits and _, with . - @ inside, "
+        f"got {name!r:.60}",
     )
 
 
@@ -47,18 +50,16 @@ class TrainConfig:
     eval_length: int = 64  # T of the sink metric
     valid_chunks: int = 128
     micro_batch: int | None = None  # sequences a forward pass; None: all at once
-    optimizer: str = (
-        "adamw"  # sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
-    )
+    # adamw; sgd: momentum beta1; muon: for the matrices of the blocks, adamw for the rest
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         checks.fields(self, warmup_steps=0)
         choice("precision", self.precision, PRECISIONS)
         choice("optimizer", self.optimizer, ("adamw", "sgd", "muon"))
         for name in ("lr_floor", "beta1", "beta2"):
-            require(
-                getattr(self, name) <= 1, f"{name} must be at most 1, got {getattr(self, name)}"
-            )
+            value = getattr(self, name)
+            require(value <= 1, f"{name} must be at most 1, got {value}")
         require(
             self.batch_size % (self.micro_batch or self.batch_size) == 0,
             f"micro_batch must divide batch_size={self.batch_size}, got {self.micro_batch}",
@@ -67,7 +68,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run's numbers on one kind of machine, apart from the text itself."""
+    """Everything that determines a run's numbers on one kind of machine, apart from the text
+    itself.
+    """
 
     experiment: str
     preset: str
@@ -87,7 +90,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it starts from."""
+    """Everything that determines a fine-tuning (Appendix D), apart from the text and the weights it
+    starts from.
+    """
 
     start: str = "fixed_1"  # the experiment whose record of this preset and seed it starts from
     start_sha256: str = ""  # `record.config_hash` of that run
@@ -98,8 +103,9 @@ class FinetuneConfig(RunConfig):
         super().__post_init__()
         require(
             self.data.fixed_position in (None, 1),
-            f"a model with a fixed token at position {self.data.fixed_position} cannot be fine-tuned: it would "
-            "overwrite a token of each question; start from one with position 1 or without",
+            f"a model with a fixed token at position {self.data.fixed_position} cannot be "
+            "fine-tuned: it would overwrite a token of each question; start from one with "
+            "position 1 or without",
         )
         size = self.train.batch_size
         require(
@@ -108,7 +114,9 @@ class FinetuneConfig(RunConfig):
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the last step."""
+    """The rate at step 0, 1, ..: linear warm-up, then a cosine down to lr_floor of the peak at the
+    last step.
+    """
     peak, floor, warm = train.learning_rate, train.lr_floor, train.warmup_steps
     if step < warm:
         return peak * (step + 1) / warm
@@ -117,7 +125,10 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def from_dict(cls: Any, values: Json) -> Any:
-    """A frozen config from what `dataclasses.asdict` and JSON made of it. Raises TypeError for unknown fields."""
+    """A frozen config from what `dataclasses.asdict` and JSON made of it.
+
+    Raises TypeError for unknown fields.
+    """
     arguments = {}
     for name, value in values.items():
         kind = checks.types(cls).get(name, (None,))[0]

@@ -1,4 +1,6 @@
-"""Files that are whole or not there: written, synced and then renamed, also where a disk is full or a process dies."""
+"""Files that are whole or not there: written, synced and then renamed, also where a disk is full or
+a process dies.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,23 @@ def not_saved(what: str, error: OSError) -> OSError:
     advice = "free some space" if full else "mend that"
     return OSError(
         error.errno,
-        f"could not save {what} ({error.strerror or error}): {advice} and run the same command again; what was saved "
-        "before is intact",
+        f"could not save {what} ({error.strerror or error}): {advice} and run the same command "
+        "again; what was saved before is intact",
     )
 
 
 def beside(target: Path, kind: str) -> Path:
-    """The hidden folder beside `target` in which its successor ("tmp") or predecessor ("old") stands for a moment."""
+    """The hidden folder beside `target` in which its successor ("tmp") or predecessor ("old")
+    stands for a moment.
+    """
     return target.with_name(f".{target.name}.{kind}")
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """Give the folder `new` the name of `target`. At every moment the old one is on disk or the new one is."""
+    """Give the folder `new` the name of `target`.
+
+    At every moment the old one is on disk or the new one is.
+    """
     if target.exists():
         os.replace(target, beside(target, "old"))
     os.replace(new, target)
@@ -52,7 +59,10 @@ def put_in_place(new: Path, target: Path) -> None:
 
 
 def remove(folder: Path, files: Collection[str]) -> None:
-    """Delete a folder that holds nothing but some of these files. Raises OSError for one that holds others."""
+    """Delete a folder that holds nothing but some of these files.
+
+    Raises OSError for one that holds others.
+    """
     if not folder.exists():
         return
     for name in files:
@@ -61,7 +71,9 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 
 def set_aside(folder: Path, target: Path) -> Path:
-    """Give a folder the first free of the names <target>.damaged, <target>.damaged-2, ..; returns where it is."""
+    """Give a folder the first free of the names <target>.damaged, <target>.damaged-2, ..; returns
+    where it is.
+    """
     place = target.with_name(f"{target.name}.damaged")
     number = 1
     while place.exists():

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from sinkutils.checks import choice
 from sinkutils.data.packing import DataConfig
-from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import LMConfig
 from sinkutils.paths import LEDGER, read_yaml
 from sinkutils.study.config import Json, TrainConfig, from_dict
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what each field means."""
+    """A scale: the same experiments on another model, text and budget. data/presets.yaml says what
+    each field means.
+    """
 
     name: str
     model: LMConfig
@@ -30,10 +32,9 @@ class Preset:
     leaves_out: tuple[str, ...] = ()
 
 
-PRESETS = {
-    name: from_dict(Preset, {"name": name, **said})
-    for name, said in read_yaml(LEDGER / "presets.yaml").items()
-}
+PRESETS: dict[str, Preset] = {}
+for _name, _values in read_yaml(LEDGER / "presets.yaml").items():
+    PRESETS[_name] = from_dict(Preset, {"name": _name, **_values})
 
 
 def preset(name: str) -> Preset:

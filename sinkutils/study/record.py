@@ -1,13 +1,19 @@
-"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is read.
+"""What a run leaves behind: one small folder, written whole or not at all, and checked when it is
+read.
 
-data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's, <preset>@<corpus>-<hash>/..
-    config.json       everything that determines the run, the recipe's number, and the corpus by name and hash
-    metrics.json      the curve and the final values, or status "failed" and the reason
-    alpha.safetensors alpha along the curve: (evaluations, targets and * if any, L, H), mean over texts, float16
-    provenance.json   device, precision, versions, time: never part of a comparison
-    SHA256SUMS        a digest of every file above and of itself
-    model.safetensors, tokenizer.json   only for the few runs that notebooks open, and what fine-tunings start from;
-                      the weights may be deleted to save space, which makes it a record without weights
+data/runs/<preset>/<experiment>/<seed>/   or, on another text than the preset's,
+<preset>@<corpus>-<hash>/..
+    config.json        everything that determines the run, the recipe's number, and the corpus by
+                       name and hash
+    metrics.json       the curve and the final values, or status "failed" and the reason
+    alpha.safetensors  alpha along the curve: (evaluations, targets and * if any, L, H), mean over
+                       texts, float16
+    provenance.json    device, precision, versions, time: never part of a comparison
+    SHA256SUMS         a digest of every file above and of itself
+    model.safetensors, tokenizer.json
+                       only for the few runs that notebooks open, and what fine-tunings start from;
+                       the weights may be deleted to save space, which makes it a record without
+                       weights
 
 The digests are of text with line ends as here, LF: a copy with those of Windows is the same record.
 """
@@ -24,14 +30,13 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import tokenizers
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
@@ -40,31 +45,30 @@ from sinkutils import paths
 from sinkutils.checks import first_line, instance, require
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.data.tokenizer import open_tokenizer
+from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig, from_dict
 from sinkutils.study.files import beside, not_saved, put_in_place, remove, set_aside, write_synced
-from sinkutils.study.schema import Metrics, check_config, check_metrics
+from sinkutils.study.schema import Metrics, check_alpha, check_config, check_metrics
 
-if TYPE_CHECKING:
-    from sinkutils.model.decoder import TransformerLM
-
-RECIPE = (
-    2  # raised by hand when a change to the trainer or the model changes the numbers of its runs
-)
+# Raised by hand when a change to the trainer or the model changes the numbers of its runs.
+RECIPE = 2
 RULES = 4  # raised by hand when the rules change by which the ledger judges
 CHECKPOINT_SECONDS = 20.0  # how often an unfinished run saves its state
 SUMS = "SHA256SUMS"
-ALPHA = "alpha.safetensors"
+ATTENTION = "alpha.safetensors"
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 JSONS = ("config.json", "metrics.json", "provenance.json")
-FILES = frozenset((*JSONS, ALPHA, WEIGHTS, TOKENIZER, SUMS))  # all that a record may hold
+FILES = frozenset((*JSONS, ATTENTION, WEIGHTS, TOKENIZER, SUMS))  # all that a record may hold
 Tensors = dict[str, Tensor]
 Folder = Path | str | None  # of records; None: data/runs
 ADVICE = "bring the folder back from where it came, or train the run again"
 
 
 class CorruptRecord(RuntimeError):
-    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the message names it."""
+    """A file of a record or a checkpoint is missing, truncated, changed or not of a run; the
+    message names it.
+    """
 
 
 class RunLocked(RuntimeError):
@@ -75,8 +79,8 @@ class RunLocked(RuntimeError):
 class Record:
     """One finished run, as read from its folder. Each file is checked when it is read.
 
-    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why it is no result of
-    the study, as a status, "stale" or "corrupt", and a reason.
+    config: by today's fields (`upgrade`). digests: SHA-256 of each file by its name. problem: why
+    it is no result of the study, as a status, "stale" or "corrupt", and a reason.
     """
 
     folder: Path
@@ -94,7 +98,9 @@ class Record:
 
     @property
     def status(self) -> str:
-        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or "corrupt"."""
+        """ "done" or "failed", which is training that failed; of `Runs.entries` also "stale" or
+        "corrupt".
+        """
         return self.problem[0] if self.problem else self.metrics["status"]
 
     @property
@@ -104,14 +110,16 @@ class Record:
 
     @cached_property
     def metrics(self) -> Metrics:
-        metrics = self._json("metrics.json")
+        """What metrics.json says."""
+        metrics: Metrics = _read_json(self.folder, "metrics.json", self.digests)
         with _explained(self.folder, "metrics.json"):
             check_metrics(metrics)
         return metrics
 
     @cached_property
     def provenance(self) -> Json:
-        provenance = self._json("provenance.json")
+        """What provenance.json says."""
+        provenance: Json = _read_json(self.folder, "provenance.json", self.digests)
         with _explained(self.folder, "provenance.json"):
             instance("it", provenance, dict)
         return provenance
@@ -119,25 +127,11 @@ class Record:
     @property
     def arrays(self) -> Tensors:
         """What alpha.safetensors holds, "curve" above all; empty where there is none."""
-        if ALPHA not in self.digests:
+        if ATTENTION not in self.digests:
             return {}
-        model = self.config["model"]
-        with _explained(self.folder, ALPHA):
-            arrays = load_tensors(_intact(self.folder, ALPHA, self.digests))
-            for name, alpha in arrays.items():
-                least, most = alpha.aminmax()  # nan if any is
-                require(bool(least >= 0) and bool(most <= 1), f"{name} is not within 0 to 1")
-            if "curve" in arrays:
-                evaluations, *_, layers, heads = arrays["curve"].shape
-                require(arrays["curve"].ndim == 4, "curve has not four dimensions")
-                require(
-                    evaluations == len(self.metrics["curve"]),
-                    "curve is not as long as that of metrics.json",
-                )
-                require(
-                    (layers, heads) == (model["num_layers"], model["num_heads"]),
-                    "curve is of another model",
-                )
+        with _explained(self.folder, ATTENTION):
+            arrays = load_tensors(_intact(self.folder, ATTENTION, self.digests))
+            check_alpha(arrays, self.metrics, self.config["model"])
         return arrays
 
     @property
@@ -148,20 +142,23 @@ class Record:
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer that was kept with the weights. Raises `CorruptRecord` where there is none."""
+        """The tokenizer that was kept with the weights; `CorruptRecord` where there is none."""
         _intact(self.folder, TOKENIZER, self.digests)
         return open_tokenizer(self.folder / TOKENIZER)
 
     def load_weights(self) -> Tensors:
-        """The trained weights by name. Raises `CorruptRecord` where their file is missing or has changed."""
+        """The trained weights by name.
+
+        Raises `CorruptRecord` where their file is missing or has changed.
+        """
         with _explained(self.folder, WEIGHTS):
             return load_tensors(_intact(self.folder, WEIGHTS, self.digests))
 
     def load_model(self) -> TransformerLM:
-        """The trained model, on the CPU in float32. Raises `CorruptRecord` where its weights were not kept."""
-        from sinkutils.model.config import LMConfig
-        from sinkutils.model.decoder import TransformerLM  # which tables of records do without
+        """The trained model, on the CPU in float32.
 
+        Raises `CorruptRecord` where its weights were not kept.
+        """
         weights = self.load_weights()
         with _explained(self.folder, WEIGHTS):
             model = TransformerLM(from_dict(LMConfig, self.config["model"]))
@@ -169,14 +166,13 @@ class Record:
         return model.eval()
 
     def check(self) -> None:
-        """Read all but the weights. Raises `CorruptRecord` for a file that is not as it was written."""
+        """Read all but the weights.
+
+        Raises `CorruptRecord` for a file that is not as it was written.
+        """
         _ = self.metrics, self.provenance, self.arrays
         if TOKENIZER in self.digests:
             _intact(self.folder, TOKENIZER, self.digests)
-
-    def _json(self, name: str) -> Any:
-        with _explained(self.folder, name):
-            return json.loads(_intact(self.folder, name, self.digests), parse_constant=_no_number)
 
 
 def record_folder(preset: str, experiment: str, seed: int, runs: Folder = None) -> Path:
@@ -190,36 +186,40 @@ def short_name(target: Path) -> str:
 
 
 def config_dict(config: RunConfig) -> Json:
-    """What config.json holds beside the corpus that the run was made on: the config and the recipe's number.
+    """What config.json holds beside the corpus that the run was made on: the config and the
+    recipe's number.
 
     Texts have their public names: nothing of the machine.
     """
-    values = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
-    for part, name in (
-        (values["data"], "corpus"),
-        (values["data"], "validation"),
-        (values, "instructions"),
-    ):
-        if part.get(name):
-            part[name] = public_name(part[name])
+    values: Json = json.loads(json.dumps({**dataclasses.asdict(config), "recipe": RECIPE}))
+    data = values["data"]
+    data["corpus"] = public_name(data["corpus"])
+    if data["validation"]:
+        data["validation"] = public_name(data["validation"])
+    if "instructions" in values:
+        values["instructions"] = public_name(values["instructions"])
     return values
 
 
-DEFAULTS = {cls: config_dict(cls("any", "any")) for cls in (RunConfig, FinetuneConfig)}
-for _defaults in DEFAULTS.values():  # what names a run has none
-    for _name in ("experiment", "preset", "seed", "recipe"):
-        del _defaults[_name]
-
-
 def upgrade(config: Json) -> Json:
-    """A record's config by today's fields: one that came later has its default, as older runs did not have it.
+    """A record's config by today's fields: one that came later has its default, as older runs did
+    not have it.
 
     A field that has gone since, `bos`, was always False.
     """
-    whole = _filled(config, DEFAULTS[FinetuneConfig if "start" in config else RunConfig])
+    whole = _filled(config, _defaults(FinetuneConfig if "start" in config else RunConfig))
     if whole["data"].get("bos") is False:
         del whole["data"]["bos"]
     return whole
+
+
+@lru_cache
+def _defaults(kind: type[RunConfig]) -> Json:
+    """The fields that have a default, and it; what names a run has none."""
+    defaults = config_dict(kind("any", "any"))
+    for name in ("experiment", "preset", "seed", "recipe"):
+        del defaults[name]
+    return defaults
 
 
 def _filled(values: Json, defaults: Json) -> Json:
@@ -254,25 +254,29 @@ def write_record(
     corpus: Identity | None = None,
     arrays: Tensors | None = None,
 ) -> Record:
-    """Write a record whole or not at all; one that was there stays until the new one is on disk and was read.
+    """Write a record whole or not at all; one that was there stays until the new one is on disk and
+    was read.
 
-    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text; None: the config's
-    own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError with advice when the disk is full.
+    metrics: numbers are rounded to five significant digits. corpus: `Corpus.identity` of the text;
+    None: the config's own, of unknown hash. arrays: what alpha.safetensors holds. Raises OSError
+    with advice when the disk is full.
     """
     values = config_dict(config)
     values["corpus"] = corpus or {"name": values["data"]["corpus"], "sha256": ""}
     files = {}
     for name, part in zip(JSONS, (values, rounded(metrics), provenance | versions()), strict=True):
-        files[name] = json.dumps(
-            part, separators=(",", ":"), sort_keys=True, allow_nan=False
-        ).encode()
+        text = json.dumps(part, separators=(",", ":"), sort_keys=True, allow_nan=False)
+        files[name] = text.encode()
     if arrays:
-        files[ALPHA] = dump_tensors(arrays)
+        files[ATTENTION] = dump_tensors(arrays)
     if weights:
         files[WEIGHTS] = dump_tensors(weights)
     if tokenizer is not None:
         files[TOKENIZER] = tokenizer.to_str().encode()
-    sums = "".join(f"{_sha256(data)}  {name}\n" for name, data in files.items())
+    # As `sha256sum` prints them, with a last line that is the digest of those above.
+    sums = ""
+    for name, data in files.items():
+        sums += f"{_sha256(data)}  {name}\n"
     files[SUMS] = f"{sums}{_sha256(sums.encode())}  {SUMS}\n".encode()
     new = beside(target, "tmp")  # whoever holds the run's lock is its only writer
     try:
@@ -280,18 +284,20 @@ def write_record(
         new.mkdir(parents=True)
         for name, data in files.items():
             write_synced(new / name, data)
-        read_record(new)
+        read_record(new)  # what was written is read before the old one goes
         put_in_place(new, target)
         discard_old(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             remove(new, FILES)
         raise not_saved(f"record {short_name(target)}", error) from error
-    return read_record(target)
+    return open_record(target)
 
 
 def discard_old(target: Path) -> None:
-    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of work, is kept."""
+    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of
+    work, is kept.
+    """
     old = beside(target, "old")
     if not old.exists():
         return
@@ -305,7 +311,10 @@ def discard_old(target: Path) -> None:
 
 
 def finish_replacement(target: Path) -> None:
-    """Do what a process that died while it replaced a record had still to do. For who holds the run's lock."""
+    """Do what a process that died while it replaced a record had still to do.
+
+    For who holds the run's lock.
+    """
     new, old = beside(target, "tmp"), beside(target, "old")
     if new.exists():
         try:
@@ -336,7 +345,10 @@ def versions() -> Json:
 
 
 def read_record(target: Path) -> Record:
-    """Read a record and check all of it but the weights. Raises `CorruptRecord`, which names the file."""
+    """Read a record and check all of it but the weights.
+
+    Raises `CorruptRecord`, which names the file.
+    """
     record = open_record(target)
     record.check()
     return record
@@ -345,7 +357,7 @@ def read_record(target: Path) -> Record:
 def open_record(target: Path) -> Record:
     """A record of which only the config is read, and the other files when they are asked for."""
     digests = _digests(target)
-    config = Record(target, {}, digests)._json("config.json")
+    config = _read_json(target, "config.json", digests)
     with _explained(target, "config.json"):
         config = upgrade(config)
         check_config(config)
@@ -371,14 +383,20 @@ def _digests(target: Path) -> dict[str, str]:
     return digests
 
 
+def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
+    with _explained(target, name):
+        return json.loads(_intact(target, name, digests), parse_constant=_no_number)
+
+
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     """What a file of a record holds, if it is as it was written."""
     path = target / name
     try:
         data = path.read_bytes() if path.is_file() else b""
     except OSError as error:
-        reason = f"record {short_name(target)}: {name} cannot be read ({error.strerror})"
-        raise CorruptRecord(reason) from error
+        raise CorruptRecord(
+            f"record {short_name(target)}: {name} cannot be read ({error.strerror})"
+        ) from error
     if not name.endswith(".safetensors"):
         data = _text(data)
     if _sha256(data) != digests.get(name):
@@ -390,27 +408,22 @@ def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def _explained(target: Path, name: str) -> Iterator[None]:
-    """Make `CorruptRecord` of what Python raises about a file that is as it was written, yet not of a run of ours."""
+    """Make `CorruptRecord` of what Python raises about a file that is whole, yet no run's."""
     try:
         yield
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
-        if isinstance(error, CorruptRecord):
-            raise
+    except CorruptRecord:
+        raise
+    except Exception as error:  # of whatever kind: nothing is known of such values
         reason = str(error) if isinstance(error, ValueError) else first_line(error)
-        message = f"record {short_name(target)}: {name} is whole, and not of a run of this package: {reason}"
-        raise CorruptRecord(" ".join(message.split())) from error
+        raise CorruptRecord(
+            f"record {short_name(target)}: {name} is whole, and not of a run of this package: "
+            + " ".join(reason.split())
+        ) from error
 
 
 def _text(data: bytes) -> bytes:
-    """A text file with line ends as they were written, whatever a checkout or a zip tool made of them.
+    """A text file with line ends as they were written, whatever a checkout or a zip tool made of
+    them.
 
     Nothing is lost by it: inside the strings of JSON a line end is written as two letters.
     """

@@ -1,12 +1,15 @@
-"""What a record's files may say: the form of metrics.json as types, and checks of what a run can have written.
+"""What a record's files may say: the form of metrics.json as types, and checks of what a run can
+have written.
 
-The digests of a record are no signature: one from elsewhere may be whole and yet not of a run of this package. Each
-check raises whatever Python raises about such values, which the reader of a record makes one line of.
+The digests of a record are no signature: one from elsewhere may be whole and yet not of a run of
+this package. Each check raises whatever Python raises about such values, which the reader of a
+record makes one line of.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 import numpy
@@ -14,18 +17,10 @@ import numpy
 from sinkutils.checks import instance, integer, require
 from sinkutils.study.config import Json, check_name
 
-BOUNDS = {  # of what a point of the curve says: a share is at most 100 percent, an excess at most 1
-    "step": (0, math.inf),
-    "valid_loss": (0, math.inf),
-    "train_loss": (0, math.inf),
-    "sink_1": (0, 100),
-    "sink_2": (0, 100),
-    "sink_3": (0, 100),
-    "sink_4": (0, 100),
-    "sink_star": (0, 100),
-    "excess_1": (-math.inf, 1),
-    "excess_star": (-math.inf, 1),
-}
+# Of what a point of the curve says: a share is at most 100 percent, an excess at most 1.
+BOUNDS = dict.fromkeys(("step", "valid_loss", "train_loss"), (0, math.inf))
+BOUNDS |= dict.fromkeys(("sink_1", "sink_2", "sink_3", "sink_4", "sink_star"), (0, 100))
+BOUNDS |= dict.fromkeys(("excess_1", "excess_star"), (-math.inf, 1))
 EVERY_POINT = ("step", "valid_loss", "sink_1")
 
 
@@ -66,7 +61,9 @@ class Metrics(TypedDict):
 
 
 def check_config(config: Json) -> None:
-    """Hold that an upgraded config has the fields that readers take from it, whatever its experiment."""
+    """Hold that an upgraded config has the fields that readers take from it, whatever its
+    experiment.
+    """
     check_name("experiment", config["experiment"])
     check_name("preset", config["preset"])
     integer("seed", config["seed"], least=0)
@@ -87,50 +84,67 @@ def check_metrics(metrics: Any) -> None:
     if metrics["reason"] is not None:
         instance("reason", metrics["reason"], str)
     final = metrics["final"]
-    points = [*metrics["curve"], final] if final else metrics["curve"]
     require(bool(final) or metrics["status"] == "failed", "final is empty")
-    for name, (least, most) in BOUNDS.items():
-        values = [point[name] for point in points if name in point]
-        require(
-            name not in EVERY_POINT or len(values) == len(points),
-            f"a point of the curve lacks {name}",
-        )
-        _numbers(name, values, 1, least, most)
+    points = [*metrics["curve"], final] if final else metrics["curve"]
     for point in points:
+        for name in EVERY_POINT:
+            require(name in point, f"a point of the curve lacks {name}")
+        for name, (least, most) in BOUNDS.items():
+            if name in point:
+                _check_numbers(name, point[name], 0, least, most)
         if "gradient_norms" in point:  # of a fine-tuning
-            _numbers("gradient_norms", point["gradient_norms"], 1, 0, math.inf)
-            _numbers("losses", point["losses"], 1, 0, math.inf)
+            _check_numbers("gradient_norms", point["gradient_norms"], 1, 0, math.inf)
+            _check_numbers("losses", point["losses"], 1, 0, math.inf)
     if "gradients" in final:
-        _numbers("gradients", final["gradients"]["input"], 2, 0, math.inf)
+        _check_numbers("gradients", final["gradients"]["input"], 2, 0, math.inf)
     if "report" in final:
         check_report(final["report"])
 
 
 def check_report(report: Any) -> None:
-    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many blocks."""
+    """Hold that attention lies within 0 to 1, that norms are finite, and that all have as many
+    blocks.
+    """
     integer("T", report["T"], least=1)
-    alpha = _numbers("alpha", report["alpha"], 3, 0, 1)  # (targets, L, H)
-    require(len(report["targets"]) == len(alpha), "targets are not those of alpha")
+    alpha = _check_numbers("alpha", report["alpha"], 3, 0, 1)
+    targets, blocks, _ = alpha.shape  # (targets, L, H)
+    require(len(report["targets"]) == targets, "targets are not those of alpha")
     require(report["targets"][0] == 1, "the first token is not the first target")
-    blocks = alpha.shape[1]
-    rows = {}  # by block
-    if report.get("alpha_star"):
-        rows["alpha_star"] = _numbers("alpha_star", report["alpha_star"], 2, 0, 1)
-    for name in ("hidden_norms", "key_norms", "value_norms"):
-        rows[name] = _numbers(name, report[name], 2, 0, math.inf)
-    for name in ("before_norm_norms", "hidden_peaks"):
-        if name in report:
-            rows[name] = _numbers(name, report[name], 2, 0, math.inf)
-    for name, array in rows.items():
+    norms = ["hidden_norms", "key_norms", "value_norms"]
+    for name in ("before_norm_norms", "hidden_peaks", "alpha_star"):
+        if report.get(name):
+            norms.append(name)
+    for name in norms:  # by block
+        most = 1 if name == "alpha_star" else math.inf
+        rows = _check_numbers(name, report[name], 2, 0, most)
         require(
-            len(array) == blocks and array.size > 0,
-            f"{name} is of {len(array)} blocks and alpha of {blocks}",
+            len(rows) == blocks and rows.size > 0,
+            f"{name} is of {len(rows)} blocks and alpha of {blocks}",
         )
 
 
-def _numbers(name: str, values: Any, dimensions: int, least: float, most: float) -> numpy.ndarray:
+def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> None:
+    """Hold that attention lies within 0 to 1, and "curve" is of this model's and curve's shape."""
+    for name, alpha in arrays.items():
+        least, most = alpha.aminmax()  # nan if any is
+        require(bool(least >= 0) and bool(most <= 1), f"{name} is not within 0 to 1")
+    if "curve" in arrays:
+        evaluations, _, layers, heads = arrays["curve"].shape
+        require(
+            evaluations == len(metrics["curve"]), "curve is not as long as that of metrics.json"
+        )
+        require(
+            (layers, heads) == (model["num_layers"], model["num_heads"]),
+            "curve is of another model",
+        )
+
+
+def _check_numbers(
+    name: str, values: Any, dimensions: int, least: float, most: float
+) -> numpy.ndarray[Any, Any]:
     """Nested lists as an array, if they are so deep and of finite numbers in least..most."""
-    array = numpy.array(values, dtype=None if values else float)
+    # An empty list has no kind of its own.
+    array = numpy.array(values, dtype=float if values == [] else None)
     require(
         array.ndim == dimensions and array.dtype.kind in "if",
         f"{name} is not {dimensions} lists deep of numbers",

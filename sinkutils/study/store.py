@@ -1,4 +1,4 @@
-"""Which run is this, is there a record of it, is it whole and up to date? The one place that answers."""
+"""Which run is this, is there a record of it, is it whole and up to date? Answered here alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sinkutils import paths
 from sinkutils.checks import integer
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, check_name
-from sinkutils.study.experiments import BY_NAME
+from sinkutils.study.experiments import EXPERIMENTS
 from sinkutils.study.files import remove
 from sinkutils.study.grid import config, plan, resolve
 from sinkutils.study.presets import PRESETS
@@ -40,11 +40,8 @@ from sinkutils.study.record import (
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-UNFINISHED = (
-    "checkpoint.pt",
-    "checkpoint.pt.tmp",
-    "lock",
-)  # all that the folder of an unfinished run may hold
+# All that the folder of an unfinished run may hold.
+UNFINISHED = ("checkpoint.pt", "checkpoint.pt.tmp", "lock")
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class RunFolder:
 
     @property
     def partial(self) -> Path:
-        """Where the unfinished run keeps its checkpoint and its lock, beside the record that it will become."""
+        """Where the unfinished run keeps its checkpoint and its lock, beside its record to be."""
         return self.folder.with_name(self.folder.name + ".partial")
 
     @property
@@ -72,21 +69,18 @@ class RunFolder:
         return self.partial / "checkpoint.pt"
 
     def record(self, weights: bool = False) -> Record | None:
-        """The record of this very config and text; None where it is missing, damaged, stale, or lacks weights that are
-        wanted.
+        """The record of this very config and text.
+
+        None where it is missing, damaged, stale, or lacks weights that are wanted.
         """
         record = _read(self.folder)
-        if (
-            record is None
-            or not is_of(record, self.config, self.corpus)
-            or (weights and not record.weights)
-        ):
+        if record is None or not is_of(record, self.config, self.corpus):
             return None
-        return record
+        return record if record.weights or not weights else None
 
     def check_free(self) -> None:
-        """Hold that a record may be written here: nothing stands there, or nothing but files of a record."""
-        what = None
+        """Hold that a record may be written here: nothing is here but files of a record."""
+        what = ""
         if self.folder.is_symlink():
             what = "is a symbolic link"
         elif self.folder.exists() and not self.folder.is_dir():
@@ -96,41 +90,45 @@ class RunFolder:
             if others:
                 what = f"holds {', '.join(others[:3])}, which no record does"
         if what:
-            advice = "move it away, or give --runs another folder"
-            raise FileExistsError(f"{self.folder} {what}, and is not replaced: {advice}")
+            raise FileExistsError(
+                f"{self.folder} {what}, and is not replaced: move it away, or give --runs another "
+                "folder"
+            )
 
     def locked(self) -> bool:
         """Whether a process trains this run now."""
         lock = self.partial / "lock"
+        if not lock.exists():
+            return False
         try:
-            if lock.exists():
-                with FileLock(lock, timeout=0):
-                    return False
+            with FileLock(lock, timeout=0):
+                return False
         except Timeout:
             return True
-        return False
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run for this process. Raises `RunLocked` if another one has it, OSError where there are no locks.
+        """Hold the run for this process.
 
-        The kernel drops the lock with the process that held it. What such a process had still to do is done first. A
-        checkpoint goes when this is left without an error.
+        Raises `RunLocked` if another one has it, OSError where there are no locks.
+
+        The kernel drops the lock with the process that held it. What such a process had still to do
+        is done first. A checkpoint goes when this is left without an error.
         """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(
-                self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02
-            ).acquire()
-        except (
-            Timeout,
-            FileNotFoundError,
-        ) as error:  # not there: its last owner is removing the folder
+            lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02)
+            lock.acquire()
+        except (Timeout, FileNotFoundError) as error:
+            # Not there: its last owner is removing the folder.
             raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
             what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
-            reason = f"{what} below {self.folder.parent} ({error.strerror}): give --runs a folder on another disk"
-            raise OSError(error.errno, reason) from error
+            raise OSError(
+                error.errno,
+                f"{what} below {self.folder.parent} ({error.strerror}): give --runs a folder on "
+                "another disk",
+            ) from error
         with lock:
             try:
                 finish_replacement(self.folder)
@@ -153,26 +151,30 @@ class Runs:
         return Path(self.root or paths.RUNS)
 
     def of(self, run: RunConfig, corpus: Identity | None = None) -> RunFolder:
-        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the config's name.
+        """Where a run on a text lives; `corpus` is a `Corpus.identity`, None any text of the
+        config's name.
 
-        On another text it stands apart, and so it does on a text of the preset's name but another hash (which another
-        version of Python makes) where the study has a record on its own: that is never replaced.
+        On another text it stands apart, and so it does on a text of the preset's name but another
+        hash (which another version of Python makes) where the study has a record on its own: that
+        is never replaced.
         """
-        study = RunFolder(
-            run, corpus, record_folder(run.preset, run.experiment, run.seed, self.folder)
-        )
+        target = record_folder(run.preset, run.experiment, run.seed, self.folder)
+        study = RunFolder(run, corpus, target)
         if corpus is None:
             return study
         if corpus["name"] == public_name(run.data.corpus):
-            record = _read(study.folder)
+            record = _read(target)
             if record is None or not is_of(record, run) or record.config["corpus"] == corpus:
                 return study
+        # Characters that no file system minds, and enough of the hash to tell two texts apart.
         slug = re.sub(r"[^A-Za-z0-9]+", "-", corpus["name"])[:80]
         apart = f"{run.preset}@{slug}-{corpus['sha256'][:8]}"
         return RunFolder(run, corpus, record_folder(apart, run.experiment, run.seed, self.folder))
 
     def named(self, name: str | Path) -> Path | None:
-        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is no record."""
+        """The folder of a record by itself or by its name, preset/experiment/seed; None for what is
+        no record.
+        """
         folder = Path(name) if Path(name).is_dir() else self.folder / name
         return folder if (folder / SUMS).exists() else None
 
@@ -187,10 +189,11 @@ class Runs:
         return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
 
     def entries(self, preset: str) -> Iterator[Record]:
-        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a warning is given.
+        """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
+        warning is given.
 
-        Their status is done, failed (training did), stale, or corrupt. preset: also one on another text, as its folder
-        is named: "laptop@path-mine-0123abcd".
+        Their status is done, failed (training did), stale, or corrupt. preset: also one on another
+        text, as its folder is named: "laptop@path-mine-0123abcd".
         """
         find_preset(preset.partition("@")[0])
         check_name("preset", preset)
@@ -198,26 +201,28 @@ class Runs:
             warnings.warn(
                 f"there are no records in {self.folder}: give --runs, or train some", stacklevel=3
             )
-        folders = [
-            path
-            for path in (self.folder / preset).glob("*/*")
-            if re.fullmatch("0|[1-9][0-9]*", path.name)
-        ]
-        for folder in sorted(folders, key=lambda path: (path.parent.name, int(path.name))):
-            record = _judged(folder, _stamp(folder))
+        for folder in sorted((self.folder / preset).glob("*/*"), key=_by_seed):
+            if not re.fullmatch("0|[1-9][0-9]*", folder.name):
+                continue
+            record = _with_status(folder, _stamp(folder))
             if record.status == "corrupt":
                 warnings.warn(str(record.reason), stacklevel=2)
             yield record
 
 
+def _by_seed(folder: Path) -> tuple[str, int, str]:
+    # As numbers: 10 comes after 9.
+    return folder.parent.name, len(folder.name), folder.name
+
+
 def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = None) -> Record:
     """One record: of an experiment ("base": the preset's base), or of a name of one's own.
 
-    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs. Raises
-    FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
+    Its `status` says whether it is current, as in `runs`. folder: of the records; None: data/runs.
+    Raises FileNotFoundError where there is none, `CorruptRecord` where it is damaged.
     """
     base = preset.partition("@")[0]
-    if base in PRESETS and (name == "base" or name in BY_NAME):
+    if base in PRESETS and (name == "base" or name in EXPERIMENTS):
         name = resolve(name, base)
     check_name("preset", preset)
     check_name("experiment", name)
@@ -228,33 +233,33 @@ def record(name: str, preset: str = "laptop", seed: int = 0, folder: Folder = No
         raise FileNotFoundError(
             f"there is no record {short_name(target)} in {Runs(folder).folder}: {advice}"
         )
-    found = _judged(target, _stamp(target))
-    if found.status == "corrupt":
-        raise CorruptRecord(found.reason)
-    return found
+    record = _with_status(target, _stamp(target))
+    if record.status == "corrupt":
+        raise CorruptRecord(record.reason)
+    return record
 
 
-def _stamp(folder: Path) -> frozenset:
-    """What changes when a file of a record does; empty where it cannot be looked at, as reading it will say."""
+def _stamp(folder: Path) -> frozenset[tuple[str, int, int]]:
+    """What changes when a file of a record does; empty where it cannot be looked at."""
     try:
         stats = [(file.name, file.stat()) for file in os.scandir(folder)]
-    except OSError:
+    except OSError:  # which reading it will say
         return frozenset()
     return frozenset((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 @lru_cache(maxsize=4096)  # who shows a preset asks for its records many times
-def _judged(folder: Path, state: frozenset) -> Record:
+def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record:
     """A record with its status of `Runs.entries`; of a stale one only the config is checked."""
     base, apart, _ = folder.parts[-3].partition("@")
     try:
         record = open_record(folder)
-        reason = "the experiment or the recipe has changed since: train it again"
         try:
             run = config(record.experiment, base, record.seed)
         except ValueError as error:  # no such experiment at this preset
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
+            reason = "the experiment or the recipe has changed since: train it again"
             return replace(record, problem=("stale", reason))
         record.check()
         return record
@@ -263,11 +268,15 @@ def _judged(folder: Path, state: frozenset) -> Record:
 
 
 def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> bool:
-    """Whether a record is of this very config and corpus; of None asked for, of any corpus of the config's name."""
+    """Whether a record is of this very config and corpus; None: of any of the config's name."""
     values = dict(record.config)
     text = values.pop("corpus")
     wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
-    return text == wanted and values == config_dict(run)
+    # Of a run's many seeds only one is made into a dict.
+    return text == wanted and values == _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+
+
+_at_seed_0 = lru_cache(maxsize=1024)(config_dict)
 
 
 def _read(folder: Path) -> Record | None:

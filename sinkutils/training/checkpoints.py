@@ -1,4 +1,4 @@
-"""The state of an unfinished run on disk, so that a killed run goes on where it was (`training.Run`)."""
+"""The state of an unfinished run on disk, so that a killed run goes on where it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before 
 
 
 def save_checkpoint(run: Run, path: Path) -> None:
-    """Write the whole state to one file, or leave the previous one as it was (a full disk, a kill)."""
+    """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
     model, optimizer = dcp.get_state_dict(run.model, run.optimizers, options=WHOLE)
     state = {"of": identity(run), "model": model, "optimizer": optimizer}
     run.group.once(_write, path, state | {name: getattr(run, name) for name in run.PROGRESS})
@@ -47,7 +47,7 @@ def _write(path: Path, state: Json) -> None:
 
 
 def load_checkpoint(run: Run, path: Path) -> None:
-    """Continue `run` from `path` if it holds this run's state; else say why not, and start from step 0."""
+    """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
     state = _state_of(run, path) if run.group.first else {}
     progress = run.group.once(
         lambda: {name: state[name] for name in run.PROGRESS} if state else None
@@ -55,23 +55,21 @@ def load_checkpoint(run: Run, path: Path) -> None:
     if progress is None:
         return
     options = replace(WHOLE, broadcast_from_rank0=run.group.size > 1)
-    dcp.set_model_state_dict(
-        run.model, state.get("model", {}), options=options
-    )  # of rank 0, which hands them out
-    dcp.set_optimizer_state_dict(
-        run.model, run.optimizers, state.get("optimizer", {}), options=options
-    )
+    # Those of rank 0, which hands them out.
+    model, optimizer = state.get("model", {}), state.get("optimizer", {})
+    dcp.set_model_state_dict(run.model, model, options=options)
+    dcp.set_optimizer_state_dict(run.model, run.optimizers, optimizer, options=options)
     for name, value in progress.items():
         setattr(run, name, value)
 
 
 def identity(run: Run) -> list[str]:
-    """What a checkpoint has to be of: the config, and the text with whatever else a run starts from."""
+    """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
     return [config_hash(run.config), run.fingerprint]
 
 
 def read_checkpoint(path: Path) -> Json:
-    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte of it has changed."""
+    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
     blob = path.read_bytes()
     if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
         raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
@@ -79,7 +77,7 @@ def read_checkpoint(path: Path) -> Json:
 
 
 def _state_of(run: Run, path: Path) -> Json:
-    """The state in a file, empty where there is none that can be used; of one that cannot be, a warning says why."""
+    """The state in a file; empty, with a warning that says why, if there is one of no use."""
     if not path.exists():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning of pre-trained models (Appendix D, Figure 30), as a kind of run: see `study.grid`.
+"""Supervised fine-tuning of pre-trained models (Appendix D, Figure 30), as a kind of run.
 
-Unlike the recipe that the paper names, only the answers carry loss, and a conversation is cut or padded to C tokens. A
-fixed first token stays x_1, before the conversation.
+Unlike the recipe that the paper names, only the answers carry loss, and a conversation is cut or
+padded to C tokens. A fixed first token stays x_1, before the conversation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sinkutils.training.run import CrossEntropy, Run
 def answer_loss(model: Any, chunks: Tensor, unscored: tuple[int, ...] = ()) -> Tensor:
     """Mean cross-entropy of the answers' tokens in nats; chunks: (B, 2, C + 1), tokens and targets.
 
-    unscored is what `Run` hands to a loss: no answer starts there. Of several micro batches of a step the means count
-    alike.
+    unscored is what `Run` hands to a loss: no answer starts there. Of several micro batches of a
+    step the means count alike.
     """
     targets = chunks[:, 1, 1:]
     answers = targets != IGNORED
@@ -38,12 +38,11 @@ class FinetuneRun(Run):
     loss = staticmethod(answer_loss)
     each_step = True
     fixed_shapes = False  # as many logits as the answers have tokens
-    weight = staticmethod(
-        lambda part: int((part[:, 1, 1:] != IGNORED).sum())
-    )  # the tokens of the answers
+    # The tokens of the answers.
+    weight = staticmethod(lambda part: int((part[:, 1, 1:] != IGNORED).sum()))
 
     def first_model(self) -> TransformerLM:
-        """The model of the record it starts from; its tokenizer too, which need not be the corpus's."""
+        """The model of the record it starts from, and its tokenizer: not always the corpus's."""
         self.tokenizer = open_tokenizer(self.start.folder / "tokenizer.json")
         model = TransformerLM(self.config.model)
         model.load_state_dict(self.start.load_weights())

@@ -1,8 +1,9 @@
 """The optimiser step as one CUDA graph: a launch by the host in place of several hundred.
 
-A small model's step is bound by its launches: each kernel runs for microseconds, and the host takes longer to ask
-for it. A graph is a recording of all of them, which the GPU replays by itself. It runs the same kernels on the same
-memory, so that what changes from step to step (the batch, the rate) has to be written into tensors of fixed address.
+A small model's step is bound by its launches: each kernel runs for microseconds, and the host takes
+longer to ask for it. A graph is a recording of all of them, which the GPU replays by itself. It
+runs the same kernels on the same memory, so that what changes from step to step (the batch, the
+rate) has to be written into tensors of fixed address.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ if TYPE_CHECKING:
     from sinkutils.training.run import Run
     from sinkutils.training.stacked import Stack
 
-WARM_UP = (
-    3  # steps before the recording: they make the optimiser's state and the libraries' workspaces
-)
+# Steps before the recording: they make the optimiser's state and the libraries' workspaces.
+WARM_UP = 3
 
 
 class GraphedStep:
-    """`run.update` by a graph. To be made after a checkpoint was loaded, as it changes the optimisers' groups."""
+    """`run.update` by a graph. To be made after a checkpoint was loaded, which sets the rates."""
 
     def __init__(self, run: Run | Stack) -> None:
         self.run = run

@@ -1,6 +1,7 @@
-"""One run over the processes that torchrun started: DDP where one GPU holds the model, FSDP2 where it has to be cut.
+"""One run over the processes that torchrun started.
 
-Rank 0 alone reads and writes records and checkpoints. Where one process fails, torchrun ends the others.
+DDP where one GPU holds the model, FSDP2 where it has to be cut. Rank 0 alone reads and writes
+records and checkpoints. Where one process fails, torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PATIENCE = timedelta(days=2)  # for rank 0, which may have a corpus to tokenise
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of one run. By default this one alone, for which each method is the plain thing."""
+    """The processes of one run. By default this one alone: each method is the plain thing then."""
 
     rank: int = 0
     size: int = 1
@@ -40,7 +41,7 @@ class Group:
         return self.rank == 0
 
     def once(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function(*arguments)` returns on rank 0, in every process; the others do not call it."""
+        """What `function(*arguments)` returns on rank 0, the only one to call it, in every one."""
         if self.size == 1:
             return function(*arguments)
         result = [function(*arguments) if self.first else None]
@@ -48,7 +49,7 @@ class Group:
         return result[0]  # type: ignore[return-value]
 
     def in_turn(self, function: Callable[[], T]) -> T:
-        """`function()` in every process, on each machine in one of them before the others: it fills a cache."""
+        """`function()` in every process, first in one of each machine, as it fills a cache."""
         if self.size == 1:
             return function()
         if self.local_rank > 0:
@@ -84,10 +85,11 @@ class Group:
         return batch.chunk(self.size)[self.rank]
 
     def wrap(self, model: Any, precision: str) -> nn.Module:
-        """The module to call in training. To be called before the optimiser is made: FSDP replaces the parameters.
+        """The module to call in training. Before the optimiser is made: FSDP replaces parameters.
 
-        DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size` parts, block by
-        block; with precision bf16 the weights are gathered and used in bf16, gradients are added up in fp32.
+        DDP keeps whole replicas. FSDP2 cuts weights, gradients and optimiser state into `size`
+        parts, block by block; with precision bf16 the weights are gathered and used in bf16,
+        gradients are added up in fp32.
         """
         device = next(model.parameters()).device
         if self.parallel == "ddp":
@@ -112,7 +114,7 @@ class Group:
         return model
 
     def sync_gradients(self, model: Any, last: bool) -> None:
-        """Before the passes of a micro-batch: gradients are averaged over the processes with the step's last."""
+        """Before a micro-batch: gradients are averaged over the processes with a step's last."""
         if self.parallel == "ddp":
             model.require_backward_grad_sync = last
         if self.parallel == "fsdp":
@@ -124,9 +126,10 @@ ALONE = Group()
 
 @contextlib.contextmanager
 def joined(parallel: str, device: torch.device) -> Iterator[Group]:
-    """The group in which torchrun started this process, `ALONE` where it did not; each takes the GPU of its local rank.
+    """The group in which torchrun started this process, `ALONE` where it did not.
 
-    Raises ValueError for a `parallel` that is not ddp or fsdp, or for more processes on a machine than it has GPUs.
+    Each process takes the GPU of its local rank. Raises ValueError for a `parallel` that is not ddp
+    or fsdp, or for more processes on a machine than it has GPUs.
     """
     choice("parallel", parallel, ("ddp", "fsdp"))
     size = int(os.environ.get("WORLD_SIZE", "1"))

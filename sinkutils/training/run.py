@@ -1,7 +1,7 @@
-"""The state of one pre-training run between two optimiser steps: its model, its text, its step, its evaluation.
+"""The state of one pre-training run between two optimiser steps.
 
-Weights (seed), order of the chunks (seed and step) and evaluation (fixed) have generators of their own, so that two
-runs with one seed differ in nothing but what their configs say.
+Weights (seed), order of the chunks (seed and step) and evaluation (fixed) have generators of their
+own, so that two runs with one seed differ in nothing but what their configs say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
-from sinkutils.data.packing import Batches, Chunks, fix_position
+from sinkutils.data.packing import Batches, Chunks, ChunksOnDevice, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
@@ -31,25 +31,22 @@ from sinkutils.training.group import ALONE, Group
 from sinkutils.training.optimizers import make_optimizers, set_rate
 
 AHEAD = 16  # steps whose batches go to the device together
+ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
 EVALUATION_SEED = 0
 EPSILONS = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the last report; the curve keeps alpha itself
 SINK_TARGETS = 10  # the paper looks at positions up to the longest prefix
 CURVE_TARGETS = (1, 2, 3, 4)  # Sink_k along the curve
 ALPHA_TARGETS = 3  # alpha itself along the curve: the first so many
-NOT_KEPT = (
-    "interval",
-    "query_norms",
-    "embedding_norms",
-    "skipped",
-    "name",
-)  # of a report, in a record
+NOT_KEPT = ("interval", "query_norms", "embedding_norms", "skipped", "name")  # of a report
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits (N, V) and targets (N,) in nats; keeps the logits, in their precision, and lse.
+    """Mean cross-entropy of logits (N, V) and targets (N,) in nats.
 
-    The gradient is one pass over the logits: compiled on a CPU, a step of a small model takes a fifth less time than
-    with F.cross_entropy or a gradient made in the forward pass.
+    For the backward pass it keeps the logits, in their precision, and lse.
+
+    The gradient is one pass over the logits: compiled on a CPU, a step of a small model takes a
+    fifth less time than with F.cross_entropy or a gradient made in the forward pass.
     """
 
     @staticmethod
@@ -73,9 +70,9 @@ class CrossEntropy(torch.autograd.Function):
 def next_token_loss(
     model: torch.nn.Module, chunks: Tensor, unscored: tuple[int, ...] = ()
 ) -> Tensor:
-    """Mean cross-entropy of chunks (B, C + 1) in nats, without the predictions made at the 1-based positions unscored.
+    """Mean cross-entropy of chunks (B, C + 1) in nats.
 
-    The model sees every position all the same.
+    The predictions made at the 1-based positions `unscored` are left out, yet the model sees them.
     """
     logits = without(model(chunks[:, :-1]), unscored)
     targets = without(chunks[:, 1:], unscored)
@@ -86,21 +83,21 @@ def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
     """x (B, T, ..) without the 1-based positions, which are sorted."""
     if not positions:
         return x
-    # Slices: a list of indices would be copied to the device in each step, which no CUDA graph can hold.
+    # Slices, as a list of indices would be copied from the host, which no CUDA graph can hold.
     starts = (0, *positions)
     stops = (*(position - 1 for position in positions), x.shape[1])
     return torch.cat([x[:, start:stop] for start, stop in zip(starts, stops, strict=True)], dim=1)
 
 
 def instruction_set() -> list[str]:
-    """What decides the roundings of a CPU's products: machines that differ in it give other last digits."""
+    """What decides the roundings of a CPU's products: where it differs, last digits do."""
     has = torch.cpu.get_capabilities()
     return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name)]
 
 
-def usable_precision(asked: str, device: torch.device) -> str:
+def usable_precision(precision: str, device: torch.device) -> str:
     """bf16 where the config asks for it and the device has instructions for it, else fp32."""
-    if asked != "bf16":
+    if precision != "bf16":
         return "fp32"
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -114,20 +111,15 @@ def usable_precision(asked: str, device: torch.device) -> str:
 class Run:
     """The state of one run between two optimiser steps; `train` drives it.
 
-    config, corpus: what the run is of. start: of a fine-tuning, the record whose weights it starts from.
+    start: of a fine-tuning, the record whose weights it starts from.
     """
 
     loss = staticmethod(next_token_loss)
     weight: Callable = staticmethod(len)  # of a part of the validation text: its chunks
     each_step = False  # whether the curve has the loss and gradient norm of every step
     fixed_shapes = True  # of all tensors of a step, so that a graph can hold it
-    PROGRESS = (
-        "step",
-        "seconds",
-        "curve",
-        "alphas",
-        "parts",
-    )  # what a checkpoint holds beside the model's state
+    # What a checkpoint holds beside the model's state.
+    PROGRESS = ("step", "seconds", "curve", "alphas", "parts")
 
     def __init__(
         self,
@@ -137,50 +129,35 @@ class Run:
         group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
-        self.config, self.corpus, self.device, self.group, self.start = (
-            config,
-            corpus,
-            device,
-            group,
-            start,
-        )
+        self.config, self.corpus = config, corpus
+        self.device, self.group, self.start = device, group, start
         self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
-        self.trained = group.wrap(
-            self.model, self.precision
-        )  # the model itself, or what DDP puts around it
+        # The model itself, or what DDP puts around it.
+        self.trained = group.wrap(self.model, self.precision)
         self.optimizers = make_optimizers(dict(self.model.named_parameters()), train, group)
         self.chunks, valid = self.batches()
-        self.ahead: Tensor | None = (
-            None  # the batches of this step and the next ones, on the device
-        )
-        self.graph: GraphedStep | None = (
-            None  # how a step is made on a GPU, if not one kernel at a time
-        )
+        # The batches of this step and the next ones, on the device.
+        self.ahead: Tensor | None = None
+        # How a step is made on a GPU, if not one kernel at a time.
+        self.graph: GraphedStep | None = None
         self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
-        ids = probe(
-            "natural",
-            self.tokenizer,
-            train.eval_sequences,
-            train.eval_length,
-            EVALUATION_SEED,
-            corpus=corpus,
-        )
+        count, length = train.eval_sequences, train.eval_length
+        ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
         self.step = 0
         self.seconds = 0.0
         self.curve: list[Json] = []
-        self.alphas: list[
-            Tensor
-        ] = []  # a point of the curve each: (targets, and * if any, L, H), float16
-        self.parts: list[
-            Json
-        ] = []  # on what it was trained: more than one where it moved to another machine
-        self.passed: list[tuple] = []  # loss, and gradient norm before clipping, of each step since
+        # For each point of the curve: (targets, and * if any, L, H), float16.
+        self.alphas: list[Tensor] = []
+        # On what it was trained: more than one where it moved to another machine.
+        self.parts: list[Json] = []
+        # Of each step since the last evaluation: loss, and gradient norm before clipping.
+        self.passed: list[tuple[Tensor, Tensor]] = []
 
     def first_model(self) -> TransformerLM:
         """The model before the first step."""
@@ -189,13 +166,20 @@ class Run:
     def batches(self) -> tuple[Batches, Batches]:
         """What the run trains on, and what it is validated on."""
         config, length = self.config, self.config.model.context_length
-        # Tokens redrawn at random cannot be predicted, so the validation text keeps its own (Section 5).
+        # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
-        train = Chunks(self.corpus, "train", length, config.data, seed=config.seed)
-        return train, Chunks(self.group.in_turn(self.validation_corpus), "valid", length, unchanged)
+        train = self.corpus, "train", length, config.data, config.seed
+        small = self.corpus.tokens("train").nbytes < ON_DEVICE
+        chunks = Chunks(*train)
+        if small and self.device.type == "cuda":
+            chunks = ChunksOnDevice(*train, device=self.device)
+        validation = self.group.in_turn(self.validation_corpus)
+        return chunks, Chunks(validation, "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
-        """What the run is validated on, in its own tokens: the config's other corpus, if it trains on the config's."""
+        """The text to validate on, in the run's tokens: its own, or where it is the config's, that
+        which the config names.
+        """
         data = self.config.data
         if data.validation is None or self.corpus.name != public_name(data.corpus):
             return self.corpus
@@ -204,8 +188,8 @@ class Run:
         return load_corpus(data.validation, vocab_size, tokenizer=tokenizer)
 
     def provenance(self) -> Json:
-        """What the record says beside the text's name and hash: on what it was trained, how large the text is."""
-        said = {
+        """On what the run was trained, how fast, and how large its text is."""
+        provenance = {
             **self.parts[-1],
             "corpus_train_tokens": len(self.chunks.tokens),
             "wall_seconds": round(self.seconds, 1),
@@ -214,7 +198,9 @@ class Run:
             "parallel": self.group.parallel,
             **self.more,
         }
-        return said | {"began_on": self.parts[:-1]} if len(self.parts) > 1 else said
+        if len(self.parts) > 1:
+            provenance["began_on"] = self.parts[:-1]
+        return provenance
 
     def autocast(self) -> torch.autocast:
         """bf16 where it is used, as `precision` says; weights and optimiser stay fp32."""
@@ -229,9 +215,9 @@ class Run:
         return self.ahead[ahead * size : (ahead + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
-        """One optimiser step; returns the loss of the batch, of a group the process's share of it, on the device.
+        """One optimiser step; returns the loss of the batch, or of this process's share of it.
 
-        forward: the loss as a function of model, micro-batch and unscored positions; compiled or not.
+        forward: the loss of model, micro-batch and unscored positions, compiled or not.
         """
         batch = self.group.share(self.batch())
         set_rate(self.optimizers, learning_rate(self.config.train, self.step))
@@ -264,15 +250,14 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
-        """Add to the curve the validation loss and the sink metric at this step; returns the report.
+        """Add validation loss and sink metric at this step to the curve; returns the report.
 
-        losses: of each step since the last evaluation. Of a model that is not finite there is no point and no report.
+        losses: of each step since the last evaluation. A model that is not finite has no report.
         """
         with self.autocast():
             valid_loss = self.valid_loss()
-        valid_loss = self.group.once(
-            lambda: valid_loss
-        )  # rank 0's, so that all take it for finite or none
+        # Rank 0's, so that all take it for finite or none.
+        valid_loss = self.group.once(lambda: valid_loss)
         if not math.isfinite(valid_loss):
             return None
         try:
@@ -303,12 +288,15 @@ class Run:
 
     @property
     def unscored(self) -> tuple[int, ...]:
-        """The positions whose prediction carries no loss: inside a prefix (Section 6), before a fixed token (Section
-        5), and those that the config names.
+        """The positions whose prediction carries no loss.
+
+        They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
         data, prefix = self.config.data, self.config.model.attention.prefix
-        before_fixed = (data.fixed_position or 1) - 1
-        return tuple(sorted({*range(1, prefix), before_fixed, *data.unscored} - {0}))
+        positions = {*range(1, prefix), *data.unscored}
+        if data.fixed_position is not None and data.fixed_position > 1:
+            positions.add(data.fixed_position - 1)
+        return tuple(sorted(positions))
 
     @property
     def tokens_per_step(self) -> int:
@@ -316,7 +304,7 @@ class Run:
 
 
 def sinks(report: Report) -> Json:
-    """What a point of the curve says of attention: Sink_k in percent, the excess, and x_1 by block (Section 3.1)."""
+    """What a point of the curve says: Sink_k in percent, excess, x_1 by block (Section 3.1)."""
     numbers: Json = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
@@ -330,7 +318,7 @@ def sinks(report: Report) -> Json:
 
 
 def summary(run: Run, report: Report | None, reason: str | None) -> Json:
-    """What metrics.json holds: status, the curve, and at the end losses, sinks, norms, destinations, gradients.
+    """What metrics.json holds: status, curve, and at the end norms, destinations, gradients too.
 
     report: of the last evaluation. reason: why the run failed, or None.
     """
@@ -350,16 +338,16 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
 
 
 def of_report(report: Report) -> Json:
-    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms of states, keys and values."""
-    kept = report.to_dict()
+    """What a record keeps of a report: Sink at `EPSILONS`, alpha, and the norms by position."""
+    numbers = report.to_dict()
     for name in NOT_KEPT:
-        kept.pop(name, None)
-    for by_eps in (*kept["sink"].values(), kept.get("sink_star", {})):
+        numbers.pop(name, None)
+    for by_eps in (*numbers["sink"].values(), numbers.get("sink_star", {})):
         for eps in by_eps.keys() - set(map(str, EPSILONS)):
             del by_eps[eps]
-    for name in kept.keys() & set(BY_POSITION):
-        kept[name] = three_digits(kept[name])
-    return kept
+    for name in numbers.keys() & set(BY_POSITION):
+        numbers[name] = three_digits(numbers[name])
+    return numbers
 
 
 def three_digits(values: Any) -> Any:

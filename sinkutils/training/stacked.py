@@ -1,7 +1,8 @@
 """Runs that differ in their seeds or texts alone, trained as one.
 
-A GPU starts about one small kernel a microsecond, whoever asks for it, and that is what the step of a small model
-takes. Here each parameter is a stack of those of K models, (K, ..), so that one kernel serves them all.
+A GPU starts about one small kernel a microsecond, whoever asks for it, and that is what the step of
+a small model takes. Here each parameter is a stack of those of K models, (K, ..), so that one
+kernel serves them all.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.optimizers import make_optimizers, set_rate
 from sinkutils.training.run import Run, without
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save
+from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
 
 
 def alike(config: RunConfig) -> tuple:
-    """What runs have in common that can be stacked: model, training, and which positions are scored."""
+    """What runs that can be stacked have in common: model, training, and the scored positions."""
     return config.model, config.train, config.data.fixed_position, config.data.unscored
 
 
 class Stack:
-    """The step of K runs, whose models become views of the stacked parameters: to be evaluated as always."""
+    """The step of K runs, whose models become views of the stacked parameters."""
 
-    # Plain products: the fused kernel of a CPU has no form for a stack, and short texts gain nothing by a GPU's.
+    # Plain products: a CPU's fused kernel has no form for a stack, and a GPU's no gain here.
     attention = SDPBackend.MATH
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -57,10 +58,9 @@ class Stack:
         self.clip_norm, self.unscored = config.train.clip_norm, first.unscored
         self.parameters, _ = stack_module_state([run.model for run in runs])  # name -> (K, ..)
         for name, stacked in self.parameters.items():
-            for run, own in zip(runs, stacked.detach(), strict=True):
-                run.model.get_parameter(
-                    name
-                ).data = own  # a view: what the optimiser writes is the model's
+            for run, view in zip(runs, stacked.detach(), strict=True):
+                # What the optimiser writes into the stack is the model's.
+                run.model.get_parameter(name).data = view
         self.optimizers = make_optimizers(self.parameters, config.train)
         self.graph: GraphedStep | None = None
 
@@ -77,7 +77,10 @@ class Stack:
         return losses
 
     def update(self, losses: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights after one batch (K, B, C + 1): the losses, and the gradients' norms before clipping, (K,)."""
+        """Update the weights by a batch (K, B, C + 1); returns losses and gradient norms, (K,).
+
+        The norms are those before clipping.
+        """
         with self.runs[0].autocast():
             loss = losses(batch)
         loss.sum().backward()  # no model's loss depends on another's parameters
@@ -102,7 +105,10 @@ class Stack:
 
 
 def clip_each(stacked: list[nn.Parameter], most: float) -> Tensor:
-    """Clip the gradient of each model to a norm of at most `most`, as clip_grad_norm_ does; the norms before, (K,)."""
+    """Clip each model's gradient to a norm of `most`, as clip_grad_norm_ does.
+
+    Returns the norms before, (K,).
+    """
     gradients = [parameter.grad for parameter in stacked if parameter.grad is not None]
     by_parameter = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients])
     norms = by_parameter.norm(dim=0)
@@ -123,8 +129,9 @@ def train_stacked(
 ) -> list[Record]:
     """The records of pre-trainings that are `alike`; those that are missing are trained as one.
 
-    There are no checkpoints: it is for minutes. Each run's record is written when that run ends, and its wall clock is
-    that of all. keep_weights: of which runs; by default of those that the study keeps. The rest: as for `train`.
+    There are no checkpoints: it is for minutes. Each run's record is written when that run ends,
+    and its wall clock is that of all. keep_weights: of which runs; by default of those that the
+    study keeps. The rest: as for `train`.
     """
     store, target = Runs(runs), find_device(device)
     places = [store.of(config, corpus.identity) for config in configs]
@@ -140,7 +147,7 @@ def train_stacked(
                 folders[run] = place.folder
         if missing:
             for run, reason, report in _to_their_ends(Stack(missing), graph):
-                save(run, folders[run], reason, report, keep_weights(run.config))
+                save_run(run, folders[run], reason, report, keep_weights(run.config))
     return [record for place in places if (record := place.record())]
 
 

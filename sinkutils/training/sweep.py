@@ -1,7 +1,8 @@
-"""Many runs: what is missing, most informative first, by as many workers as asked for, here or on a cluster.
+"""Many runs: what is missing, most informative first, by many workers, here or on a cluster.
 
-Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any moment and started
-twice at once. A worker on this machine ends with the sweep that started it, however that ends.
+Each run is a process of its own that takes a lock on its folder, so a sweep can be killed at any
+moment and started twice at once. A worker on this machine ends with the sweep that started it,
+however that ends.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ AGAIN = "training starts again"  # of those the one of a checkpoint that could n
 
 
 class Worker:
-    """`python -m sinkutils train` in a process of its own, with its output added to `log`; looks like a future."""
+    """`python -m sinkutils train` in a process of its own: a future whose output goes to `log`."""
 
     def __init__(self, arguments: tuple[str, ...], log: str) -> None:
-        # One thread for each worker: the numbers do not depend on it, the speed of two workers does.
+        # One thread for each worker: two workers are faster so, and the numbers are the same.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment = {**os.environ, **threads, PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "sinkutils", "train", *arguments]
@@ -82,12 +83,12 @@ def stop(workers: list[Worker]) -> None:
 
 
 def run_one(arguments: tuple[str, ...], log: str) -> tuple[int, list[str]]:
-    """A run from its beginning to its end, where an engine has sent it: exit status and messages."""
+    """A run from beginning to end, where an engine has sent it: exit status and messages."""
     return Worker(arguments, log).result()
 
 
 def end_with_parent() -> None:
-    """Of a worker: end when the sweep that started this process has ended, also if that was killed."""
+    """Of a worker: end when the sweep that started this process has ended, or was killed."""
     parent = os.environ.pop(PARENT, None)
     if parent is None:
         return
@@ -100,12 +101,13 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) -> tuple[str, ...]:
-    """The device of each worker: the one asked for, else what the preset is made for, so that its seeds are alike.
+def devices(preset_name: str, engine_name: str, jobs: int, device: str | None) -> tuple[str, ...]:
+    """The device of each worker: `device`, else what the preset is made for.
 
-    "cuda" on this machine means its GPUs in turn. Raises ValueError where a GPU is wanted and this machine has none.
+    So the seeds of a preset are alike. "cuda" on this machine means its GPUs in turn. Raises
+    ValueError where a GPU is wanted and this machine has none.
     """
-    kind = asked or preset(preset_name).device
+    kind = device or preset(preset_name).device
     if engine_name == "local":
         find_device(kind)
         if kind == "cuda":
@@ -114,11 +116,13 @@ def devices(preset_name: str, engine_name: str, jobs: int, asked: str | None) ->
 
 
 def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
-    """What starts a run with the arguments of `run_one` and returns a future. gpu: each run needs one.
+    """What starts a run with the arguments of `run_one` and returns a future.
 
-    slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the cluster that
-    RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a missing package, and ValueError where
-    the runs need a GPU and Ray's cluster has none: such a task would wait for ever.
+    gpu: each run needs one.
+    slurm: jobs of submitit, which without Slurm are processes on this machine. ray: tasks of the
+    cluster that RAY_ADDRESS names, else of one that it starts here. Raises ImportError for a
+    missing package, and ValueError where the runs need a GPU and Ray's cluster has none: such a
+    task would wait for ever.
     """
     choice("engine", name, ("local", "slurm", "ray"))
     if name == "local":
@@ -143,10 +147,10 @@ def engine(name: str, jobs: int, logs: Path, gpu: bool = False) -> Callable:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How one run of a sweep ended: done, failed (recorded) or crashed.
 
-    detail: why it failed or crashed, that it had to start again, or that another process trained it.
+    detail: why it failed or crashed, that it began anew, or that another process trained it.
     """
 
     experiment: str
@@ -166,20 +170,20 @@ class Job:
 
     def steps(self) -> int:
         """The step at which the run is, as the last progress bar in its log says."""
-        said = self.log.read_text(errors="replace") if self.log.exists() else ""
-        bar = rf"{re.escape(self.run.config.experiment)} seed {self.run.config.seed}: [^\r]*?(\d+)/\d+ \["
-        return int((re.findall(bar, said) or [0])[-1])
+        if not self.log.exists():
+            return 0
+        name = re.escape(f"{self.run.config.experiment} seed {self.run.config.seed}")
+        bars = re.findall(rf"{name}: [^\r]*?(\d+)/\d+ \[", self.log.read_text(errors="replace"))
+        return int(bars[-1]) if bars else 0
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RunOutcome | None:
         """How the run ended, once its future is done; None where another process has it."""
-        end = partial(Outcome, self.run.config.experiment, self.run.config.seed)
+        end = partial(RunOutcome, self.run.config.experiment, self.run.config.seed)
         where = f"see {self.log.parent.name}/{self.log.name}"
         try:
             status, messages = self.future.result()
             record = read_record(self.run.folder) if status == 0 else None
-        except (
-            Exception
-        ) as error:  # an engine may lose a worker in ways of its own: the other runs go on
+        except Exception as error:  # whatever an engine raises that lost a worker: the others go on
             return end("crashed", f"{first_line(error)}; {where}")
         if record is not None:
             reasons = [record.reason, *(message for message in messages if AGAIN in message)]
@@ -203,15 +207,15 @@ def sweep(
     device: str | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool = True,
-) -> list[Outcome]:
+) -> list[RunOutcome]:
     """Train every missing run of a preset, or of the experiments in `only`; returns how each ended.
 
-    A fine-tuning waits until the run that it starts from has ended, and a run that another process trains until that
-    has ended: then it is trained here if there is no record. An exception, KeyboardInterrupt above all, stops the
-    workers on this machine. Logs go to logs/<preset> inside `runs`.
+    A fine-tuning waits until the run that it starts from has ended, and a run that another process
+    trains until that has ended: then it is trained here if there is no record. An exception,
+    KeyboardInterrupt above all, stops the workers here. Logs go to logs/<preset> inside `runs`.
 
-    jobs: how many runs the engine has at a time; the others wait here, so that a sweep that stops leaves no queue.
-    corpus: where to load the text from in place of the preset's own, such as packed:<file> (see `training.train`).
+    jobs: how many runs the engine has at a time; a sweep that stops leaves no queue there.
+    corpus: where to load the text from in place of the preset's own, such as packed:<file>.
     device: where runs train; None: what the preset is made for.
     Raises what `load_corpus` does where there is no such text.
     """
@@ -219,8 +223,10 @@ def sweep(
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     free = deque(devices(preset_name, engine_name, jobs, device))
     store = Runs(Runs(runs).folder.resolve())  # a worker may start in another folder
-    corpus = corpus and located(corpus)
-    text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity if corpus else None
+    text = None
+    if corpus:
+        corpus = located(corpus)
+        text = load_corpus(corpus, preset(preset_name).model.vocab_size).identity
     queue = store.missing(preset_name, seeds, text, only)
     planned = len(queue)
     total = sum(run.train.steps for run in queue)
@@ -231,37 +237,35 @@ def sweep(
         if progress:
             print(f"logs of the runs: {logs}", file=sys.stderr)
     options = f"--preset {preset_name} --checkpoint-seconds {checkpoint_seconds}".split()
-    options += ["--runs", str(store.folder), *(["--corpus", corpus] if corpus else [])]
+    options += ["--runs", str(store.folder)]
+    if corpus:
+        options += ["--corpus", corpus]
     running = list[Job]()
     elsewhere = list[RunConfig]()  # what another process trains
-    outcomes = list[Outcome]()
+    outcomes = list[RunOutcome]()
     ended = 0
     with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
         try:
             while queue or running or elsewhere:
-                while free and (
-                    run := _next(queue, [*elsewhere, *(job.run.config for job in running)])
-                ):
+                while free:
+                    training = [*elsewhere, *(job.run.config for job in running)]
+                    run = _next(queue, training)
+                    if run is None:
+                        break
                     queue.remove(run)
+                    name = f"{run.experiment} seed {run.seed}"
                     place = store.of(run, text)
                     if _locked(place, store):
                         elsewhere.append(run)
-                        bar.write(
-                            f"{run.experiment} seed {run.seed}: waiting for the process that trains it",
-                            sys.stderr,
-                        )
+                        bar.write(f"{name}: waiting for the process that trains it", sys.stderr)
                         continue
                     log = logs / f"{run.experiment}-{run.seed}.log"
                     where = free.popleft()
-                    future = submit(
-                        (run.experiment, *options, "--seed", str(run.seed), "--device", where),
-                        str(log),
-                    )
+                    arguments = run.experiment, *options, "--seed", str(run.seed), "--device", where
+                    future = submit(arguments, str(log))
                     running.append(Job(place, where, log, future))
                     if engine_name == "slurm":
-                        bar.write(
-                            f"{run.experiment} seed {run.seed}: job {future.job_id}, which outlives this sweep"
-                        )
+                        bar.write(f"{name}: job {future.job_id}, which outlives this sweep")
                 finished = [job for job in running if job.future.done()]
                 for job in finished:
                     running.remove(job)
@@ -272,14 +276,17 @@ def sweep(
                         continue
                     outcomes.append(outcome)
                     ended += job.run.config.train.steps
-                for run in [run for run in elsewhere if not _locked(store.of(run, text), store)]:
+                for run in list(elsewhere):
+                    place = store.of(run, text)
+                    if _locked(place, store):
+                        continue
                     elsewhere.remove(run)
-                    record = store.of(run, text).record()
+                    record = place.record()
                     if record is None:
                         queue.append(run)
                         continue
                     outcomes.append(
-                        Outcome(run.experiment, run.seed, record.status, "by another process")
+                        RunOutcome(run.experiment, run.seed, record.status, "by another process")
                     )
                     ended += run.train.steps
                 bar.set_description(f"{preset_name}: {len(outcomes)}/{planned} runs", refresh=False)
@@ -308,14 +315,20 @@ def _locked(place: RunFolder, store: Runs) -> bool:
 
 
 def _next(queue: list[RunConfig], training: list[RunConfig]) -> RunConfig | None:
-    """The first run of the queue whose start, if it is a fine-tuning, is neither before it nor being trained, be it by
-    another fine-tuning, which trains a start that is missing.
+    """The first run of the queue that can begin.
+
+    A fine-tuning cannot while its start is in the queue or being trained, be it by another
+    fine-tuning, which trains a start that is missing.
     """
     pending = {(run.experiment, run.seed) for run in (*queue, *training)}
-    pending |= {(run.start, run.seed) for run in training if isinstance(run, FinetuneConfig)}
-    return next(
-        (run for run in queue if (getattr(run, "start", None), run.seed) not in pending), None
-    )
+    for run in training:
+        if isinstance(run, FinetuneConfig):
+            pending.add((run.start, run.seed))
+    for run in queue:
+        start = getattr(run, "start", None)  # of a pre-training there is none
+        if (start, run.seed) not in pending:
+            return run
+    return None
 
 
 def estimate(
@@ -325,7 +338,7 @@ def estimate(
     corpus: str | None = None,
     only: Sequence[str] | None = None,
 ) -> list[tuple[RunConfig, float]]:
-    """Every missing run with its seconds, by those that the preset says a run of its steps takes."""
+    """Every missing run with its seconds, by those that the preset names for its own steps."""
     base = preset(preset_name)
     text = load_corpus(corpus, base.model.vocab_size).identity if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)

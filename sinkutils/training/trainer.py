@@ -1,4 +1,4 @@
-"""One training run from one config: deterministic, resumable at any instant, recorded whether it converges or not."""
+"""One run from one config: deterministic, resumable at any instant, recorded in any case."""
 
 from __future__ import annotations
 
@@ -46,22 +46,24 @@ def train(
     progress: bool = True,
     group: Group = ALONE,
 ) -> Record:
-    """Train one run, pre-training or fine-tuning, to its end and write its record; a finished one is returned as it is.
+    """Train one run to its end and write its record; a finished one is returned as it is.
 
-    A run that was killed goes on from its last checkpoint and ends in the same record, bit for bit on one kind of
-    CPU. A run that diverges is recorded with status "failed" and the reason. On CPU it uses one thread, so
-    that its numbers depend neither on the number of cores nor on what runs beside it. Raises `RunLocked` while
-    another process trains the same run.
+    A run that was killed goes on from its last checkpoint and ends in the same record, bit for bit
+    on one kind of CPU. A run that diverges is recorded with status "failed" and the reason. On CPU
+    it uses one thread, so that its numbers depend neither on the number of cores nor on what runs
+    beside it. Raises `RunLocked` while another process trains the same run.
 
-    A fine-tuning starts from the weights of a record, which is trained first where there is none or it has none; raises
-    ValueError where that run failed. For instructions of one's own: its config with other `instructions` (a hub id, a
-    .jsonl file) and another `experiment`, under which the record then stands.
+    A fine-tuning starts from the weights of a record, which is trained first where there is none or
+    it has none; raises ValueError where that run failed. For instructions of one's own: its config
+    with other `instructions` (a hub id, a .jsonl file) and another `experiment`, under which the
+    record then stands.
 
-    corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place of the config's
-    own. Only a record on that very text is then returned, and the run's own stands apart (`study.store.Runs.of`).
+    corpus: the text (of a fine-tuning, that of the sink metric), or where to load it from, in place
+      of the config's own. Only a record on that very text is then returned, and the run's own
+      stands apart (`study.store.Runs.of`).
     compile: use torch.compile; None: on a CPU as the preset says, where it works (`compiles`).
-    graph: make each step one CUDA graph (`training.graph`); None: on a GPU, where the run allows it.
-    group: the processes that train this run together, each of which calls `train` (see `group.joined`).
+    graph: make each step one CUDA graph (`training.graph`); None: on a GPU, if the run allows it.
+    group: the processes that train this run together, each of which calls `train`.
     """
     real("checkpoint_seconds", checkpoint_seconds, "a finite number of at least 0")
     store = Runs(runs)
@@ -83,12 +85,8 @@ def train(
     place = group.once(store.of, config, text.identity)
     _check_text(text, place, usual=store.of(config))
     if compile is None:  # on a GPU it has given NaN where eager steps did not (docs/scaling.md)
-        compile = (
-            target.type == "cpu"
-            and config.preset in PRESETS
-            and PRESETS[config.preset].compile
-            and compiles()
-        )
+        wanted = config.preset in PRESETS and PRESETS[config.preset].compile
+        compile = wanted and target.type == "cpu" and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
         start = _start_of(
@@ -116,13 +114,16 @@ def train(
         reason, report = _to_its_end(
             run, place.checkpoint, checkpoint_seconds, progress, compile, graph
         )
-        return save(run, place.folder, reason, report, keep_weights)
+        return save_run(run, place.folder, reason, report, keep_weights)
 
 
-def save(
+def save_run(
     run: Run, folder: Path, reason: str | None, report: Report | None, keep_weights: bool
 ) -> Record:
-    """Write the record of a run that has ended; reason: of its failure, report: of its last evaluation."""
+    """Write the record of a run that has ended.
+
+    reason: of its failure, None if it has none. report: of its last evaluation.
+    """
     weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
@@ -142,12 +143,13 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
         size <= most,
-        f"{what} is too large for a model of {most}: raise vocab_size or load the corpus with fewer",
+        f"{what} is too large for a model of {most}: "
+        "raise vocab_size or load the corpus with fewer",
     )
     if place.folder != usual.folder or size != most:
         warnings.warn(
-            f"training on {what} in place of {public_name(place.config.data.corpus)!r} with {most}, its own "
-            f"text: the record is {place.name}",
+            f"training on {what} in place of {public_name(place.config.data.corpus)!r} "
+            f"with {most}, its own text: the record is {place.name}",
             stacklevel=3,
         )
 
@@ -155,7 +157,7 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 def _start_of(
     config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any
 ) -> Record:
-    """The record that a fine-tuning starts from, with its weights; trained, with these options, if it is not there."""
+    """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
     start = group.once(
         lambda: store.of(before, text.identity).record() or store.of(before).record()
@@ -164,8 +166,8 @@ def _start_of(
         start = train(before, store.root, keep_weights=True, group=group, **options)
     require(
         start.status == "done",
-        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, and that run failed to train "
-        f"({start.reason})",
+        f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
+        f"and that run failed to train ({start.reason})",
     )
     return start
 
@@ -178,7 +180,7 @@ def _to_its_end(
     compile: bool,
     graph: bool,
 ) -> tuple[str | None, Report | None]:
-    """Train from the last checkpoint, or the start, to the last step: the reason of a failure, and the last report."""
+    """Train from the last checkpoint to the last step: why it failed, and the last report."""
     model, steps = run.config.model, run.config.train.steps
     if compile:  # a graph cannot compare a kernel with dense rows
         dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
@@ -187,20 +189,18 @@ def _to_its_end(
     load_checkpoint(run, checkpoint)
     if graph:
         run.graph = GraphedStep(run)
-    way = how(run, compile, graph)
-    if run.parts[-1:] != [way]:
-        run.parts.append(way)
+    form = how(run, compile, graph)
+    if run.parts[-1:] != [form]:
+        run.parts.append(form)
     # Without a step it is an untrained control: what position terms and biases do by themselves.
     report = None if run.curve else run.evaluate([])
     saved = time.monotonic()
     began = saved - run.seconds
-    name = (
-        f"{run.config.experiment} seed {run.config.seed}"  # by which a sweep finds the bar in a log
-    )
     bar = tqdm(
         total=steps,
         initial=run.step,
-        desc=name,
+        # By this a sweep finds the bar in a log.
+        desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
         leave=False,
         mininterval=2,
@@ -227,35 +227,38 @@ def _to_its_end(
 
 def how(run: Run, compiled: bool, graph: bool) -> Json:
     """On what and in which way a run is trained, for its provenance."""
-    way: Json = {
+    form: Json = {
         "device": device_name(run.device),
         "compiled": compiled,
         "precision_used": run.precision,
         "instruction_set": instruction_set(),
     }
     if graph:
-        way["graph"] = True
-    return way
+        form["graph"] = True
+    return form
 
 
 def evaluated(run: Run) -> tuple[str | None, Report | None]:
     """Why a run has failed by this step, or None; and its report at this step where it has not."""
     losses = run.losses()
-    reason = divergence(losses, 2 * math.log(run.config.model.vocab_size))
-    report = run.evaluate(losses) if reason is None else None
-    if report is None:
-        return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
-    return None, report
+    of_a_guess = math.log(run.config.model.vocab_size)
+    reason = divergence(losses, hopeless=2 * of_a_guess)
+    if reason is None:
+        report = run.evaluate(losses)
+        if report is not None:
+            return None, report
+        reason = "the model computed what is not finite"
+    return f"{reason} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
-    """Whether a step can be one CUDA graph: on a GPU, in one process, with AdamW, whose state stays on the device."""
+    """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
     adamw = all(isinstance(optimizer, torch.optim.AdamW) for optimizer in run.optimizers)
     return run.device.type == "cuda" and run.group.size == 1 and run.fixed_shapes and adamw
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
-    """Why a run with these training losses has failed, or None: one is not finite, or all are above twice a guess's."""
+    """Why a run with these training losses has failed, or None; `hopeless` is twice a guess's."""
     if not all(map(math.isfinite, losses)):
         return "the loss was not finite"
     if min(losses) > hopeless:
@@ -265,13 +268,13 @@ def divergence(losses: list[float], hopeless: float) -> str | None:
 
 @cache
 def compiles() -> bool:
-    """Whether torch.compile works here: on a CPU it needs a C++ compiler. Warns where it does not."""
+    """Whether torch.compile works here; on a CPU it needs a C++ compiler. Warns if it does not."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     except Exception as error:  # whatever a missing or broken compiler raises
         warnings.warn(
-            f"torch.compile does not work here ({type(error).__name__}): training goes on without, slower, with other "
-            "last digits; a C++ compiler mends that",
+            f"torch.compile does not work here ({type(error).__name__}): training goes on without, "
+            "slower, with other last digits; a C++ compiler mends that",
             stacklevel=2,
         )
         return False
@@ -282,21 +285,19 @@ def compiles() -> bool:
 def reproducible(device: torch.device) -> Iterator[None]:
     """What makes numbers repeat, inside, and all as before outside.
 
-    One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic kernels, and a
-    warning by name for an operation that has none. Attention's backward pass does not repeat to the bit then either.
+    One CPU thread, as sums over threads depend on their number; on CUDA PyTorch's deterministic
+    kernels, and a warning by name for an operation that has none. Attention's backward pass does
+    not repeat to the bit then either.
     """
-    threads, mode = (
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-    )  # off, warn or error
+    threads = torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()  # off, warn or error
     deterministic: Any = torch.utils.deterministic  # whose stubs lack the setting
     filled = deterministic.fill_uninitialized_memory
     if device.type == "cpu":
         torch.set_num_threads(1)
     if device.type == "cuda":
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it when it starts
+        # cuBLAS reads it when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("warn")
         # It would write NaN into each new tensor, a kernel more for most of a step's.
         deterministic.fill_uninitialized_memory = False

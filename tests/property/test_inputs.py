@@ -24,10 +24,10 @@ from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
 from sinkutils.data import external
 from sinkutils.data.packing import DataConfig
-from sinkutils.data.probes import KINDS, probe
+from sinkutils.data.probes import PROBES, probe
 from sinkutils.model import fast
-from sinkutils.model.attention import CHOICES, AttentionSpec, attend
-from sinkutils.model.config import CHOICES as VARIANTS
+from sinkutils.model.attention import OPERATION_CHOICES, AttentionSpec, attend
+from sinkutils.model.decoder import MODEL_CHOICES
 from sinkutils.study.config import PRECISIONS, RunConfig, TrainConfig, from_dict, learning_rate
 from sinkutils.study.record import config_hash
 
@@ -88,7 +88,7 @@ def names_of(*kinds: type) -> list[str]:
 
 
 SPEC = {
-    **{name: st.sampled_from(allowed) for name, allowed in CHOICES.items()},
+    **{name: st.sampled_from(allowed) for name, allowed in OPERATION_CHOICES.items()},
     "logit_bias": st.floats(-5, 5),
     "differential": st.booleans(),
     "p": st.sampled_from([0.25, 0.5, 2.0, 4.0]),
@@ -106,7 +106,7 @@ MODEL = {
     "num_heads": st.integers(1, 4),
     "hidden_size": st.integers(1, 16),
     "intermediate_size": st.integers(1, 8),
-    **{name: st.sampled_from(allowed) for name, allowed in VARIANTS.items()},
+    **{name: st.sampled_from(allowed) for name, allowed in MODEL_CHOICES.items()},
     **{name: st.booleans() for name in ("sink_token", "qk_norm", "value_scale")},
 }
 SMALL = dict(zip(SHAPE, (30, 12, 2, 2, 8, 8), strict=True))
@@ -202,7 +202,7 @@ PROBE = {
 
 @cases(0.2)
 @given(
-    mostly(st.sampled_from(KINDS), NOTHING),
+    mostly(st.sampled_from(PROBES), NOTHING),
     st.sampled_from(sorted(TOKENIZERS)),
     changes(PROBE, 4),
     mostly(TEXTS, st.sampled_from(["w1 w2", [1, 2], [None], 3])),
@@ -388,7 +388,7 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
         if spec.differential:
             extras["mix"] = torch.rand((), generator=generator)
         out, weights = attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
-        quick = fast.attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
+        quick = fast.attention_output(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
     except ValueError as error:
         return refused(
             "attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
@@ -422,7 +422,10 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
     except ValueError as error:
         return refused("forms", error, names_of(AttentionSpec))
     inputs, extras = draw(spec, length, position)
-    quick, dense = fast.attend(*inputs[:3], spec, **extras), attend(*inputs[:3], spec, **extras)[0]
+    quick, dense = (
+        fast.attention_output(*inputs[:3], spec, **extras),
+        attend(*inputs[:3], spec, **extras)[0],
+    )
     pairs = [
         (quick, dense),
         *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True),

@@ -98,7 +98,7 @@ def name_of(spec):
 def test_logits_of_any_size_give_the_weights_and_gradients_of_the_formulas(spec, dtype):
     generator = torch.Generator().manual_seed(0)
     values = [1.0, -2.0, 0.5, 3.0]
-    for (middle, spread), form in product(PLACES, (attend, fast.attend)):
+    for (middle, spread), form in product(PLACES, (attend, fast.attention_output)):
         logits = (middle + spread * torch.randn(KEYS, generator=generator)).clamp(-100, 100)
         logits = logits.bfloat16().double()  # exact in each precision
         out, gradient = loss_and_gradient(logits, spec, values)
@@ -119,7 +119,7 @@ def test_a_single_key_has_the_weight_1_wherever_its_logit_lies(logit, dtype):
         for fields in ({}, {"normalizer": "p_norm", "p": 32.0}):
             spec = AttentionSpec(similarity=f, **fields)
             assert attend(one, logit * one, one, spec)[1].item() == 1
-            assert fast.attend(one, logit * one, one, spec).item() == 1
+            assert fast.attention_output(one, logit * one, one, spec).item() == 1
     large = AttentionSpec(normalizer="max_abs_sum")  # e^s / max(e^s, 1)
     assert attend(one, logit * one, one, large)[1].item() == pytest.approx(
         min(math.exp(logit), 1), rel=0.01
@@ -166,7 +166,11 @@ def test_the_elu_kernel_is_its_formula_where_queries_and_keys_are_far_below_0(fi
             [float(a) for a in row], rel=0.01 if dtype == torch.bfloat16 else 1e-5
         )
         out, weights = attend(queries, k, v, spec)
-        for got in (out[0, 0, 1], weights[0, 0, 1], fast.attend(queries, k, v, spec)[0, 0, 1]):
+        for got in (
+            out[0, 0, 1],
+            weights[0, 0, 1],
+            fast.attention_output(queries, k, v, spec)[0, 0, 1],
+        ):
             assert got.dtype == dtype and got.tolist() == expected
 
 

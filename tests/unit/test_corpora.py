@@ -23,7 +23,7 @@ from helpers import refuses
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
 from sinkutils.data.cache import pack_corpus, write_meta, written_whole
-from sinkutils.data.corpus import NAMES, SPLITS, load_corpus
+from sinkutils.data.corpus import CORPORA, SPLITS, load_corpus
 from sinkutils.data.probes import probe
 from sinkutils.data.tokenizer import train_tokenizer
 
@@ -185,7 +185,7 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
     for name in ("docstring", "", "path:", "hub:", "pile:Books3"):
         with pytest.raises(ValueError, match="unknown corpus") as error:
             load(name, tmp_path)
-        assert all(known in str(error.value) for known in NAMES)
+        assert all(known in str(error.value) for known in CORPORA)
     line_3 = r"\.jsonl, line 3: expected a JSON object with a string under"
     for name, message in {
         str(text_folder): f"say 'path:{text_folder}'$",
@@ -276,7 +276,7 @@ def test_the_pile_is_mixed_by_the_authors_weights_or_read_by_one_domain(monkeypa
             name = rng.choice(names)
             yield {"text": f"{name}|" + "x" * rng.randint(50, 150), "meta": {"pile_set_name": name}}
 
-    monkeypatch.setattr(external, "stream", rows)
+    monkeypatch.setattr(external, "hub_rows", rows)
     characters = dict.fromkeys(names, 0)
     for text in external.pile():
         characters[text.partition("|")[0]] += len(text)
@@ -293,7 +293,7 @@ def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path):
     def build(folder, name, documents, vocab_size, tokenizer, max_tokens):
         raise ConnectionError(f"asked for {tokenizer}, {max_tokens}")
 
-    monkeypatch.setattr(corpora, "_build", build)
+    monkeypatch.setattr(corpora, "_tokenise", build)
     for vocabulary, tokenizer, tokens in (
         (50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9),
         (1024, None, 5 * 10**7),

@@ -11,7 +11,7 @@ from sinkutils import claim_checks
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import BY_NAME, EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
 from sinkutils.study.grid import config, resolve, unavailable
 from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
@@ -60,7 +60,7 @@ def changes(run: RunConfig, base: RunConfig) -> dict:
 
 @pytest.mark.parametrize("scale", SMALL)
 def test_every_experiment_is_available_at_every_preset_and_changes_exactly_what_it_names(scale):
-    assert unavailable(scale) == {e.name for e in EXPERIMENTS if scale not in e.presets}
+    assert unavailable(scale) == {e.name for e in EXPERIMENTS.values() if scale not in e.presets}
     base, plain = config("base", scale), config("default", scale)
     for row in of(scale):
         run = config(row.name, scale, seed=3)
@@ -174,8 +174,7 @@ def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(
     wrong = Experiment(
         "wrong", "8", "a misspelt similarity", {"model.attention.similarity": "sigmod"}
     )
-    monkeypatch.setattr(grid, "EXPERIMENTS", [*EXPERIMENTS, wrong])
-    monkeypatch.setitem(BY_NAME, "wrong", wrong)
+    monkeypatch.setitem(EXPERIMENTS, "wrong", wrong)
     grid._all.cache_clear()
     refuses(
         "'wrong' is not available at preset 'minute': similarity must be one of",
@@ -211,7 +210,7 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
 def test_what_a_preset_leaves_out_exists_carries_no_verdict_and_is_trained_where_it_is_named(scale):
     left_out = preset(scale).leaves_out
     swept = {run.experiment for run in grid.plan(scale)}
-    assert set(left_out) <= set(BY_NAME) and not swept & set(left_out)
+    assert set(left_out) <= set(EXPERIMENTS) and not swept & set(left_out)
     for name in left_out:
         assert [run.experiment for run in grid.plan(scale, seeds=[0], only=[name])] == [name]
     if left_out:
@@ -224,7 +223,7 @@ def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experime
     assert set(REPORTED.item) == set(rows.item) and not REPORTED.duplicated(["item", "row"]).any()
     named = set(REPORTED.experiment) - {"base"}
     assert named == {
-        e.name for e in EXPERIMENTS if e.section != "8"
+        e.name for e in EXPERIMENTS.values() if e.section != "8"
     }  # of later papers: after_paper.csv
 
 

@@ -66,7 +66,7 @@ def assert_same_as_dense(
     inputs: list[Tensor],
     extras: dict[str, Any],
     atol: float,
-    quick: Callable = fast.attend,
+    quick: Callable = fast.attention_output,
 ) -> None:
     """Values and the gradient of every input, for one random direction of the output."""
     leaves = inputs + [x for x in extras.values() if isinstance(x, Tensor)]
@@ -98,19 +98,18 @@ def test_a_form_equals_the_reference(spec):
 
 
 FLEX = zip(
-    [o for o in OPERATIONS if o.get("similarity", "exp") in LOGARITHMS and o.get("normalizer") != "max_abs_sum"],
-    itertools.cycle([("heads", {"bias": "kv", "window": 5}), ("none", {"bias": "k", "prefix": 4}),
-                     ("shared", {"bias": "v"})]),
+    [o for o in OPERATIONS
+     if o.get("similarity", "exp") in LOGARITHMS and o.get("normalizer", "sum") in ("sum", "none")],
+    itertools.cycle([{"bias": "kv"}, {"bias": "k"}, {"bias": "v"}]),
     strict=False,
 )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("operation", "more"), FLEX, ids=str)
-def test_flex_attention_over_the_logarithm_equals_the_reference(operation, more, flex_form):
-    position, changes = more
-    spec = AttentionSpec(**operation, **changes)
-    assert_same_as_dense(spec, *draw(spec, 13, position), 1e-10)
+@pytest.mark.parametrize(("operation", "bias"), FLEX, ids=str)
+def test_flex_attention_over_the_logarithm_equals_the_reference(operation, bias, flex_form):
+    spec = AttentionSpec(**operation, **bias)
+    assert_same_as_dense(spec, *draw(spec, 13), 1e-10)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
@@ -122,7 +121,7 @@ def test_lower_precision_stays_near_the_reference(spec):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         half = [x.bfloat16() for x in inputs[:3]]
         given = {k: x.bfloat16() if isinstance(x, Tensor) else x for k, x in extras.items()}
-        out = fast.attend(*half, spec, **given)
+        out = fast.attention_output(*half, spec, **given)
     expected = attend(*(x.float() for x in half), spec, **extras)[0]
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(
@@ -138,7 +137,7 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows():
         AttentionSpec(similarity="sigmoid"),
     ):
         (q, k, v), _ = draw(spec, 20)
-        out = fast.attend(q, k, v, spec, distance_bias=g)
+        out = fast.attention_output(q, k, v, spec, distance_bias=g)
         assert (out == 0).all()
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -154,7 +153,7 @@ def test_large_logits_neither_overflow_nor_differ():
         (q, k, v), _ = draw(spec, 20)
         with torch.no_grad():
             q *= 1000
-        out, dense = fast.attend(q, k, v, spec), attend(q, k, v, spec)[0]
+        out, dense = fast.attention_output(q, k, v, spec), attend(q, k, v, spec)[0]
         assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
         torch.testing.assert_close(out, dense, rtol=0, atol=1e-10)
 
@@ -173,7 +172,7 @@ def test_neighbouring_distances_differ_in_bfloat16():
         )
         with torch.autocast("cpu", torch.bfloat16):
             out = (
-                fast.attend(q, q, v, spec, distance_bias=g),
+                fast.attention_output(q, q, v, spec, distance_bias=g),
                 attend(q, q, v, spec, distance_bias=g)[0],
             )
         for x in out:
@@ -190,7 +189,7 @@ SPOILT = [
     *(("fused", "in row 3", *of) for of in itertools.product(
         ("causal", "window", "mask"), (torch.float32, torch.float64, torch.bfloat16))),
     *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
-    *(("flex", "in base 2", kind, torch.float32) for kind in ("causal", "window", "prefix")),
+    ("flex", "in base 2", "causal", torch.float32),
 ]  # fmt: skip
 
 
@@ -208,7 +207,7 @@ def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(
 
 def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
     def asks(x: Tensor) -> Tensor:
-        return x + 1 if flash.trusted("flex", "window", x.device, x.dtype, x.shape[-1]) else x - 1
+        return x + 1 if flash.trusted("fused", "window", x.device, x.dtype, x.shape[-1]) else x - 1
 
     x = torch.zeros(3, 16)
     for kind, expected in (
@@ -217,7 +216,7 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
         ("window", 1),
     ):  # the second is another kind of mask
         if kind:
-            flash.TRUST["flex", kind, x.device, x.dtype, 16] = True
+            flash.TRUST["fused", kind, x.device, x.dtype, 16] = True
         torch.compiler.reset()
         assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
 
@@ -262,31 +261,32 @@ def test_which_kernel_serves_where():
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {}, "cuda", torch.float32, 4096, True),
+        ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
+        ("flex", {"similarity": "elu", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("dense", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
+        ("dense", {"similarity": "sigmoid"}, "cuda", torch.float32, 4096, True),
+        ("dense", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
 def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    compared, otherwise = [], form.replace("flex", "dense")
+    compared: list[tuple[str, str]] = []
+    otherwise = form.replace("flex", "dense")
     for triton, right, expected in (
         (True, True, form),
         (True, False, otherwise),
         (False, True, otherwise),
     ):
         monkeypatch.setattr(
-            flash, "trusted", lambda kernel, kind, *_, right=right: compared.append(kind) or right
+            flash, "trusted", lambda *of, right=right: compared.append(of[:2]) or right
         )
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
         chosen = fast.choose_form(
             AttentionSpec(**fields), torch.device(device), dtype, length, 64, term
         )
         assert chosen == expected
-    kind = "window" if "window" in fields else "prefix" if "prefix" in fields else "causal"
-    assert compared == ([kind] * 2 if form == "flex" else []), (
-        "under the operation's kind of mask, and where it fits"
-    )
+    # Only where it fits, and where Triton compiles it.
+    assert compared == ([("flex", "causal")] * 2 if form == "flex" else [])
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_which_form_serves_where(form, fields, device, dtype, length, term, monk
 def test_it_compiles_as_one_graph(operation):
     spec = AttentionSpec(**operation)
     torch.compiler.reset()
-    compiled = torch.compile(fast.attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fast.attention_output, fullgraph=True, backend="aot_eager")
     assert_same_as_dense(spec, *draw(spec, 17), 1e-10, compiled)
 
 
@@ -324,7 +324,7 @@ def test_cuda_equals_the_reference(operation, no_gpu):
             [x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]]
             for t in (dtype, torch.float32)
         )
-        out = fast.attend(*inputs, spec, **there(given, "cuda"))
+        out = fast.attention_output(*inputs, spec, **there(given, "cuda"))
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
         gradients = (
             torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide))

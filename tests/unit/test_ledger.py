@@ -12,13 +12,13 @@ from scipy import special, stats
 import sinkutils as su
 from sinkutils.ledger import judge as rules
 from sinkutils.ledger.claims_file import Check, Claim, read_claims
-from sinkutils.ledger.judge import judge, judge_claims, verdict
+from sinkutils.ledger.judge import judge, judge_claims, verdict_of
 from sinkutils.ledger.live import live_heads
 from sinkutils.ledger.quantities import as_judged, of_run
 from sinkutils.ledger.readings import Bar, Readings, label, readings, real_models
 from sinkutils.ledger.statistics import Estimate, agreement, fit_prior, inverse_trigamma, moderated
 from sinkutils.measuring.report import excess, norm_ratio, uniform_alpha
-from sinkutils.study.experiments import BY_NAME
+from sinkutils.study.experiments import EXPERIMENTS
 
 
 def made(excesses, quantity="excess", least=3, preset="laptop", **more):
@@ -323,6 +323,7 @@ def test_present_and_absent_are_corrected_as_more_is(kind, quantity, value):
     more = dataclasses.replace(claim, id="b", checks=tuple(others))
     judged = judge_claims([claim, more], ours)[0]
     assert judged.verdict == "inconclusive" and judged.outcomes[0].p == pytest.approx(4 * p)
+    assert judge_claims([claim, more], ours, corrected=False)[0].verdict == "reproduced"
 
 
 @pytest.mark.parametrize("states, premises, expected", [
@@ -332,11 +333,11 @@ def test_present_and_absent_are_corrected_as_more_is(kind, quantity, value):
     (["holds"], ["fails"], "inconclusive"), (["holds"], ["holds"], "reproduced"), (["holds"], ["not run"], "not run"),
 ])  # fmt: skip
 def test_a_verdict_follows_from_the_states(states, premises, expected):
-    assert verdict(states, premises) == expected
+    assert verdict_of(states, premises) == expected
 
 
 def test_margins_are_the_papers_own():
-    paper = {e.name: e.paper for e in BY_NAME.values()}
+    paper = {e.name: e.paper for e in EXPERIMENTS.values()}
     assert rules.SINK == pytest.approx(paper["lr_quarter"]["sink_1"] / paper["default"]["sink_1"])
     between = (paper["heads_4"]["sink_1"] + paper["scale_0.2"]["sink_1"]) / 2
     assert rules.MARGIN == pytest.approx(1 - between / paper["default"]["sink_1"])
@@ -457,7 +458,7 @@ def test_every_claim_names_experiments_that_exist_and_says_where_it_is_from():
     for claim in read_claims():
         assert claim.source and claim.claim.endswith("."), claim.id
         for check in (*claim.checks, *claim.given):
-            assert check.kind in rules.REAL or set(check.runs) <= {"base", *BY_NAME}, claim.id
+            assert check.kind in rules.REAL or set(check.runs) <= {"base", *EXPERIMENTS}, claim.id
 
 
 @pytest.mark.parametrize("entry, says", [

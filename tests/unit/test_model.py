@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinkutils import AttentionSpec, attend, measure
-from sinkutils.model.config import FFNS, LMConfig
-from sinkutils.model.decoder import TransformerLM, fixed_value
+from sinkutils.model.decoder import FFNS, LMConfig, TransformerLM, fixed_value
 from sinkutils.model.positions import (
     absolute_embedding,
     alibi_slopes,
@@ -96,7 +95,7 @@ def test_a_model_in_half_precision_keeps_its_position_tables(position, dtype):
         assert torch.equal(table, exact[name]) and table.dtype == exact[name].dtype
 
 
-@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS if "smoke" in e.presets])
+@pytest.mark.parametrize("name", [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets])
 def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_a_parameter(name):
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):
@@ -279,6 +278,8 @@ def test_relative_buckets_grow_with_distance_as_t5s_do():
 
 def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("num_heads must divide", own_model, num_heads=3)
+    for spec in (AttentionSpec(window=4), AttentionSpec(prefix=4)):
+        refuses("sink_token cannot be combined", own_model, sink_token=True, attention=spec)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("num_heads must be an integer, got None", own_model, num_heads=None)
     refuses("gate must be one of none, head, element", own_model, gate="both")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CPU, interrupted, own_model, refuses
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
 from sinkutils.data.packing import Chunks, DataConfig, fix_position
@@ -20,6 +21,7 @@ from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.grid import plan
 from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import read_record, rounded
 from sinkutils.study.store import Runs
@@ -523,3 +525,29 @@ def test_a_graph_of_the_step_has_the_losses_of_eager_steps(precision, tiny, corp
             losses[form] = torch.stack([run.advance(next_token_loss) for _ in range(50)])
     torch.testing.assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
     assert losses["eager"][-1] < losses["eager"][0]
+
+
+class MadeOnTheHost(TorchDispatchMode):
+    """Counts the tensors that are made of Python's numbers, which PyTorch marks by `lift_fresh`."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.lift_fresh.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_step_makes_a_tensor_on_the_host_which_no_cuda_graph_can_hold():
+    with MadeOnTheHost() as mode:
+        torch.zeros(2)[0] = 1.0
+    assert mode.count == 1
+    models = {run.model: run for run in plan("minute") if run.seed == 0}
+    assert len(models) > 50
+    for config, run in models.items():
+        model = TransformerLM(config)
+        chunks = torch.zeros(1, config.context_length + 1, dtype=torch.int64)
+        with MadeOnTheHost() as mode:
+            next_token_loss(model, chunks, unscored=(1,)).backward()
+        assert mode.count == 0, run.experiment
