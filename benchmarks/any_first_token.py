@@ -29,14 +29,15 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.model.decoder import LMConfig, TransformerLM
+from sinkutils.model.config import LMConfig
+from sinkutils.model.decoder import TransformerLM
 from sinkutils.study.config import from_dict
 from sinkutils.study.store import Runs
 
 RECORD = "gpu/default_constant_lr_steps_13638/0"
 TEXTS, T = 16, 64
 PLACE = 30  # of the token that is made to attend to itself alone
-LENGTHS = (128, 256, 512)
+LONG = 512  # the context that it was trained on
 FIRST = ("_", ".", "(", "\n   ", " a", " =")  # common tokens
 
 
@@ -58,15 +59,16 @@ def attention(report: Report, k: int = 1) -> dict[str, Any]:
 
 
 def starts(model: nn.Module, corpus: Corpus) -> dict[str, Any]:
-    """The sink on texts that begin otherwise, and on longer ones."""
+    """The sink on texts cut anywhere, on longer ones, and on what is no text.
+
+    The run's own record has the sink on texts cut where a document begins.
+    """
     kinds = {
-        "anywhere in a document": cut_anywhere(corpus, 4 * TEXTS, T),
-        "start of a document": probe("natural", corpus.tokenizer, 4 * TEXTS, T, corpus=corpus),
+        "anywhere in a document": cut_anywhere(corpus, 2 * TEXTS, T),
         "random tokens": probe("random", corpus.tokenizer, TEXTS, T),
         "one token repeated": probe("repeat", corpus.tokenizer, TEXTS, T),
+        f"anywhere, T = {LONG}": cut_anywhere(corpus, TEXTS // 2, LONG),
     }
-    for length in LENGTHS:
-        kinds[f"anywhere, T = {length}"] = cut_anywhere(corpus, TEXTS, length)
     result = {}
     for kind, ids in kinds.items():
         report = measure(model, ids, targets=range(1, 11))
@@ -104,7 +106,7 @@ def attending(model: TransformerLM, layers: Sequence[int], change: Callable) -> 
             def hook(module: nn.Module, args: tuple, output: Tensor, layer: int = layer) -> Tensor:
                 return change(layer, module, args[0], output.clone())
 
-            handle = model.blocks[layer].attention.register_forward_hook(hook)  # type: ignore[union-attr]
+            handle = model.blocks[layer].attention.register_forward_hook(hook)
             hooks.callback(handle.remove)
         yield
 
@@ -120,30 +122,18 @@ def alone(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
     """A token in the middle attends to itself alone in some blocks; or the first one to others."""
     ids = cut_anywhere(corpus, TEXTS, PLACE - 1 + T)
     cut = ids[:, PLACE - 1 :]  # the same token first
-    whole = measure(model, ids, targets=(1, PLACE))
-    dimension = int(whole.first_elements[4].argmax())  # type: ignore[index]
-
-    def at_place(places: Sequence[int], change: Callable) -> dict[str, Any]:
-        elements = []
-
-        def look(_: nn.Module, __: Any, hidden: tuple) -> None:
-            h = hidden[0].abs()  # (B, T, d)
-            median = h.flatten(1).median(dim=1).values
-            elements.append((h[:, PLACE - 1, dimension] / median).mean().item())
-
-        with attending(model, places, change):
-            report = measure(model, ids, targets=(1, PLACE))
-            handles = [block.register_forward_hook(look) for block in model.blocks]
-            model.hidden(ids)
-            for handle in handles:
-                handle.remove()
-        return attention(report, PLACE) | {"element": elements, "x_1": attention(report)}
-
     change = partial(itself_alone, PLACE)
     cases = {"untouched": [], "block 1": [0], "block 2": [1], "block 3": [2]}
     cases |= {"blocks 2 and 3": [1, 2], "blocks 1 to 3": [0, 1, 2], "all blocks": range(8)}
-    result: dict[str, Any] = {"place": PLACE, "dimension": dimension}
-    result["middle"] = {case: at_place(layers, change) for case, layers in cases.items()}
+    result: dict[str, Any] = {"place": PLACE, "middle": {}, "first": {}}
+    for case, layers in cases.items():
+        with attending(model, layers, change):
+            report = measure(model, ids, targets=(1, PLACE))
+        peaks: Any = report.hidden_peaks  # (L, T)
+        result["middle"][case] = attention(report, PLACE) | {
+            "element": peaks[:, PLACE - 1].tolist(),
+            "x_1": attention(report),
+        }
 
     seen: dict[int, Tensor] = {}
 
@@ -158,7 +148,6 @@ def alone(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
         output[:, 0] = seen[layer]  # what the same token saw behind 29 others
         return output
 
-    result["first"] = {}
     for case, layers in {
         "untouched": [],
         "blocks 2 and 3": [1, 2],
@@ -166,9 +155,9 @@ def alone(model: TransformerLM, corpus: Corpus) -> dict[str, Any]:
     }.items():
         with attending(model, layers, company):
             outcome = surgery.untouched(model, cut)
-        elements: Any = outcome.report.first_elements
+        peaks = outcome.report.hidden_peaks
         result["first"][case] = attention(outcome.report) | numbers(outcome)
-        result["first"][case]["element"] = elements[:, dimension].tolist()
+        result["first"][case]["element"] = peaks[:, 0].tolist()
     return result
 
 
@@ -187,11 +176,11 @@ def writers(model: TransformerLM, ids: Tensor, dimension: int) -> list[dict[str,
             for kind in ("attention", "ffn"):
                 handle = getattr(block, kind).register_forward_hook(partial(look, kind))
                 hooks.callback(handle.remove)
-            hooks.callback(block.ffn.down.register_forward_pre_hook(before).remove)  # type: ignore[union-attr]
+            hooks.callback(block.ffn.down.register_forward_pre_hook(before).remove)
         model.hidden(ids)
     result = []
     for layer, block in enumerate(model.blocks):
-        down: Any = block.ffn.down.weight  # type: ignore[union-attr]
+        down: Any = block.ffn.down.weight
         written = (found["neurons"][layer] * down[dimension]).mean(dim=0)
         largest = written.abs().topk(3).indices
         result.append(
@@ -269,11 +258,11 @@ def main() -> None:
     model.eval()
     result = {"record": RECORD, "texts": TEXTS, "T": T}
     for part in (alone, cuts, starts, tokens):
-        result[part.__name__] = part(model, corpus)  # type: ignore[operator]
+        result[part.__name__] = part(model, corpus)
         print(part.__name__, flush=True)
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in short(result).items()]
         text = "{\n" + ",\n".join(lines) + "\n}\n"
-        (paths.DATA / "any_first_token.json").write_text(text, encoding="utf-8")
+        (paths.LEDGER / "any_first_token.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/measure.py                  100 x 64 and 4 x 1024 tokens
     python benchmarks/measure.py --long           and 1 x 32768, without the published procedure, also with windows
     python benchmarks/measure.py --json out.json
-    python benchmarks/measure.py --model smollm2  a real one: blocks and measure, 100 x 64, in turns
+    python benchmarks/measure.py --model smollm2  a real one, in turns: 100 x 64 and 1 x 4096 tokens;
+                                                  also --model gpt2, of random weights
 
 GPT-2 of 124M parameters with random weights; time and memory do not depend on them. Every cell is a process of its
 own, so that its peak memory is its own. The ways:
@@ -23,10 +24,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from bench import keep, parser, seconds
+from bench import keep, parser, seconds, show
 
 WAYS = ("blocks", "forward", "measure", "window", "published")
 SETTINGS = ((100, 64), (4, 1024))
@@ -131,34 +134,67 @@ def run(settings: list[tuple[int, int]], repeats: int) -> list[dict]:
     return cells
 
 
-def in_turns(name: str, rounds: int) -> dict:
-    """The blocks and `measure` of a real model on 100 x 64 tokens, in one process and in turns.
+IN_TURNS = ((100, 64), (1, 4096))
 
-    The ratio is the median of the rounds' own: over a minute the machine drifts by more than the two differ.
+
+def in_turns(name: str, rounds: int) -> list[dict]:
+    """A real model, or "gpt2" of random weights, in one process and in turns, by seconds of the CPU.
+
+    A ratio is the median of the rounds' own: over a minute the machine drifts by more than the
+    ways differ. Seconds of the CPU, which other work on the machine lengthens less than the clock's.
     """
+    import transformers
+
     import sinkutils
 
-    model, _ = sinkutils.load_lm(name)
-    ids = torch.randint(
-        0, model.config.vocab_size, (100, 64), generator=torch.Generator().manual_seed(0)
-    )
-    ways = {
-        "blocks": lambda: model.model(ids, use_cache=False),
-        "measure": lambda: sinkutils.measure(model, ids, batch_size=len(ids)).sink(),
-    }
-    with torch.no_grad():
-        taken = [{way: seconds(work) for way, work in ways.items()} for _ in range(rounds + 1)][
-            1:
-        ]  # first: warm-up
-    return {
-        "model": name,
-        "samples": 100,
-        "length": 64,
-        "threads": torch.get_num_threads(),
-        "blocks_seconds": [took["blocks"] for took in taken],
-        "measure_seconds": [took["measure"] for took in taken],
-        "ratio": statistics.median(took["measure"] / took["blocks"] for took in taken),
-    }
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_positions=4096)
+        config.bos_token_id = config.eos_token_id = None
+        model: Any = transformers.GPT2LMHeadModel(config).eval()
+    else:
+        model, _ = sinkutils.load_lm(name)
+    cells = []
+    for samples, length in IN_TURNS:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.config.vocab_size, (samples, length), generator=generator)
+
+        def blocks(ids=ids):
+            model.set_attn_implementation("sdpa")
+            model.base_model(ids, use_cache=False)
+
+        def without_norms(ids=ids):
+            sinkutils.measure(model, ids, batch_size=len(ids), norms=False)
+
+        def measure(ids=ids):
+            sinkutils.measure(model, ids, batch_size=len(ids))
+
+        def maps(ids=ids):
+            model.set_attn_implementation("eager")
+            model.base_model(ids, use_cache=False, output_attentions=True)
+
+        ways = [blocks, without_norms, measure]
+        if length < 1024:  # the maps of all layers of the long text would take 18 GiB
+            ways.append(maps)
+        taken = []
+        with torch.no_grad():
+            for way in ways:
+                way(ids[:2, :64])  # imports and first calls
+            for _ in range(rounds):
+                taken.append({way.__name__: seconds(way, clock=time.process_time) for way in ways})
+        for way in ways:
+            ratios = [took[way.__name__] / took["blocks"] for took in taken]
+            cell = {
+                "model": name,
+                "samples": samples,
+                "length": length,
+                "way": way.__name__,
+                "threads": torch.get_num_threads(),
+                "cpu_seconds": [round(took[way.__name__], 3) for took in taken],
+                "ratio": round(statistics.median(ratios), 3),
+            }
+            show(cell)
+            cells.append(cell)
+    return cells
 
 
 def main() -> None:
@@ -171,7 +207,7 @@ def main() -> None:
     )
     arguments.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     arguments.add_argument(
-        "--model", help="smollm2 or gemma-3-270m: this one only, blocks and measure in turns"
+        "--model", help="smollm2, gemma-3-270m or gpt2: this one only, the ways in turns"
     )
     arguments.add_argument(
         "--child", nargs=3, metavar=("WAY", "SAMPLES", "T"), help=argparse.SUPPRESS
@@ -184,8 +220,7 @@ def main() -> None:
         child(way, int(samples), int(length), options.repeats)
         return
     if options.model:
-        cells = [in_turns(options.model, options.repeats)]
-        print(json.dumps(cells[0]))
+        cells = in_turns(options.model, options.repeats)
     else:
         cells = run([*SETTINGS, *([LONG] if options.long else [])], options.repeats)
     keep(options.json, cells)

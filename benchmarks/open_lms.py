@@ -351,9 +351,23 @@ def moved(measured: Subject, samples: int) -> dict[str, Any]:
     return {"samples": len(ids), "T": ids.shape[1], "alpha": alphas}
 
 
+def positions(measured: Subject, n: int = SAMPLES) -> dict[str, Any]:
+    """Sink_k of each of the first positions, on texts without a BOS: where a model looks that misses
+    the token which its training put first.
+    """
+    ids = measured.inputs("natural", FEW, _length(measured), first=TEXT)
+    targets = tuple(range(1, ids.shape[1] // 2 + 1))
+    report = measured.measure(ids, targets=targets, norms=False)
+    sink = [report.sink(k) for k in targets]
+    return {"samples": FEW, "T": ids.shape[1], "first": TEXT, "sink": sink}
+
+
 SECTIONS = {
     make.__name__: make
-    for make in (about, probes, lengths, angles, maps, first_token, operations, streaming, moved)
+    for make in (
+        *(about, probes, lengths, angles, maps, first_token, operations, streaming),
+        *(moved, positions),
+    )
 }
 
 

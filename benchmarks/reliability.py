@@ -14,6 +14,7 @@ Counts of other parts that are in the JSON already stay there. In short: tests/e
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -42,6 +43,7 @@ HITS = {
     "*/0.partial/*.safetensors": "training, after a checkpoint",
     "*/0.partial/lock": "training, before a checkpoint",
 }
+MINUTES = 8  # after which --stops sends no further signal
 SMALLEST_WAIT = 0.002  # between two looks at the files
 
 
@@ -184,26 +186,29 @@ def stop_at_random(
     stops: int,
     seed: int = 0,
 ) -> dict:
-    """Signal the process of a sweep alone at random instants, and start the sweep again, until it was so often.
+    """Signal the process of a sweep alone at random instants, and start the sweep again, until it was so often, or for
+    MINUTES.
 
     Afterwards no worker may be left; at the end all records must be `expected`. Returns counts by signal, with how
     often the exit status and the last line were those promised.
     """
     rng, told, said = random.Random(seed), Counter[str](), 0
-    rounds = 0
-    while told.total() < stops:
+    rounds, last = 0, time.monotonic() + 60 * MINUTES
+    kinds = itertools.cycle((signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
+    while told.total() < stops and time.monotonic() < last:
         rounds += 1
         name = f"stopped-{rounds}"
         while sweeps.results(name).keys() < expected.keys():
             process = sweeps.start(name)
-            number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
-            if told.total() < stops and wait_for_an_instant(
-                process, sweeps.runs(name), seconds, rng
-            ):
+            due = told.total() < stops and time.monotonic() < last
+            if due and wait_for_an_instant(process, sweeps.runs(name), seconds, rng):
+                number = next(kinds)
                 process.send_signal(number)
                 status = process.wait(timeout=60)
-                if status in (0, 1):  # it ended by itself before the signal came
+                if status == 0:  # it ended by itself before the signal came
                     continue
+                if status == 1:
+                    raise RuntimeError(sweeps.log(name).read_text()[-2000:])
                 told[number.name] += 1
                 promised = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}[number.name]
                 said += status == promised
@@ -214,7 +219,7 @@ def stop_at_random(
             elif process.wait() != 0:
                 raise RuntimeError(sweeps.log(name).read_text()[-2000:])
         assert sweeps.results(name) == expected
-    return {"stops": stops, "as_promised": said, "rounds": rounds, "by": dict(told)}
+    return {"stops": told.total(), "as_promised": said, "rounds": rounds, "by": dict(told)}
 
 
 def group_of(leader: int) -> list[str]:

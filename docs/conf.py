@@ -21,3 +21,13 @@ html_show_search_summary = (
 )
 html_context = {"default_mode": "auto"}
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}
+
+
+def link_to_pages(app, page, template, context, doctree):
+    """A cell's output links to a row of the ledger as a notebook does; in the book it is a page."""
+    if "body" in context:
+        context["body"] = context["body"].replace(".ipynb#", ".html#")
+
+
+def setup(app):
+    app.connect("html-page-context", link_to_pages)

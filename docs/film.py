@@ -1,57 +1,75 @@
 """The README's film: heads turn to the first token as a model trains; with a key of their own they turn to that.
 
-    python docs/film.py      writes docs/film.gif (make figures)
+    python docs/film.py      writes docs/film.gif, in Chromium without a window
 
-A dot is a head; it stands as high as the share of attention that it gives, on average over 100 texts. Both films are of
-records at seed 0: `fixed_1`, the baseline, and `k_bias`, the same with a learned key and no value in each head.
+A dot is a head, drawn by the script that the notebooks and the lab use (sinkutils/plots/draw.js). It stands as high as
+the share of attention that it gives, on average over 100 texts. Both films are of records at seed 0: `fixed_1`, the
+baseline, and `k_bias`, the same with a learned key and no value in each head.
 """
 
+import json
+import subprocess
+import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-from matplotlib.animation import FuncAnimation, PillowWriter
+from PIL import Image
 
-from sinkutils.plots.theme import theme
-from sinkutils.study.record import read_record, record_folder
+import sinkutils as su
+from sinkutils import plots
+from sinkutils.plots.theme import COLORS
 
-colors = theme()
-records = {name: read_record(record_folder("laptop", name, 0)) for name in ("fixed_1", "k_bias")}
-# By name: (times, targets, heads).
-curves = {name: record.arrays["curve"].float().flatten(2) for name, record in records.items()}
-steps = [point["step"] for point in records["fixed_1"].metrics["curve"]]
-heads = range(1, 1 + curves["fixed_1"].shape[-1])
-
-figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.1), sharey=True, layout="constrained")
-for ax, title in ((left, "softmax attention"), (right, "each head has a key of its own")):
-    ax.axhline(0.3, color="#222222", linewidth=1, linestyle="--")
-    (
-        ax.axvline(4.5, color="#c8c8c8"),
-        ax.axvline(8.5, color="#c8c8c8"),
-        ax.axvline(12.5, color="#c8c8c8"),
-    )
-    ax.set(title=title, xlim=(0, 17), ylim=(-0.03, 1.03), xticks=[2.5, 6.5, 10.5, 14.5])
-    ax.set_xticklabels([f"block {block}" for block in (1, 2, 3, 4)])
-    ax.grid(False)
-left.set_ylabel("share of attention")
-base = left.plot(heads, curves["fixed_1"][0, 0], "o", color=colors["first"])[0]
-first = right.plot(
-    heads, curves["k_bias"][0, 0], "o", color=colors["first"], label="to the first token"
-)[0]
-star = right.plot(
-    heads, curves["k_bias"][0, -1], "D", color=colors["star"], label="to the key of its own"
-)[0]
-right.legend(loc="upper left", fontsize=8)
-clock = figure.suptitle(" ")
+WIDTH, HEIGHT = 720, 290  # of a frame
+DRAW = Path(plots.__file__).with_name("draw.js")
+PAGE = f"""<!DOCTYPE html><meta charset="utf-8">
+<style>
+body {{ margin: 0; background: #fff; color: #222; font: 14px "DejaVu Sans", sans-serif; }}
+section {{ height: {HEIGHT}px; display: grid; grid-template: 30px 42px 1fr / 1fr 1fr; padding: 0 5px; }}
+h1 {{ grid-column: span 2; text-align: center; }}
+h1, h2 {{ font-size: 14px; margin: 8px 0 0; text-align: center; }}
+</style><body><script>{DRAW.read_text(encoding="utf-8")}
+const DATA = [[data]];
+const element = (tag, html = "") => Object.assign(document.createElement(tag), {{ innerHTML: html }});
+DATA.steps.forEach((step, time) => {{
+  const frame = element("section"), [left, right] = [element("div"), element("div")];
+  frame.append(element("h1", `training step ${{step.toLocaleString("en")}}`));
+  frame.append(element("h2", "softmax attention: share to<br>"
+    + `<span style="color:${{DATA.colors.first}}">● the first token</span>`));
+  frame.append(element("h2", "each head has a key of its own: share to<br>"
+    + `<span style="color:${{DATA.colors.first}}">● the first token</span> `
+    + `<span style="color:${{DATA.colors.star}}">◆ the key of its own</span>`));
+  frame.append(left, right);
+  document.body.append(frame);
+  drawHeads(left, {{ ...DATA.softmax[time], H: 4, threshold: 0.3, width: 350 }});
+  drawHeads(right, {{ ...DATA.ownKey[time], H: 4, threshold: 0.3, width: 350 }});
+}});
+</script>"""
 
 
-def draw(time: int) -> None:
-    base.set_ydata(curves["fixed_1"][time, 0])
-    first.set_ydata(curves["k_bias"][time, 0])
-    star.set_ydata(curves["k_bias"][time, -1])
-    clock.set_text(f"training step {steps[time]:,}")
+def frames(name: str) -> list[dict]:
+    """A record's attention at each evaluation, to the first token and to k*."""
+    curve = su.record(name, "laptop", 0).arrays["curve"].float()
+    shares = curve.flatten(2)  # (times, targets, heads); the last target is k*
+    return [{"alpha": now[0].tolist(), "star": now[-1].tolist()} for now in shares]
 
 
+steps = [point["step"] for point in su.record("fixed_1", "laptop", 0).metrics["curve"]]
+softmax = [{"alpha": frame["alpha"]} for frame in frames("fixed_1")]
+data = {"steps": steps, "softmax": softmax, "ownKey": frames("k_bias"), "colors": COLORS}
+
+with tempfile.TemporaryDirectory() as folder:
+    page, shot = Path(folder, "film.html"), Path(folder, "film.png")
+    page.write_text(PAGE.replace("[[data]]", json.dumps(data)), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--screenshot={shot}"]
+    size = f"--window-size={WIDTH},{HEIGHT * len(steps)}"  # all frames, one below the other
+    subprocess.run(["chromium", *options, size, page.as_uri()], check=True, capture_output=True)
+    with Image.open(shot) as whole:
+        strip = whole.convert("RGB")
+
+palette, images = strip.quantize(16), []  # one for all, so that a frame holds only what moved
+for time in range(len(steps)):
+    image = strip.crop((0, HEIGHT * time, WIDTH, HEIGHT * (time + 1)))
+    images.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
 # The beginning, where heads move most, and the end, which one wants to look at, stand still for a while.
-frames = [0] * 3 + list(range(len(steps))) + [len(steps) - 1] * 8
-film = FuncAnimation(figure, draw, frames=frames)
-film.save(Path(__file__).with_name("film.gif"), PillowWriter(fps=5), dpi=100)
+durations = [800] + [200] * (len(steps) - 2) + [1800]
+film = Path(__file__).with_name("film.gif")
+images[0].save(film, save_all=True, append_images=images[1:], duration=durations, loop=0)

@@ -1,7 +1,7 @@
 """sinkutils: see, measure and re-train attention sinks.
 
-A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025). Names load on first
-use, so that training needs neither transformers nor pandas.
+A companion to "When Attention Sink Emerges in Language Models: An Empirical View" (ICLR 2025).
+Names load on first use, so that training needs neither transformers nor pandas.
 """
 
 from importlib import import_module

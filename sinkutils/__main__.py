@@ -14,7 +14,7 @@ from sinkutils.commands import WRONG, parser
 LOCKED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 3, 130, 141, 143  # exit statuses
 # What a user can mend is said in one line. The names are of errors whose modules load PyTorch.
 EXPECTED = (ValueError, OSError, ImportError, MemoryError)
-BY_NAME = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
+EXPECTED_NAMES = ("CorruptRecord", "RunLocked", "OutOfMemoryError")
 
 
 class Terminated(KeyboardInterrupt):
@@ -25,24 +25,25 @@ def terminated(number: int, frame: object) -> None:
     raise Terminated
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for an error in one line, 3 for a run trained elsewhere.
+def say(message: str) -> None:
+    print(f"sinkutils: {message}", file=sys.stderr)
 
-    Of a process that is told to stop it is 130 (INT) or 143 (TERM), as shells have it.
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    It is 0, 2 for an error in one line, 3 for a run that another process trains, and 130 (INT) or
+    143 (TERM) of a process that is told to stop, as shells have it.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # a terminal without UTF-8 shows ? for what it cannot show
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? instead
     options = parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, terminated)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = lambda message, *_: print(
-                f"sinkutils: {message}", file=sys.stderr
-            )
+            warnings.showwarning = lambda message, *_: say(str(message))
             status = options.function(options)
             sys.stdout.flush()
             return status or 0
@@ -51,21 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt as stop:
         goes_on = options.command in ("train", "sweep")
-        print(
-            "sinkutils: stopped" + goes_on * "; run the same command again to go on",
-            file=sys.stderr,
-        )
+        say("stopped; run the same command again to go on" if goes_on else "stopped")
         return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
     except Exception as error:
         kind = type(error).__name__
-        if not isinstance(error, EXPECTED) and kind not in BY_NAME:
+        if not isinstance(error, EXPECTED) and kind not in EXPECTED_NAMES:
             raise
-        extra = (
-            "; an extra brings it, such as sinkutils[notebooks] or [hub]"
-            if kind == "ModuleNotFoundError"
-            else ""
-        )
-        print("sinkutils:", (" ".join(str(error).split()) or kind) + extra, file=sys.stderr)
+        message = " ".join(str(error).split()) or kind
+        if kind == "ModuleNotFoundError":
+            message += "; an extra brings it, such as sinkutils[notebooks] or [hub]"
+        say(message)
         return LOCKED if kind == "RunLocked" else WRONG
     finally:
         signal.signal(signal.SIGTERM, before)

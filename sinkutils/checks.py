@@ -1,6 +1,4 @@
-"""Checks of arguments: each raises ValueError that names the
-argument, what it must be and what it was.
-"""
+"""Checks of arguments: a ValueError names the argument, what it must be and what it was."""
 
 from __future__ import annotations
 
@@ -30,18 +28,21 @@ def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
     # NumPy's integers count: our own frames hand them out.
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(whole, f"{name} must be an integer, got {short(value)}")
-    wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
-    require(least <= value <= most, f"{name} must be {wanted}, got {value}")
+    if not whole:
+        raise ValueError(f"{name} must be an integer, got {short(value)}")
+    if not least <= value <= most:
+        wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 def real(name: str, value: Any, wanted: str, least: float = 0.0, more: bool = False) -> None:
     """A finite number of at least so much, or of `more` than that; `wanted` says it in words."""
-    number = math.nan
+    number = math.nan  # which no comparison holds for
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
     enough = number > least if more else number >= least
-    require(enough and number < math.inf, f"{name} must be {wanted}, got {short(value)}")
+    if not enough or number == math.inf:
+        raise ValueError(f"{name} must be {wanted}, got {short(value)}")
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -54,45 +55,46 @@ def choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 def instance(name: str, value: Any, kind: type) -> None:
     """A value of that type."""
-    require(
-        isinstance(value, kind),
-        f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}",
-    )
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} must be of type {kind.__name__}, got {type(value).__name__}: {short(value)}"
+        )
 
 
 @lru_cache
-def types(cls: Any) -> dict[str, tuple]:
-    """The type of each field of a dataclass, with what else it
-    takes; annotations are strings here.
-    """
+def types(cls: Any) -> dict[str, tuple[Any, ...]]:
+    """The type of each field of a dataclass and what else it takes; annotations are strings."""
     return {name: get_args(kind) or (kind,) for name, kind in get_type_hints(cls).items()}
 
 
 def fields(config: Any, **least: float) -> None:
-    """Every field of a dataclass by its type: integers of at
-    least 1 (or `least`), floats that are not negative.
+    """Every field of a dataclass by its type: integers of at least 1, floats of at least 0.
 
-    A type may be one with None; of tuples every element is checked.
+    least: another least number, by field. A type may be one with None; of a tuple every element is
+    checked.
     """
     for name, (kind, *others) in types(config.__class__).items():
         value = getattr(config, name)
         if value is None and type(None) in others:
             continue
-        if ... in others:
+        elements = (value,)
+        if ... in others:  # tuple[int, ...]
             instance(name, value, tuple)
-        for one in value if ... in others else (value,):
+            elements = value
+        for element in elements:
             if kind is int:
-                integer(name, one, int(least.get(name, 1)))
+                integer(name, element, int(least.get(name, 1)))
             elif kind is float:
                 wanted = "finite" if name in least else "finite and not negative"
-                real(name, one, wanted, least.get(name, 0.0))
+                real(name, element, wanted, least.get(name, 0.0))
             else:
-                instance(name, one, kind)
+                instance(name, element, kind)
 
 
 def first_line(error: BaseException) -> str:
     """What went wrong, on one line: the kind of the error and the beginning of its text."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
@@ -120,7 +122,6 @@ def device(name: str | torch.device | None) -> torch.device:
     require(target.type in ("cpu", "cuda", "mps", "xpu"), wanted)
     if target.type != "cpu":
         count = torch.get_device_module(target).device_count()
-        require(
-            (target.index or 0) < count, f"{wanted}, but PyTorch sees {count} of that kind here"
-        )
+        there = (target.index or 0) < count
+        require(there, f"{wanted}, but PyTorch sees {count} of that kind here")
     return target

@@ -1,6 +1,7 @@
-"""The commands of python -m sinkutils: their arguments and what they print. A mistake is refused in one line.
+"""The commands of python -m sinkutils: their options, and what they print.
 
-What loads PyTorch is imported by the command that needs it: --version, --help and a mistyped command take no seconds.
+What loads PyTorch is imported by the command that needs it, so that --version, --help and a
+mistyped command take no seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sinkutils import __version__
 
@@ -35,7 +36,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def given(options: argparse.Namespace, *names: str) -> dict:
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Some of the options, for a function that calls them by the same names."""
     return {name: getattr(options, name) for name in names}
 
@@ -68,28 +69,42 @@ def add_records(command: Parser) -> None:
 
 def add_training(command: Parser) -> None:
     add_study(command)
-    command.add_argument(
-        "--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own"
+    add = command.add_argument
+    add("--corpus", help="train on this text instead: path:FILE or path:FOLDER of your own")
+    add(
+        "--device",
+        help="cpu, cuda, mps (default: cuda if there is one; of a sweep: what the preset is for)",
     )
-    where = "cpu, cuda, mps (default: cuda if there is one; of a sweep: what the preset is for)"
-    command.add_argument("--device", help=where)
-    often = "how often a run is saved (default: 20)"
-    command.add_argument("--checkpoint-seconds", type=float, default=20.0, help=often)
+    add(
+        "--checkpoint-seconds",
+        type=float,
+        default=20.0,
+        help="how often a run is saved (default: 20)",
+    )
 
 
 def add_loading(command: Parser) -> None:
-    where = "cpu, cuda, mps, or auto: over several (default: cuda where there is one)"
-    command.add_argument("--device", help=where)
-    kind = "float32, bfloat16, float16 or float64 (default: float32 on a CPU, else the model's)"
-    command.add_argument("--dtype", help=kind)
-    own = "your own text (txt, md, jsonl), cut into pieces"
-    command.add_argument("--text", type=Path, metavar="FILE", help=own)
+    add = command.add_argument
+    add(
+        "--device",
+        help="cpu, cuda, mps, or auto: over several (default: cuda where there is one)",
+    )
+    add(
+        "--dtype",
+        help="float32, bfloat16, float16 or float64 (default: float32 on a CPU, else the model's)",
+    )
+    add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="your own text (txt, md, jsonl), cut into pieces",
+    )
 
 
 def add_size(command: Parser) -> None:
-    command.add_argument("-n", type=count, help="sequences (default: 100; of --text all)")
-    length = "tokens per sequence (default: 64)"
-    command.add_argument("-T", "--length", type=count, default=64, help=length)
+    add = command.add_argument
+    add("-n", type=count, help="sequences (default: 100; of --text all)")
+    add("-T", "--length", type=count, default=64, help="tokens per sequence (default: 64)")
 
 
 # --- the study
@@ -120,11 +135,8 @@ def list_command(options: argparse.Namespace) -> None:
     for row in rows:
         known = "-" if row.name in refused else seeds[resolve(row.name, options.preset)]
         line = f"{row.name:<26}{row.item:<17}{row.paper.get('sink_1', ''):>12}  {known:>5}  "
-        print(
-            textwrap.fill(
-                line + row.title, max(width, len(line) + 24), subsequent_indent=" " * len(line)
-            )
-        )
+        room = max(width, len(line) + 24)
+        print(textwrap.fill(line + row.title, room, subsequent_indent=" " * len(line)))
     print(f"seeds recorded at {options.preset}; -: not available there")
     for status in ("stale", "corrupt"):
         if statuses[status]:
@@ -133,14 +145,14 @@ def list_command(options: argparse.Namespace) -> None:
 
 def train_options(command: Parser) -> None:
     add_training(command)
-    command.add_argument("experiment", help="a name that `list` shows, or base")
-    command.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    keep = "keep the trained weights in the record"
-    command.add_argument("--keep-weights", action="store_true", help=keep)
+    add = command.add_argument
+    add("experiment", help="a name that `list` shows, or base")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--keep-weights", action="store_true", help="keep the trained weights in the record")
 
 
 def train_command(options: argparse.Namespace) -> None:
-    """train (or fine-tune) one experiment and write its record; a killed run goes on where it was"""
+    """train or fine-tune one experiment and write its record; a killed run goes on where it was"""
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
     from sinkutils.study.presets import PRESETS
@@ -149,69 +161,79 @@ def train_command(options: argparse.Namespace) -> None:
     from sinkutils.training.sweep import end_with_parent
     from sinkutils.training.trainer import train
 
-    end_with_parent()
+    end_with_parent()  # a worker of a sweep stops when the sweep is killed
     run = config(options.experiment, options.preset, options.seed)
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
-    asked = given(options, "runs", "corpus", "checkpoint_seconds")
+    where = chosen(options, "runs", "corpus", "checkpoint_seconds")
     with joined(PRESETS[options.preset].parallel, device) as group:
-        record = train(run, device=device, keep_weights=keep, group=group, **asked)
-    if not group.first:
+        record = train(run, device=device, keep_weights=keep, group=group, **where)
+    if not group.first:  # of several processes that train one run, the first speaks
         return
     name = short_name(record.folder)
     if record.status == "failed":
         print(f"{name}: training failed ({record.reason}); this is recorded as the result")
         return
     final = record.metrics["final"]
-    star = f", Sink_* {final['sink_star']:.2f} %" if "sink_star" in final else ""
-    print(
-        f"{name}: Sink_1 {final['sink_1']:.2f} %{star}, validation loss {final['valid_loss']:.3f}"
-    )
+    line = f"{name}: Sink_1 {final['sink_1']:.2f} %"
+    if "sink_star" in final:
+        line += f", Sink_* {final['sink_star']:.2f} %"
+    print(f"{line}, validation loss {final['valid_loss']:.3f}")
 
 
 def sweep_options(command: Parser) -> None:
     add_training(command)
-    command.add_argument(
-        "--jobs", type=count, default=1, help="workers, one thread each (default: 1)"
+    add = command.add_argument
+    add("--jobs", type=count, default=1, help="workers, one thread each (default: 1)")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="only these seeds (default: those of the study's plan)",
     )
-    seeds = "only these seeds (default: those of the study's plan)"
-    command.add_argument("--seeds", type=int, nargs="+", help=seeds)
-    command.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
-    engines = ("local", "slurm", "ray")
-    where = "where runs go (default: local)"
-    command.add_argument(
-        "--engine", dest="engine_name", default="local", choices=engines, help=where
+    add("--only", nargs="+", metavar="EXPERIMENT", help="only these experiments")
+    add(
+        "--engine",
+        dest="engine_name",
+        default="local",
+        choices=("local", "slurm", "ray"),
+        help="where runs go (default: local)",
     )
-    plan = "print what would run, and about how long it takes"
-    command.add_argument("--dry-run", action="store_true", help=plan)
+    add("--dry-run", action="store_true", help="print what would run, and about how long it takes")
 
 
 def sweep_command(options: argparse.Namespace) -> int:
     """train every missing record, most informative first; safe to kill and to start twice"""
     from sinkutils.training.sweep import estimate, sweep
 
+    which = chosen(options, "seeds", "only", "runs", "corpus")
     if options.dry_run:
-        plan = estimate(options.preset, **given(options, "seeds", "only", "runs", "corpus"))
-        for run, seconds in plan:
-            print(
-                f"{run.experiment:<28} seed {run.seed}  about {timedelta(seconds=round(seconds))}"
-            )
-        total = timedelta(seconds=round(sum(seconds for _, seconds in plan) / options.jobs))
+        seconds = 0.0
+        plan = estimate(options.preset, **which)
+        for run, takes in plan:
+            about = timedelta(seconds=round(takes))
+            print(f"{run.experiment:<28} seed {run.seed}  about {about}")
+            seconds += takes
+        about = timedelta(seconds=round(seconds / options.jobs))
         print(
-            f"{len(plan)} runs are missing, about {total} (hours:minutes:seconds) with --jobs {options.jobs}"
+            f"{len(plan)} runs are missing, about {about} (hours:minutes:seconds) "
+            f"with --jobs {options.jobs}"
         )
         return 0
-    where = given(options, "runs", "corpus", "jobs", "device", "engine_name", "checkpoint_seconds")
-    outcomes = sweep(options.preset, **given(options, "seeds", "only"), **where)
-    for outcome in outcomes:
+    how = chosen(options, "jobs", "device", "engine_name", "checkpoint_seconds")
+    status = 0
+    for outcome in sweep(options.preset, **which, **how):
         print(f"{outcome.experiment:<28} seed {outcome.seed}  {outcome.status}  {outcome.detail}")
-    return int(any(outcome.status == "crashed" for outcome in outcomes))
+        if outcome.status == "crashed":
+            status = 1
+    return status
 
 
 def claims_options(command: Parser) -> None:
     add_study(command)
-    more = "also the paper's and our numbers, and remarks"
-    command.add_argument("--long", action="store_true", help=more)
+    command.add_argument(
+        "--long", action="store_true", help="also the paper's and our numbers, and remarks"
+    )
 
 
 def claims_command(options: argparse.Namespace) -> None:
@@ -219,19 +241,19 @@ def claims_command(options: argparse.Namespace) -> None:
     from sinkutils.ledger.table import claims
 
     ledger = claims(options.preset, options.runs).fillna("")
-    lines = []
+    width = shutil.get_terminal_size().columns
+
+    def show(line: str) -> None:
+        print(textwrap.fill(line, width, subsequent_indent=" " * 16))
+
     for row in ledger.to_dict("records"):
-        lines.append(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
-        if options.long:
-            lines += [
-                f"{'':<15} {name}: {row[name]}" for name in ("paper", "ours", "remark") if row[name]
-            ]
-    summary = ", ".join(
-        f"{n} {verdict}" for verdict, n in ledger.verdict.value_counts().sort_index().items()
-    )
-    lines.append(f"{len(ledger)} claims at {options.preset}: {summary}")
-    for line in lines:
-        print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 16))
+        show(f"{row['verdict']:<15} {row['id']}: {row['claim']} ({row['source']})")
+        for name in ("paper", "ours", "remark"):
+            if options.long and row[name]:
+                show(f"{'':<15} {name}: {row[name]}")
+    counts = ledger.verdict.value_counts().sort_index()
+    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    show(f"{len(ledger)} claims at {options.preset}: {summary}")
 
 
 # --- models
@@ -244,26 +266,41 @@ def measure_options(command: Parser) -> None:
     add_records(command)
     add_loading(command)
     add_size(command)
-    command.add_argument("model", nargs="+", help=f"{MODEL}; several end with a table")
-    kinds = ("natural", "random", "repeat")
-    inputs = "kinds of input (default: natural)"
-    command.add_argument("--probe", nargs="+", default=["natural"], choices=kinds, help=inputs)
-    text = "where natural text comes from (default: docstrings)"
-    command.add_argument("--corpus", default="docstrings", help=text)
-    positions = "positions, counted from 1 (default: 1)"
-    command.add_argument("--targets", type=int, nargs="+", default=[1], help=positions)
-    thresholds = "thresholds (default: 0.3)"
-    command.add_argument(
-        "--eps", dest="epsilons", type=float, nargs="+", default=[0.3], help=thresholds
+    add = command.add_argument
+    add("model", nargs="+", help=f"{MODEL}; several end with a table")
+    add(
+        "--probe",
+        nargs="+",
+        default=["natural"],
+        choices=("natural", "random", "repeat"),
+        help="kinds of input (default: natural)",
     )
-    command.add_argument("--bos", action="store_true", help="put a BOS first (the paper does not)")
-    command.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    size = "sequences per forward pass (default: by their length)"
-    command.add_argument("--batch-size", type=count, help=size)
-    command.add_argument("--revision", help="of a hub id, such as step1000 of Pythia")
-    code = "run code that comes with the model"
-    command.add_argument("--trust-remote-code", action="store_true", help=code)
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--corpus",
+        default="docstrings",
+        help="where natural text comes from (default: docstrings)",
+    )
+    add(
+        "--targets",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="positions, counted from 1 (default: 1)",
+    )
+    add(
+        "--eps",
+        dest="epsilons",
+        type=float,
+        nargs="+",
+        default=[0.3],
+        help="thresholds (default: 0.3)",
+    )
+    add("--bos", action="store_true", help="put a BOS first (the paper does not)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--batch-size", type=count, help="sequences per forward pass (default: by their length)")
+    add("--revision", help="of a hub id, such as step1000 of Pythia")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def measure_command(options: argparse.Namespace) -> None:
@@ -276,40 +313,48 @@ def measure_command(options: argparse.Namespace) -> None:
 
     check_targets(options.targets, options.length)
     check_epsilons(options.epsilons)
-    asked = given(options, "targets", "epsilons", "bos", "batch_size")
-    loading = given(options, "device", "dtype", "revision", "runs", "trust_remote_code")
+    how = chosen(options, "targets", "epsilons", "bos", "batch_size")
+    loading = chosen(options, "device", "dtype", "revision", "runs", "trust_remote_code")
     texts = read_texts(options.text) if options.text else None
-    results = {}
+    kinds = [None] if options.text else options.probe
+    size = (options.n, options.length, options.seed)
+    reports = {}
     for name in options.model:
         measured = replace(subject(name, **loading), corpus=options.corpus)
-        for kind in options.probe if texts is None else (None,):
+        for kind in kinds:
             # A record whose training fixed a token is measured with that token.
             for first in (BOS,) if options.bos else measured.shown:
-                ids = measured.inputs(
-                    kind, options.n, options.length, options.seed, first=first, texts=texts
-                )
-                what = kind or options.text.name
-                report = measured.measure(ids, **asked)
-                report.name = f"{name}, {what}, {first} first"
+                ids = measured.inputs(kind, *size, first=first, texts=texts)
+                report = measured.measure(ids, **how)
+                title = kind or options.text.name
+                report.name = f"{name}, {title}, {first} first"
                 if first == BOS and not options.bos:
-                    what += ", BOS first"
-                results[f"{name} {what}" if len(options.model) > 1 else what] = report
+                    title += ", BOS first"
+                if len(options.model) > 1:
+                    title = f"{name} {title}"
+                reports[title] = report
     if options.json:
-        print(json.dumps({name: report.to_dict() for name, report in results.items()}))
+        print(json.dumps({title: report.to_dict() for title, report in reports.items()}))
         return
-    print("\n\n".join(str(report) for report in results.values()))
+    print("\n\n".join(map(str, reports.values())))
     if len(options.model) > 1:  # a row each: of the checkpoints of one run, its curve
-        table = pd.DataFrame({name: report.summary() for name, report in results.items()}).T
+        table = pd.DataFrame({title: report.summary() for title, report in reports.items()}).T
         print(f"\n{table.round(3).to_string()}")
 
 
 def report_options(command: Parser) -> None:
     add_loading(command)
     add_size(command)
-    command.add_argument("model", help=MODEL)
-    page = "(default: report.html)"
-    command.add_argument("-o", "--output", type=Path, default=Path("report.html"), help=page)
-    command.add_argument("--beside", metavar="MODEL", help="a second model to compare with")
+    add = command.add_argument
+    add("model", help=MODEL)
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="(default: report.html)",
+    )
+    add("--beside", metavar="MODEL", help="a second model to compare with")
 
 
 def report_command(options: argparse.Namespace) -> None:
@@ -332,6 +377,7 @@ def report_command(options: argparse.Namespace) -> None:
         other, its_tokenizer = load_lm(options.beside, options.device, options.dtype)
         beside = {options.beside: measure(other, natural(its_tokenizer, texts, **size))}
     page = report_model(model, tokenizer, options.model, texts, beside=beside, **size)
+    # Written beside and renamed, so that an older page stays until the new one is whole.
     unfinished = output.with_name(f".{output.name}.tmp")
     write_synced(unfinished, page.encode())
     os.replace(unfinished, output)
@@ -339,8 +385,13 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def models_options(command: Parser) -> None:
-    fetch = "fetch these with pip, checked by their hashes"
-    command.add_argument("--install", nargs="+", default=[], metavar="NAME", help=fetch)
+    command.add_argument(
+        "--install",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="fetch these with pip, checked by their hashes",
+    )
 
 
 def models_command(options: argparse.Namespace) -> None:
@@ -351,11 +402,10 @@ def models_command(options: argparse.Namespace) -> None:
         install(name)
     for name, model in REAL_MODELS.items():
         print(f"{name}: {model.title}, {model.precision}, {model.licence}")
-        print(
-            "  installed"
-            if folder_of(name).exists()
-            else f"  not installed, {model.megabytes} MB to download"
-        )
+        if folder_of(name).exists():
+            print("  installed")
+        else:
+            print(f"  not installed, {model.megabytes} MB to download")
         print(f"  package         {model.pins[0]}\n  sha256          {model.sha256}")
         print(f"  full precision  {model.hub_id}")
 
@@ -364,14 +414,22 @@ def models_command(options: argparse.Namespace) -> None:
 
 
 def run_options(command: Parser) -> None:
-    names = ("NAME", "VALUE")
-    command.add_argument(
-        "-p", "--parameter", nargs=2, action="append", metavar=names, help="set a parameter"
+    add = command.add_argument
+    add(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="set a parameter",
     )
-    which = "names or numbers, such as 02"
-    command.add_argument("--only", nargs="+", default=[""], metavar="NOTEBOOK", help=which)
-    rewrite = "rewrite the committed outputs and figures/, not rendered/"
-    command.add_argument("--in-place", action="store_true", help=rewrite)
+    add("--only", nargs="+", default=[""], metavar="NOTEBOOK", help="names or numbers, such as 02")
+    add(
+        "--in-place",
+        action="store_true",
+        help="rewrite the committed outputs and figures/, not rendered/",
+    )
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -386,18 +444,18 @@ def run_command(options: argparse.Namespace) -> int:
             "--in-place runs notebooks with what stands in them: leave out -p, or --in-place"
         )
     parameters = {}
-    for name, text in options.parameter or ():
+    for name, text in options.parameter:
         try:
             parameters[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(
                 f"-p {name}: {text!r} is not a value in YAML: quote it as a string"
             ) from error
-    return int(
-        bool(run_notebooks(parameters, None if options.in_place else RENDERED, options.only))
-    )
+    failed = run_notebooks(parameters, None if options.in_place else RENDERED, options.only)
+    return 1 if failed else 0
 
 
+# Each function's docstring is its help.
 COMMANDS = {
     "list": (list_command, list_options),
     "train": (train_command, train_options),

@@ -1,12 +1,14 @@
-"""Running the notebooks headlessly: into a folder, or where they are, for committing their outputs."""
+"""Running the notebooks headlessly: into a folder, or in place, to commit their outputs."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,9 @@ def run_notebooks(
 ) -> list[str]:
     """Execute the notebooks with papermill into `output`; returns the names of those that failed.
 
-    output: None: where they are. Of a notebook that runs to its end the outputs are then replaced, without what differs
-    on every run (warnings, progress bars, widgets, names of tables); and if all do, the figures that they saved go to
-    figures/.
+    output: None: where they are. Of a notebook that runs to its end the outputs are then replaced,
+    without what differs on every run (warnings, progress bars, widgets, names of tables); and if
+    all do, the figures that they saved go to figures/.
     Raises ValueError, before any is run, for a parameter that one of them does not have.
     """
     import papermill
@@ -55,17 +57,19 @@ def run_notebooks(
         unknown = ", ".join(sorted({*parameters} - {*known}))
         if unknown:
             raise ValueError(f"{path.stem} has no parameter {unknown}; it has {', '.join(known)}")
-    figures = RENDERED / "figures"
+    figures = RENDERED / "figures"  # where `su.save` puts them
     if output is None:
         shutil.rmtree(figures, ignore_errors=True)
     (output or figures).mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # of the kernels: two pages run at a time, on a core each
+    # Of the kernels: two pages run at a time, on a core each.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def execute(path):
+    failed: list[str] = []
+    kept: list[str] = []
+
+    def execute(path: Path) -> None:
         try:
-            return papermill.execute_notebook(
+            done = papermill.execute_notebook(
                 path,
                 output and output / path.name,
                 parameters,
@@ -76,35 +80,45 @@ def run_notebooks(
                 coalesce_streams=True,
             )
         except papermill.PapermillExecutionError as error:
-            return error
+            failed.append(path.stem)
+            tqdm.write(f"{path.stem} failed: {error}")  # with the line
+            return
+        if output is None:
+            _refresh(path, done)
+        else:
+            tqdm.write(f"{path.stem} -> {output / path.name}")
+        kept.append(path.stem)
 
-    failed = []
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(paths), unit="notebook") as bar:
         running = [pool.submit(execute, path) for path in paths]
         try:
-            for path, future in zip(paths, running, strict=True):
-                done = future.result()
+            for future in as_completed(running):
+                future.result()
                 bar.update()
-                if isinstance(done, papermill.PapermillExecutionError):
-                    failed.append(path.stem)
-                    tqdm.write(f"{path.stem} failed: {done}")  # with the line
-                elif output is None:
-                    _refresh(path, done)
-                else:
-                    tqdm.write(f"{path.stem} -> {output / path.name}")
         except KeyboardInterrupt:
-            # A kernel has no part in the terminal's interrupt.
+            begun = [paths[i].stem for i, future in enumerate(running) if future.running()]
             pool.shutdown(wait=False, cancel_futures=True)
-            begun = [
-                path.stem for path, future in zip(paths, running, strict=True) if future.running()
-            ]
-            tqdm.write(
-                f"stopping: {' and '.join(begun) or 'no notebook'} under way, waiting for its end"
-            )
+            while not all(future.done() for future in running):
+                end_kernels()
+                time.sleep(0.1)
+            ended = [name for name in begun if name not in kept]
+            place = "in place" if output is None else f"in {output}"
+            tqdm.write(f"whole {place}: {', '.join(sorted(kept)) or 'no notebook'}")
+            tqdm.write(f"ended before their last cell: {', '.join(ended) or 'none'}")
             raise
     if output is None and not failed:
         shutil.copytree(figures, FIGURES, dirs_exist_ok=True)
     return failed
+
+
+def end_kernels() -> None:
+    """End the kernels of this process, which have no part in its terminal's interrupt."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "ipykernel_launcher" in child.cmdline():
+                child.kill()
 
 
 def _refresh(path: Path, ran: Any) -> None:
@@ -112,6 +126,7 @@ def _refresh(path: Path, ran: Any) -> None:
     import nbformat
 
     book = nbformat.read(path, as_version=4)
+    # Papermill keeps cells as they are, but for the outputs and its own notes on the run.
     for cell, done in zip(book.cells, ran.cells, strict=True):
         if cell.cell_type != "code":
             continue

@@ -1,8 +1,8 @@
 """Where things are, the one place that knows the folders, and how the tables there are read.
 
-In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers and the claims come with the
-package, and what is made goes below $SINKUTILS_HOME, or else below the folder in which Python was started, never into
-site-packages.
+In a checkout they are the checkout's. Elsewhere (an installed package) the paper's numbers and the
+claims come with the package, and what is made goes below $SINKUTILS_HOME, or else below the folder
+in which Python was started, never into site-packages.
 """
 
 import csv

@@ -120,6 +120,8 @@ def main(target: Path) -> None:
                 for page in pages(
                     Path(scratch, "whole", package.get("folder", "")), package.get("without")
                 ):
+                    if any("distribute verbatim copies" in line for line in page):
+                        continue  # the text of a licence, which must not be changed
                     lines = [line.strip() for line in page]
                     new = [line for line in lines if is_prose(line) and hash(line) not in seen]
                     seen.update(map(hash, new))

@@ -59,25 +59,6 @@ function arrange(tokens, place, fixed = FIXED) {
 
 // ---- weights
 
-// Python's base 85, but with "," for "<": five letters are four bytes.
-const DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-  + "!#$%&()*+-;,=>?@^_`{|}~";
-
-// The bytes that were deflated and written in letters.
-async function inflate(packed) {
-  const missing = (5 - packed.length % 5) % 5, text = packed + "~".repeat(missing);
-  const bytes = new DataView(new ArrayBuffer(text.length / 5 * 4)), digitOf = new Uint8Array(128);
-  [...DIGITS].forEach((letter, digit) => { digitOf[letter.charCodeAt(0)] = digit; });
-  for (let i = 0, number = 0; i < text.length; i++) {
-    number = number * 85 + digitOf[text.charCodeAt(i)];
-    if (i % 5 < 4) continue;
-    bytes.setUint32((i - 4) / 5 * 4, number);
-    number = 0;
-  }
-  const zipped = new Blob([bytes.buffer.slice(0, bytes.byteLength - missing)]).stream();
-  return new Response(zipped.pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer();
-}
-
 // The weights of a set, "model/step", by name; `known` keeps what was unpacked. Each tensor is integers
 // times a scale, and a share of the same tensor of another set, its base.
 async function weightsOf(set, models, known) {

@@ -1,25 +1,28 @@
 // The page: its state, which its address holds too; what it asks of the worker; what it shows of that.
 
 const $ = (id) => document.getElementById(id);
-const DATA = JSON.parse($("data").textContent), NAMES = Object.keys(DATA.models);
+const DATA = JSON.parse($("data").textContent);
+const NAMES = [...Object.keys(DATA.models), ...Object.keys(DATA.real)];
 const TOKENIZER = makeTokenizer(DATA.tokenizer.vocabulary, DATA.tokenizer.merges);
 const UNTOUCHED = { drop: 0, hide: 0, flat: 0, place: 1, element: 1 }; // no operation
-const FIRST = { model: NAMES[0], step: 12000, head: 12, text: DATA.samples[0], query: 12,
+const FIRST = { model: NAMES[0], step: 12000, head: 12, text: DATA.samples[0], query: 12, bos: 0,
   threshold: 0.3, tour: 0, ...UNTOUCHED }; // heads, queries and places count from 1
-const LIMITS = { step: [0, 1e6], head: [1, 16], query: [1, CONTEXT], place: [1, CONTEXT],
+const LIMITS = { step: [0, 1e6], head: [1, 1000], query: [1, CONTEXT], place: [1, CONTEXT],
   element: [0, 1], threshold: [0.05, 0.95], tour: [0, DATA.tour.length],
-  drop: [0, 1], hide: [0, 1], flat: [0, 1] };
+  drop: [0, 1], hide: [0, 1], flat: [0, 1], bos: [0, 1] };
 const state = { ...FIRST };
 
-const configOf = (name = state.model) => DATA.models[name].config;
-const stepsOf = (name = state.model) => Object.keys(DATA.models[name].sets).map(Number);
-const stepOf = (name = state.model) => // of those that the model has
+const isLive = () => state.model in DATA.models; // it computes; of the real models maps were stored
+const configOf = (name = state.model) => DATA.models[name]?.config ?? DATA.real[name];
+const stepsOf = (name) => Object.keys(DATA.models[name].sets).map(Number);
+const stepOf = (name) => // of those that the model has
   stepsOf(name).findLast((step) => step <= state.step) ?? stepsOf(name)[0];
-const operated = () => Object.keys(UNTOUCHED).some((name) => state[name] !== UNTOUCHED[name]);
+const operated = () =>
+  isLive() && Object.keys(UNTOUCHED).some((name) => state[name] !== UNTOUCHED[name]);
 
 function writeAddress() {
   const text = state.text.replace(/[\ud800-\udfff]/gu, "\ufffd"); // lone surrogates
-  const parts = new URLSearchParams({ model: state.model, step: stepOf(), head: state.head, text });
+  const parts = new URLSearchParams({ model: state.model, head: state.head, text });
   for (const name of Object.keys(LIMITS)) {
     if (state[name] !== FIRST[name]) parts.set(name, state[name]);
   }
@@ -36,10 +39,11 @@ function readAddress() {
   }
 }
 
-// ---- the worker
+// ---- the worker, and the maps that were stored
 
 const waiting = new Map(); // what resolves the promise of each request, by its number
-let worker, asked = 0;
+const shades = {}; // of all maps of a real model, by its name
+let worker, requests = 0;
 
 function startWorker() {
   const source = new Blob([$("model").textContent], { type: "text/javascript" });
@@ -56,14 +60,29 @@ function trouble(message) {
 
 // One forward pass: what `forward` gives, with ids, labels, and the place of each token in the text.
 async function pass(name, tokens, { place, drop, hide, element, flat }) {
-  const config = configOf(name), at = config.fixed ? place - 1 : -1, number = ++asked;
-  const ids = arrange(tokens, at).slice(drop), set = `${name}/${stepOf(name)}`;
+  const at = configOf(name).fixed ? place - 1 : -1, number = ++requests;
+  const ids = arrange(tokens, at).slice(drop), T = ids.length;
   const origin = arrange([...tokens.keys()], at, -1).slice(drop);
   const answered = new Promise((resolve) => { waiting.set(number, resolve); });
-  worker.postMessage({ number, set, config, ids, edits: { hide, element, flat } });
+  worker.postMessage({ number, set: `${name}/${stepOf(name)}`, config: configOf(name), ids,
+    edits: { hide, element, flat } });
   const result = await answered;
   waiting.delete(number);
-  return { ...result, ids, origin, labels: ids.map(TOKENIZER.label) };
+  const shareIn = (head) => (i, j) => result.maps[(head * T + i) * T + j];
+  return { ...result, ids, origin, labels: ids.map(TOKENIZER.label), shareIn };
+}
+
+// The same of a real model, if the text is one of its sentences.
+async function mapsOf(name) {
+  const { texts, packed } = DATA.real[name];
+  const which = 2 * DATA.sentences.indexOf(state.text) + state.bos;
+  if (which < 0) return null;
+  shades[name] ??= new Uint8Array(await inflate(packed));
+  const size = ({ labels: { length: T } }) => T * (T + 1) / 2; // a causal map's
+  const { labels, alpha } = texts[which];
+  const before = texts.slice(0, which).reduce((sum, text) => sum + alpha.length * size(text), 0);
+  return { labels, alpha,
+    shareIn: (head) => stored(shades[name], before + head * size(texts[which])) };
 }
 
 // ---- the model as it is operated on and as it was trained, and then the others beside it
@@ -72,25 +91,33 @@ const results = { edited: null, trained: null, byName: {} };
 let round = 0;
 
 async function compute() {
-  const { fixed } = configOf(), room = CONTEXT - Number(fixed), now = ++round;
-  const tokens = TOKENIZER.encode(state.text);
-  const enough = tokens.length >= (fixed && !state.drop ? 1 : 2);
+  if (!isLive() && !DATA.sentences.includes(state.text)) state.text = DATA.sentences[0];
+  const now = ++round, tokens = TOKENIZER.encode(state.text);
+  const resultOf = (name, edits) =>
+    (name in DATA.models ? pass(name, tokens, edits) : mapsOf(name));
   writeAddress();
-  $("note").textContent = !enough ? "There is too little text: the picture is of the one before."
-    : tokens.length > room ? `The text is long: a model reads its first ${room} tokens.`
-      : `${tokens.length} token${tokens.length > 1 ? "s" : ""}. The models know few words whole.`;
-  if (!enough) return;
-  const edited = await pass(state.model, tokens, state);
-  const trained = operated() ? await pass(state.model, tokens, UNTOUCHED) : edited;
+  if (!enough(tokens)) return;
+  const edited = await resultOf(state.model, state);
+  const trained = operated() ? await resultOf(state.model, UNTOUCHED) : edited;
   if (now !== round) return; // the state has changed meanwhile
   Object.assign(results, { edited, trained });
   show();
   for (const name of NAMES) {
-    const result = name === state.model ? edited : await pass(name, tokens, state);
+    const result = name === state.model ? edited : await resultOf(name, state);
     if (now !== round) return;
     results.byName[name] = result;
     showModels();
   }
+}
+
+// Whether there is something to predict; and a note on how much a model reads.
+function enough(tokens) {
+  const { fixed } = configOf(), room = CONTEXT - Number(fixed), { length } = tokens;
+  const least = fixed && !state.drop ? 1 : 2;
+  $("note").textContent = length < least ? "There is too little text: the picture is of the one before."
+    : length > room ? `The text is long: a model reads its first ${room} tokens.`
+      : `${length} token${length > 1 ? "s" : ""}. Most words are several tokens.`;
+  return length >= least;
 }
 
 // A change of the state; only some of it needs another forward pass.
@@ -99,16 +126,13 @@ function choose(values) {
   if (!["head", "query", "threshold"].includes(Object.keys(values)[0])) return compute();
   writeAddress();
   show();
-  showModels();
-  return showReal();
+  return showModels();
 }
 
 // ---- numbers
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const evenShare = (T) => mean(Array.from({ length: T }, (_, i) => 1 / (i + 1)));
 const above = (alpha) => alpha.filter((share) => share > state.threshold).length;
-const counted = (alpha) => `${above(alpha)} of ${alpha.length} heads`;
 const starOf = ({ stars, ids: { length: T }, alpha }) =>
   alpha.map((_, head) => mean(stars.subarray(head * T, (head + 1) * T)));
 
@@ -129,71 +153,129 @@ function lossesOf({ losses, origin }) {
 
 function show() {
   if (!results.edited) return; // no text yet
-  const { edited, trained } = results, { H, star, sigmoid } = configOf(), T = edited.ids.length;
-  const changed = operated(), [now, before] = [edited, trained].map(lossesOf);
-  const both = [...now.keys()].filter((i) => now[i] !== undefined && before[i] !== undefined);
-  const numbers = {
-    "heads with a sink": ({ alpha }) => `${above(alpha)} of ${alpha.length}`,
-    "mean α₁": ({ alpha }) => mean(alpha).toFixed(2),
-    "loss, nats a token": (one) => mean(both.map((i) => lossesOf(one)[i])).toFixed(2),
-  };
-  if (star) numbers["mean to the own key"] = (one) => mean(starOf(one)).toFixed(2);
-  if (edited.origin.indexOf(-1) > 0) numbers["mean to <fix>"] = (one) => toFixed(one).toFixed(2);
-  const columns = changed ? [edited, trained] : [edited];
-  table($("numbers"), [["", ...(changed ? ["operated", "before"] : [])], ...Object.entries(numbers).map(
-    ([name, value]) => [name, ...columns.map(value)])]);
-  $("summary").textContent = summary(edited.alpha, edited.labels);
-  state.query = Math.min(state.query, T);
-  const at = (state.head - 1) * T, steps = stepOf().toLocaleString("en");
-  showView("", { ...edited, H, title: `${DATA.words[state.model][0]}, ${steps} steps`,
-    before: changed ? trained.alpha : null, star: star && starOf(edited), head: state.head - 1,
-    query: state.query - 1, share: (i, j) => edited.maps[(at + i) * T + j],
-    starAt: star && ((i) => edited.stars[at + i]) }, choose);
-  const spent = edited.spent[at + state.query - 1].toFixed(2);
-  if (sigmoid) $("looks").textContent += ` These are shares of the ${spent} that it spends.`;
-  const labels = TOKENIZER.encode(state.text).slice(0, Math.max(now.length, before.length));
-  drawLosses($("losses"), labels.map(TOKENIZER.label), now, changed ? before : []);
-  $("ticks").hidden = !changed;
-  $("own-key").hidden = !star;
-  showControls(T, steps);
+  const { labels, alpha } = results.edited;
+  state.query = Math.min(state.query, labels.length);
+  state.head = Math.min(state.head, alpha.length);
+  document.body.classList.toggle("stored", !isLive());
+  $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give the first token, `
+    + `“${labels[0]}”, more than ${state.threshold.toFixed(2)} of their attention.`;
+  showNumbers();
+  showHeads();
+  showMap();
+  showControls(labels.length);
+  if (isLive()) showLosses();
 }
 
-const summary = (alpha, labels) => `${counted(alpha)} give the first token, “${labels[0]}”, more `
-  + `than ${state.threshold.toFixed(2)} of their attention.`;
+function showNumbers() {
+  const { edited, trained } = results;
+  const rows = [["heads with a sink", ({ alpha }) => `${above(alpha)} of ${alpha.length}`],
+    ["mean α₁", ({ alpha }) => mean(alpha).toFixed(2)]];
+  if (isLive()) {
+    const [now, before] = [edited, trained].map(lossesOf);
+    const both = [...now.keys()].filter((i) => now[i] !== undefined && before[i] !== undefined);
+    rows.push(["loss, nats a token", (one) => mean(both.map((i) => lossesOf(one)[i])).toFixed(2)]);
+  }
+  if (configOf().star) rows.push(["mean to the own key", (one) => mean(starOf(one)).toFixed(2)]);
+  if (edited.origin?.indexOf(-1) > 0) rows.push(["mean to <fix>", (one) => toFixed(one).toFixed(2)]);
+  const columns = operated() ? [edited, trained] : [edited];
+  const titles = operated() ? ["", "operated", "before"] : [""];
+  table($("numbers"), [titles, ...rows.map(([name, value]) => [name, ...columns.map(value)])]);
+}
 
-// Heads, the map of one, and what a query looks at, in the elements whose ids begin with `prefix`.
-function showView(prefix, view, change) {
-  const { alpha, H, head, query, labels, share, starAt } = view;
-  const [heads, map] = [$(`${prefix}heads`), $(`${prefix}map`)];
-  if (!heads.clientWidth) return; // behind a curtain
-  const name = `Head ${head % H + 1} of block ${Math.floor(head / H) + 1}: α₁ = `
-    + alpha[head].toFixed(2);
-  const pointed = drawHeads(heads, { ...view, threshold: state.threshold });
-  const row = drawMap(map, { ...view, title: `${view.title}\n${name}` });
-  heads.firstChild.onclick = (event) => {
-    if (pointed(event).head) change({ head: pointed(event).head });
+function showHeads() {
+  const { edited, trained } = results, holder = $("heads"), width = holder.clientWidth;
+  if (!width) return; // behind a curtain
+  const headAt = drawHeads(holder, { ...configOf(), alpha: edited.alpha, head: state.head - 1,
+    star: configOf().star && starOf(edited), rings: operated() ? trained.alpha : null,
+    threshold: state.threshold, T: edited.labels.length, width });
+  holder.onclick = (event) => {
+    const head = headAt(event);
+    if (head >= 0) choose({ head: head + 1 });
   };
-  heads.firstChild.onpointermove = (event) => {
-    const { share: height, head: dot } = pointed(event), threshold = Math.round(20 * height) / 20;
-    if (event.buttons && !dot) choose({ threshold: Math.min(0.95, Math.max(0.05, threshold)) });
+}
+
+function showMap() {
+  const { labels, alpha, stars, spent, shareIn } = results.edited, holder = $("map");
+  if (!holder.clientWidth) return;
+  const head = state.head - 1, query = state.query - 1, at = head * labels.length;
+  const name = nameOf(head, configOf().H, alpha), [title] = DATA.words[state.model];
+  const after = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
+  const view = { labels, share: shareIn(head), query, title: `${title}${after}\n${name}`,
+    starAt: configOf().star && ((i) => stars[at + i]), width: holder.clientWidth };
+  const row = drawMap(holder, view);
+  holder.onpointermove = (event) => {
+    if (row(event) !== query) choose({ query: row(event) + 1 });
   };
-  map.firstChild.onpointermove = (event) => {
-    if (row(event) !== query) change({ query: row(event) + 1 });
-  };
-  set(`${prefix}head`, { max: alpha.length, value: head + 1 }, name);
-  const place = { max: labels.length, value: query + 1 }, seen = labels.slice(0, query + 1);
-  set(`${prefix}query`, place, `${query + 1}, “${labels[query]}”`);
-  const keys = seen.map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
-  if (starAt) keys.push(["the key of its own", starAt(query)]);
-  const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
-  const words = most.map(([key, value]) => `${value.toFixed(2)} to ${key}`);
-  $(`${prefix}looks`).textContent = `It gives ${words.join(", ")}.`;
+  set("head", { max: alpha.length, value: state.head }, name);
+  set("query", { max: labels.length, value: state.query }, `${state.query}, “${labels[query]}”`);
+  const sum = configOf().sigmoid && spent[at + query].toFixed(2);
+  $("looks").textContent = looksAt(view) + (sum ? ` These are shares of the ${sum} that it spends.` : "");
+}
+
+// A bar a token: the nats that it costs; a tick: before the operation. No bar where none is predicted.
+function showLosses() {
+  const [losses, trained] = [results.edited, results.trained].map(lossesOf), holder = $("losses");
+  const before = operated() ? trained : [], n = Math.max(losses.length, trained.length);
+  const labels = TOKENIZER.encode(state.text).slice(0, n).map(TOKENIZER.label);
+  const step = Math.max(11, Math.min(24, (holder.clientWidth - 50) / n));
+  const { font, room } = labelled(labels, step), left = 34, high = 90, bottom = 102;
+  const svg = picture(holder, left + n * step + 8, bottom + room + 6, "Loss of each token, as bars");
+  const most = Math.max(4, ...[...losses, ...before].filter((loss) => loss !== undefined));
+  const y = (loss) => bottom - high * loss / most;
+  for (let loss = 0; loss <= most; loss += most > 8 ? 4 : 2) {
+    line(svg, left, y(loss), left + n * step, y(loss));
+    write(svg, loss, left - 6, y(loss) + 4, { "text-anchor": "end", fill: GREY });
+  }
+  labels.forEach((label, i) => {
+    const x = left + i * step, height = bottom - y(losses[i] ?? 0);
+    const turned = { transform: `translate(${x + step * 0.66} ${bottom + 6}) rotate(-90)` };
+    box(svg, x + 1, bottom - height, step - 3, height, { fill: LIGHT });
+    if (before[i] !== undefined) {
+      line(svg, x, y(before[i]), x + step - 1, y(before[i]), { stroke: INK, "stroke-width": 2 });
+    }
+    add(svg, "text", { ...font, ...turned, "text-anchor": "end" }, short(label));
+  });
+  $("ticks").hidden = !operated();
+}
+
+// A card a model, with all its heads as a square of cells, a row a block.
+function showModels() {
+  for (const name of NAMES) {
+    const card = $(`model-${name}`), [holder, , words] = card.children, result = results.byName[name];
+    card.setAttribute("aria-pressed", name === state.model);
+    words.textContent = "ten sentences only";
+    holder.replaceChildren();
+    if (!result) continue;
+    const { H } = configOf(name), { alpha } = result, rows = alpha.length / H;
+    words.textContent = `${above(alpha)} of ${alpha.length} heads`;
+    const svg = picture(holder, H * 10, rows * 10, "");
+    Object.entries({ width: 60, height: 60, preserveAspectRatio: "none", "aria-hidden": true })
+      .forEach(([attribute, value]) => svg.setAttribute(attribute, value));
+    squares(svg, rows, H, 10, (row, column) => alpha[row * H + column]);
+  }
+}
+
+function showControls(T) {
+  for (const name of ["drop", "hide", "flat", "bos"]) $(name).checked = state[name];
+  for (const name of ["element", "threshold"]) {
+    set(name, { value: state[name] }, state[name].toFixed(2));
+  }
+  $("own-key").hidden = !configOf().star;
+  $("sample").value = [...DATA.samples, ...DATA.sentences].indexOf(state.text);
+  if ($("text").value !== state.text) $("text").value = state.text;
+  if (!isLive()) return;
+  const { fixed } = configOf(), steps = stepsOf(state.model), step = stepOf(state.model);
+  const place = fixed ? state.place : "(this model has none)";
+  set("step", { max: steps.length - 1, value: steps.indexOf(step) },
+    `${step.toLocaleString("en")} steps`);
+  set("place", { max: T + state.drop, value: state.place, disabled: !fixed }, place);
+  $("undo").disabled = !operated();
 }
 
 // A slider, and what says its value: to eyes and to a screen reader.
 function set(id, values, words) {
   Object.assign($(id), values).setAttribute("aria-valuetext", words);
-  if ($(`${id}-value`)) $(`${id}-value`).textContent = words;
+  $(`${id}-value`).textContent = words;
 }
 
 function make(tag, values, ...children) {
@@ -209,77 +291,73 @@ function table(holder, rows) {
     (row, i) => make("tr", {}, ...row.map((cell, j) => cellOf(cell, i, j)))));
 }
 
-function showModels() {
-  for (const name of NAMES) {
-    const card = $(`model-${name}`), result = results.byName[name];
-    card.setAttribute("aria-pressed", name === state.model);
-    if (!result) continue;
-    drawGrid(card.querySelector(".figure"), result.alpha, configOf(name).H, 14);
-    card.querySelector("output").textContent = counted(result.alpha);
-  }
-}
-
-function showControls(T, steps) {
-  const { fixed } = configOf(), place = fixed ? state.place : "(this model has none)";
-  for (const name of ["drop", "hide", "flat"]) $(name).checked = state[name];
-  set("step", { max: stepsOf().length - 1, value: stepsOf().indexOf(stepOf()) }, `${steps} steps`);
-  set("place", { max: T + state.drop, value: state.place, disabled: !fixed }, place);
-  for (const name of ["element", "threshold"]) {
-    set(name, { value: state[name] }, state[name].toFixed(2));
-  }
-  $("sample").value = DATA.samples.indexOf(state.text);
-  if ($("text").value !== state.text) $("text").value = state.text;
-  $("undo").disabled = !operated();
-}
-
 // ---- controls
 
-const option = (value, text) => make("option", { value, textContent: text });
-
-function build() {
-  $("sample").append(option(-1, "your own text"));
-  $("sample").append(...DATA.samples.map((text, i) => option(i, text)));
+function buildModels() {
   $("models").append(...NAMES.map((model) => {
-    const [title, about] = DATA.words[model], picture = make("span", { className: "figure" });
-    const values = { type: "button", id: `model-${model}`, onclick: () => choose({ model }) };
-    return make("button", values, picture, make("strong", {}, title), make("output", {}),
-      make("small", {}, about));
+    const [title, about, head] = DATA.words[model], picture = make("span", { className: "figure" });
+    const onclick = () => choose({ model, head: head ?? state.head });
+    return make("button", { type: "button", id: `model-${model}`, onclick }, picture,
+      make("strong", {}, title), make("output", {}), make("small", {}, about));
   }));
-  $("sample").onchange = ({ target }) => choose({ text: DATA.samples[target.value] ?? "" });
+}
+
+function buildTexts() {
+  const texts = [...DATA.samples, ...DATA.sentences], [ours, everyday] = $("sample").children;
+  texts.forEach((text, value) => {
+    const group = value < DATA.samples.length ? ours : everyday;
+    group.append(make("option", { value, textContent: text }));
+  });
+  $("sample").onchange = ({ target }) => choose({ text: texts[target.value] });
   $("text").oninput = ({ target }) => choose({ text: target.value });
-  $("step").oninput = ({ target }) => choose({ step: stepsOf()[target.value] });
+}
+
+function buildControls() {
+  $("step").oninput = ({ target }) => choose({ step: stepsOf(state.model)[target.value] });
   for (const name of ["place", "element", "threshold", "query", "head"]) {
     $(name).oninput = ({ target }) => choose({ [name]: Number(target.value) });
   }
-  for (const name of ["drop", "hide", "flat"]) {
+  for (const name of ["drop", "hide", "flat", "bos"]) {
     $(name).onchange = ({ target }) => choose({ [name]: Number(target.checked) });
   }
   $("undo").onclick = () => choose(UNTOUCHED);
   for (const button of document.querySelectorAll(".play")) button.onclick = play;
-  $("save").onclick = () => saveSvg($("map").firstChild, `${state.model}_head_${state.head}.svg`);
+  $("save").onclick = saveMap;
   $("link").onclick = async ({ target }) => {
-    const copied = navigator.clipboard.writeText(location.href).then(() => "Copied");
-    target.textContent = await copied.catch(() => "It is in the address bar");
+    const copied = navigator.clipboard?.writeText(location.href).then(() => "Copied");
+    target.textContent = await copied?.catch(() => null) ?? "It is in the address bar";
   };
-  const { alpha, heads, loss } = DATA.rounding;
-  $("rounding").textContent = "To fit into the page, weights are rounded. At the worst checkpoint "
-    + `that moves a head’s α₁ on a text by ${alpha.toFixed(3)} on average, its mean over 100 texts by `
-    + `at most ${heads.toFixed(3)}, and the loss by ${loss.toFixed(3)}.`;
   addEventListener("hashchange", () => {
     if (!location.hash.includes("=")) return; // a section of the page
     readAddress();
     showTour();
     compute();
   });
-  addEventListener("resize", () => { show(); showReal(); });
+  addEventListener("resize", show);
+}
+
+function buildToy() {
+  const names = ["a key of its own", "key 1", "key 2", "key 3", "key 4"];
+  const put = makeToy($("toy-table"), { names, low: -4, high: 4 });
+  $("nothing").onclick = () => put([0, -3, -3.5, -2.5, -3]);
+  $("match").onclick = () => put([0, -3, 3, -2.5, -3]);
+  $("nothing").click();
 }
 
 // From the first checkpoint to the last.
 async function play({ target }) {
   target.disabled = true;
-  for (const step of stepsOf()) {
+  for (const step of stepsOf(state.model)) {
     await choose({ step });
     await new Promise((wake) => { setTimeout(wake, 700); });
   }
   target.disabled = false;
+}
+
+// Offer the map as a file of its own.
+function saveMap() {
+  const text = new XMLSerializer().serializeToString($("map").firstChild);
+  const href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
+  make("a", { href, download: `${state.model}_head_${state.head}.svg` }).click();
+  URL.revokeObjectURL(href);
 }

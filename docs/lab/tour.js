@@ -9,20 +9,18 @@ function scaleOf({ answer }) {
   return { most: answer, step: 1, written: (value) => `${value} of ${answer} heads` };
 }
 
-function answerOf({ answer, real: stored }) {
-  if (answer === "share") return results.edited.alpha[state.head - 1];
-  return above(stored ? DATA.real[stored.model].texts[2 * stored.text].alpha : results.edited.alpha);
+function answerOf({ answer }) {
+  const { alpha } = results.edited;
+  return answer === "share" ? alpha[state.head - 1] : above(alpha);
 }
 
 function showTour() {
-  const step = stepNow(), page = document.body.classList;
-  page.toggle("touring", Boolean(step));
-  page.toggle("at-real", Boolean(step?.real));
+  const step = stepNow(), { title, before } = step ?? DATA.welcome, { length } = DATA.tour;
+  document.body.classList.toggle("touring", Boolean(step));
   $("tour-form").hidden = $("tour-end").hidden = !step;
   $("tour-back").hidden = state.tour < 2;
   $("verdict").textContent = "";
   curtain(Boolean(step));
-  const { title, before } = step ?? DATA.welcome, { length } = DATA.tour;
   $("tour-title").textContent = step ? `${state.tour} of ${length}: ${title}` : title;
   $("tour-text").textContent = before;
   $("tour-next").textContent = !step ? "Start the tour" : state.tour < length ? "Next" : "To the lab";
@@ -34,26 +32,23 @@ function showTour() {
 }
 
 function showGuess() {
-  const words = scaleOf(stepNow()).written(Number($("guess").value));
-  $("guessed").textContent = words;
-  $("guess").setAttribute("aria-valuetext", words);
+  set("guess", {}, scaleOf(stepNow()).written(Number($("guess").value)));
 }
 
 function curtain(closed) {
-  for (const id of ["curtain", "real-curtain", "reveal"]) $(id).hidden = !closed;
-  for (const id of ["picture", "real-picture"]) $(id).hidden = closed;
-  $("tour-next").disabled = closed;
+  $("curtain").hidden = $("reveal").hidden = !closed;
+  $("picture").hidden = $("tour-next").disabled = closed;
   $("tour-play").hidden = closed || !stepNow()?.play;
 }
 
 function goTo(number) {
   const step = DATA.tour[number - 1];
   Object.assign(state, UNTOUCHED, { tour: number, threshold: FIRST.threshold });
-  if (step) Object.assign(state, { text: FIRST.text, query: FIRST.query }, step.state);
-  if (step?.real) chooseReal(step.real);
+  if (step) Object.assign(state, { text: FIRST.text, query: FIRST.query, bos: 0 }, step.state);
   showTour();
   computed = compute();
   $("tour").scrollIntoView();
+  $(step ? "guess" : "tour-next").focus();
 }
 
 async function reveal(event) {
@@ -62,7 +57,6 @@ async function reveal(event) {
   const step = stepNow(), { written } = scaleOf(step), guess = written(Number($("guess").value));
   curtain(false);
   show();
-  showReal();
   const answer = make("strong", {}, `You guessed ${guess}, and it is ${written(answerOf(step))}. `);
   $("verdict").replaceChildren(answer, step.after);
   $("tour-next").focus();
@@ -75,8 +69,9 @@ function start() {
   }
   startWorker();
   readAddress();
-  build();
-  buildReal();
+  buildModels();
+  buildTexts();
+  buildControls();
   buildToy();
   $("tour-form").onsubmit = reveal;
   $("guess").oninput = showGuess;

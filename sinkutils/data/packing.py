@@ -103,33 +103,30 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        redrawn = np.random.default_rng([seed, 5]).integers(
-            corpus.first_text_id, corpus.vocab_size, size=size
-        )
+        first, last = corpus.first_text_id, corpus.vocab_size
+        redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
         places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
         self.redrawn, self.places = torch.from_numpy(redrawn), torch.from_numpy(places)
 
     def take(self, indices: np.ndarray) -> Tensor:
         """Chunks by index, (n, C + 1) int64, with the interventions made."""
-        starts = np.asarray(indices)[:, None] * self.context_length
-        ids = self.tokens[starts + np.arange(self.context_length + 1)].astype(np.int64)
-        return self.changed(torch.from_numpy(ids), torch.from_numpy(np.array(indices)))
-
-    def changed(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """The chunks of these numbers with the interventions made."""
+        rows = torch.from_numpy(np.ascontiguousarray(indices)).to(self.places.device)
+        ids = self.cut(rows)
         for column, position in enumerate(self.data.random_positions):
             ids[:, position - 1] = self.redrawn[rows, column]
         if self.data.random_place:
-            ids[torch.arange(len(ids), device=ids.device), self.places[rows]] = self.fix_id
-            return ids
+            return ids.scatter_(1, self.places[rows][:, None], self.fix_id)
         return fix_position(ids, self.data.fixed_position, self.fix_id)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """The tokens of chunks by their numbers, (n, C + 1) int64."""
+        starts = rows.numpy()[:, None] * self.context_length
+        ids = self.tokens[starts + np.arange(self.context_length + 1)]
+        return torch.from_numpy(ids.astype(np.int64))
 
 
 class ChunksOnDevice(Chunks):
-    """The same chunks, cut on a device from a copy of the tokens there.
-
-    All that goes there at a step is the chunks' numbers.
-    """
+    """The same chunks in the same order, cut on a device: what goes there later is their numbers."""
 
     def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
@@ -138,11 +135,9 @@ class ChunksOnDevice(Chunks):
         self.redrawn, self.places = self.redrawn.to(device), self.places.to(device)
         self.columns = torch.arange(self.context_length + 1, device=device)
 
-    def take(self, indices: np.ndarray) -> Tensor:
-        rows = torch.from_numpy(np.array(indices)).to(self.columns.device)
+    def cut(self, rows: Tensor) -> Tensor:
         starts = rows[:, None] * self.context_length
-        ids = self.tokens_there[starts + self.columns].long()
-        return self.changed(ids, rows)
+        return self.tokens_there[starts + self.columns].long()
 
 
 def fix_position(ids: Tensor, position: int | None, fix_id: int) -> Tensor:

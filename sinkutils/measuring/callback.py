@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("sinkutils")
 LOGGED = ("sink_1", "block_1", "later_blocks", "element", "value_ratio")
 
 
-class SinkCallback(TrainerCallback):
+class SinkCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not read by mypy
     """Measures the model every so many optimiser steps, at the start and at the end of a training.
 
     ids: token ids (samples, T) to measure on, as `su.probe` gives them.
@@ -56,7 +56,9 @@ class SinkCallback(TrainerCallback):
         self.why_not = cut_by(model)
         if self.why_not is not None:
             self._warn(state, f"the sink is not measured: the model is cut by {self.why_not}")
-        if self.sharded:  # passes of other shapes, or another number of them, would hang
+        # Each pass of a sharded model gathers weights from all processes: they have to run the same
+        # ones. Of other shapes, or another number of them, a pass would wait for ever.
+        if self.sharded:
             shared: list[Any] = [self.ids, self.options]
             distributed.broadcast_object_list(shared, src=0)
             self.ids, self.options = shared
@@ -94,7 +96,7 @@ class SinkCallback(TrainerCallback):
             self.said.add(key)
 
 
-def trainer_log() -> Callable:
+def trainer_log() -> Callable[..., None]:
     """`log` of the trainer that is calling.
 
     Callbacks are not told who calls, and only this reaches every reporter.
@@ -102,5 +104,6 @@ def trainer_log() -> Callable:
     for caller in inspect.stack(context=0):
         trainer = caller.frame.f_locals.get("self")
         if isinstance(trainer, Trainer):
-            return trainer.log
+            log: Callable[..., None] = trainer.log
+            return log
     return lambda numbers: LOGGER.info("%s", numbers)

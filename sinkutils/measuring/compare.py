@@ -1,19 +1,17 @@
-"""Two models on the same inputs: the difference of their
-attention to one token, with an interval.
-"""
+"""Two models on the same inputs: the difference of their attention to one token."""
 
 from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
 from sinkutils.checks import choice, instance, require
 from sinkutils.measuring.report import Report
 
-# The axes of alpha (samples, layers, heads) that are averaged.
-BY: dict[str, tuple[int, ...]] = {"model": (1, 2), "block": (2,), "head": ()}
+AVERAGED = {"model": (1, 2), "block": (2,), "head": ()}  # axes of alpha, (samples, layers, heads)
 
 
 def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.DataFrame:
@@ -28,32 +26,36 @@ def compare(first: Report, second: Report, k: int = 1, by: str = "block") -> pd.
     """
     instance("first", first, Report)
     instance("second", second, Report)
-    choice("by", by, BY)
-    sizes = [f"{report.samples} samples of {report.length} tokens" for report in (first, second)]
-    paired = first.digest == second.digest
-    same = sizes[0] == sizes[1] if paired else first.length == second.length
-    require(same, f"the reports are of {sizes[0]} and {sizes[1]}")
+    choice("by", by, AVERAGED)
+    require(
+        first.length == second.length,
+        f"the reports are of {first.length} tokens and {second.length}",
+    )
     require(min(first.samples, second.samples) > 1, "an interval needs at least two samples")
-    before, after = (report.of(k).double().numpy() for report in (first, second))
-    if BY[by]:
-        before, after = (alpha.mean(axis=BY[by], keepdims=True) for alpha in (before, after))
+    # (samples, layers or 1, heads or 1)
+    before = first.of(k).double().numpy().mean(AVERAGED[by], keepdims=True)
+    after = second.of(k).double().numpy().mean(AVERAGED[by], keepdims=True)
     require(
         before.shape[1:] == after.shape[1:],
         f"the models have different numbers of blocks or heads: they cannot be compared by {by}",
     )
-    if paired:
+    # Differences of the same texts vary less than the texts do: paired, they say more.
+    if first.digest == second.digest:
         interval = stats.ttest_1samp(after - before, 0).confidence_interval()
     else:
         warnings.warn("the reports are of different token ids: nothing is paired", stacklevel=2)
         interval = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
-    blocks, heads = (range(1, count + 1) for count in before.shape[1:])
-    table = pd.DataFrame(
-        {
-            "mean": (after.mean(axis=0) - before.mean(axis=0)).ravel(),
-            "low": interval.low.ravel(),
-            "high": interval.high.ravel(),
-            "n": min(len(before), len(after)),
-        },
-        index=pd.MultiIndex.from_product([blocks, heads], names=["block", "head"]),
-    )
+    rows = []
+    for (block, head), low in np.ndenumerate(interval.low):
+        rows.append(
+            {
+                "block": block + 1,
+                "head": head + 1,
+                "mean": after[:, block, head].mean() - before[:, block, head].mean(),
+                "low": low,
+                "high": interval.high[block, head],
+                "n": min(first.samples, second.samples),
+            }
+        )
+    table = pd.DataFrame(rows).set_index(["block", "head"])
     return table if by == "head" else table.droplevel("head")

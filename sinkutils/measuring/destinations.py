@@ -15,22 +15,22 @@ FIRST_QUERY = 3  # from here the first key, the one before and the query's own a
 
 def line_breaks(tokenizer: Tokenizer) -> Tensor:
     """The ids of tokens that are white space with a line break in it, (n,)."""
-    texts = [
-        tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())
-    ]
-    return torch.tensor(
-        [i for i, text in enumerate(texts) if "\n" in text and not text.strip()], dtype=torch.int64
-    )
+    breaks = []
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        if "\n" in text and not text.strip():
+            breaks.append(token)
+    return torch.tensor(breaks, dtype=torch.int64)
 
 
-def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list]:
-    """The share of attention by kind of key, as (L, H) lists:
-    means over texts and queries 3..T of `ids` (n, T).
+def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str, list[list[float]]]:
+    """The share of attention by kind of key, as (L, H) lists.
 
-    The kinds, each key counting for the first that fits: star (k* or x*; without them what rows
-    lack of one), first (x_1), self, previous (the token before), line_break (its id is in
-    `breaks`), rest. Where weights do not sum to one, the shares are of the proxy scores of Section
-    7.4. Shorter sequences than 3 tokens have no such query: an empty dict.
+    They are means over the texts and the queries 3..T of `ids` (n, T). The kinds, each key counting
+    for the first that fits: star (k* or x*; without them what rows lack to one), first (x_1), self,
+    previous (the token before), line_break (its id is in `breaks`), rest. Where weights do not sum
+    to one, the shares are of the proxy scores of Section 7.4. Sequences of fewer than 3 tokens have
+    no such query: an empty dict.
     """
     length = ids.shape[1]
     if length < FIRST_QUERY:
@@ -46,13 +46,14 @@ def destinations(model: TransformerLM, ids: Tensor, breaks: Tensor) -> dict[str,
     }
     layers, heads = model.config.num_layers, model.config.num_heads
     kept = measure(model, ids, heads=[*np.ndindex(layers, heads)], norms=False).kept
-    # (L * H, n, queries, T)
-    left = torch.stack([one.map for one in kept.values()])[:, :, FIRST_QUERY - 1 :]
+    maps = torch.stack([head.map for head in kept.values()])  # (L * H, n, T, T)
+    left = maps[:, :, FIRST_QUERY - 1 :]  # what no kind has taken yet
     shares = {"star": 1 - left.sum(dim=-1)}
     for kind, fitting in fits.items():
         taken = left * fitting
         shares[kind], left = taken.sum(dim=-1), left - taken
-    return {
-        kind: share.double().mean(dim=(1, 2)).view(layers, heads).numpy().round(4).tolist()
-        for kind, share in shares.items()
-    }
+    means = {}
+    for kind, share in shares.items():
+        by_head = share.double().mean(dim=(1, 2)).view(layers, heads)
+        means[kind] = by_head.numpy().round(4).tolist()
+    return means

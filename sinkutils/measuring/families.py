@@ -1,8 +1,7 @@
-"""What differs among the families of decoder models in
-transformers, and what `hf` needs to know of it.
+"""What differs among the families of decoder models in transformers.
 
-`benchmarks/families.py` builds every family in small, holds it
-against dense attention and writes docs/families.md.
+`benchmarks/families.py` builds every family in small, holds it against dense attention and writes
+docs/families.md.
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.model.flash import PositionMask
 from sinkutils.paths import LEDGER, read_yaml
+
+# An attention function: (module, q, k, v, mask, **kwargs) -> (out, weights or None)
+Function: TypeAlias = Callable[..., Any]
 
 # In a class's name
 NO_SOFTMAX = re.compile("Linear|Lightning|Delta|Mamba|Rwkv|Rotary|Norm|Residual")
@@ -37,6 +39,7 @@ def attention_layers(
     base: nn.Module,
 ) -> tuple[nn.ModuleList, dict[nn.Module, int], dict[nn.Module, int]]:
     """The blocks of a model; its softmax attention modules, counted; and the block of each."""
+    # Modules are known by their class's name, or by asking the interface in their forward.
     modules = {name: module for name, module in base.named_modules() if _is_attention(name, module)}
     kind = type(base).__name__
     if not modules:
@@ -49,7 +52,7 @@ def attention_layers(
         # GPT-Neo and others wrap one attention module in another: the innermost one computes.
         if any(other.startswith(name + ".") for other in modules):
             continue
-        place = re.match(r"(.*?)\.?(\d+)\.", name)
+        place = re.match(r"(.*?)\.?(\d+)\.", name)  # "layers.3.self_attn": list and block
         lists.add(place[1] if place else "")
         places[module] = int(place[2]) if place else -1
     if len(lists) != 1 or -1 in places.values():
@@ -72,22 +75,26 @@ def _is_attention(name: str, module: nn.Module) -> bool:
 
 def chooses_attention(module: nn.Module) -> bool:
     """Whether the module computes its attention by the function that its configuration names."""
+    # Read off the compiled code, as nothing else tells before the module has run.
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "get_interface" in code.co_names
 
 
 def configurations(model: nn.Module) -> list[Any]:
     """Every configuration in a model that names an attention function, each once."""
-    of_modules = (getattr(module, "config", None) for module in model.modules())
-    return list({id(c): c for c in of_modules if hasattr(c, "_attn_implementation")}.values())
+    found = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())
 
 
 def is_of_transformers(function: Any) -> bool:
-    """Whether transformers' own code defines a function, and
-    not somebody who registered it there.
-    """
+    """Whether transformers' own code defines a function, and not somebody who registered it."""
     function = getattr(function, "func", function)  # of a partial
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers.")
+    home: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return home.startswith("transformers.")
 
 
 def shown(mask: Tensor) -> Tensor:
@@ -111,8 +118,8 @@ class Call(NamedTuple):
     v: Tensor
     # A tensor: (B, 1 or H, T, T), booleans or added to the logits; None: causal
     mask: Tensor | PositionMask | None
-    kwargs: dict
-    eager: Callable  # the family's reference attention, of the module's own file
+    kwargs: dict[str, Any]
+    eager: Function  # the family's reference attention, of the module's own file
     hidden: Tensor | None = None  # (T, T), of surgery: the keys j that queries i do not see
 
     @property
@@ -122,16 +129,25 @@ class Call(NamedTuple):
 
     def wide(self) -> Call:
         """The same call in float64."""
-        kwargs = {name: widened(value) for name, value in self.kwargs.items()}
-        q, k, v, mask = map(widened, (self.q, self.k, self.v, self.mask))
-        return self._replace(q=q, k=k, v=v, mask=mask, kwargs=kwargs)
+        return self._replace(
+            q=self.q.double(),
+            k=self.k.double(),
+            v=self.v.double(),
+            mask=widened(self.mask),
+            kwargs={name: widened(value) for name, value in self.kwargs.items()},
+        )
 
     @property
     def kind(self) -> str:
         """The kind of mask, for `flash.trusted`."""
-        return (
-            "causal" if self.mask is None else "mask" if isinstance(self.mask, Tensor) else "window"
-        )
+        if self.mask is None:
+            return "causal"
+        return "mask" if isinstance(self.mask, Tensor) else "window"
+
+    @property
+    def size(self) -> float:
+        """What the error of an output is measured by: the largest value, or 1."""
+        return max(1.0, float(self.v.abs().max()))
 
     @property
     def scale(self) -> float:
@@ -150,7 +166,7 @@ class Call(NamedTuple):
         Softmax gives such a row even weights over all keys, later ones too.
         """
         columns = torch.arange(self.k.shape[2], device=self.q.device)
-        seen = shown(self.mask_of(self.rows, columns)).tril()
+        seen = shown(self.mask_of(self.rows, columns)).tril()  # (.., T, S)
         in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
         return ~in_any.any(dim=-1)
 
@@ -158,7 +174,7 @@ class Call(NamedTuple):
         """The mask of the queries `rows` (R,) and the keys `columns` (S,), ending in (R, S)."""
         if isinstance(self.mask, Tensor):
             mask = self.mask[: len(self.q), :, rows][..., columns]
-        elif self.mask is None:
+        elif self.mask is None:  # causal: keys in front of the text are seen by all
             mask = rows[:, None] + (self.k.shape[2] - self.q.shape[2]) >= columns
         else:
             mask = self.mask.seen(rows, columns)
@@ -181,6 +197,8 @@ def chunk(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         mask = mask[None, None]
     part = call._replace(q=call.q[:, :, rows], mask=mask)
     out, weights = call.eager(call.module, part.q, part.k, part.v, mask, **call.kwargs)
+    # With a learned sink, rows of the tokens' weights sum to less than one. Granite's sum to one, and
+    # its output is scaled afterwards.
     sink = call.sink
     if sink is not None and sink.ndim == 1:
         sums = weights.float().sum(dim=-1)
@@ -202,18 +220,17 @@ def by_registered(call: Call, function: Any, name: str) -> tuple[Tensor, Tensor]
     shape = (*call.q.shape[:3], call.k.shape[2])
     if not isinstance(weights, Tensor) or weights.shape != shape:
         raise ValueError(f"{wanted}, or choose eager or sdpa")
-    if not _is_product(out, weights, call.v):
+    if not _is_product(out, weights, call):
         raise ValueError(f"{wanted}, and its output is not these weights times the values")
     return out, weights
 
 
-def _is_product(out: Tensor, weights: Tensor, v: Tensor) -> bool:
+def _is_product(out: Tensor, weights: Tensor, call: Call) -> bool:
     """Whether an output (B, R, H, D) is these weights (B, H, R, T) times the values."""
-    values = repeat_heads(v, weights.shape[1]).to(weights.dtype)
+    values = repeat_heads(call.v, weights.shape[1]).to(weights.dtype)
     expected = (weights @ values).transpose(1, 2)
     tolerance = 1e-4 if out.dtype.itemsize >= 4 else 3e-2
-    size = max(1.0, float(v.abs().max()))
-    return bool((out - expected).abs().max() <= tolerance * size)
+    return bool((out - expected).abs().max() <= tolerance * call.size)
 
 
 def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights: Tensor) -> Tensor:
@@ -222,12 +239,13 @@ def _scaled_by_sink(call: Call, mask: Tensor, sink: Tensor, out: Tensor, weights
     Granite's eager function scales the output by sigmoid(lse - sink), and returns the weights as
     they were before.
     """
+    # sigmoid(lse - sink) = sum of exp(logits) / (sum of exp(logits) + exp(sink))
     keys = repeat_heads(call.k, call.q.shape[1]).float()
-    logits = call.q.float() @ keys.mT * call.scale + mask.float()
+    logits = call.q.float() @ keys.mT * call.scale + mask.float()  # (B, H, R, T)
     lse = logits.logsumexp(dim=-1, keepdim=True)
     left = torch.sigmoid(lse - sink.float().reshape(1, -1, 1, 1))
     scaled = weights * left.to(weights.dtype)
-    if not _is_product(out, scaled, call.v):
+    if not _is_product(out, scaled, call):
         raise ValueError(
             f"{type(call.module).__name__} has a learned sink whose share is unknown: its weights "
             "sum to one, and its output differs"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
@@ -27,11 +27,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkutils.measuring import families, masks, refusals
-from sinkutils.measuring.families import Call
+from sinkutils.measuring.families import Call, Function
 from sinkutils.measuring.passes import CHECK_TOKENS, Checking, Measuring, Pass
 from sinkutils.measuring.state import LeftAsFound
 from sinkutils.measuring.wrappers import handed_over
 
+# A context variable and no global: other threads run the same patched classes while we measure.
 _current: ContextVar[Capture | None] = ContextVar("sinkutils_capture", default=None)
 _get_interface = AttentionInterface.get_interface
 _get_mask = AttentionMaskInterface.__getitem__
@@ -44,11 +45,13 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
     threads, and of other models, are what they always are.
     """
     watched = Capture(model, doing)
+    # Each undoing is noted before what it undoes: an interrupt can come between two lines.
     state.steps.append(partial(_current.set, _current.get()))
     _current.set(watched)
     state.set(AttentionInterface, "get_interface", _function)
     state.set(AttentionMaskInterface, "__getitem__", _mask)
-    if watched.legacy:  # the outermost last, which sets those within it too
+    if watched.legacy:
+        # The outermost configuration last, as setting it sets those within it, too.
         for config in reversed(families.configurations(watched.model)):
             state.set(config, "_attn_implementation_internal", "eager")
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
@@ -59,24 +62,26 @@ def observe(model: nn.Module, doing: Pass, state: LeftAsFound) -> Capture:
     return watched
 
 
-def _function(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+def _function(self: AttentionInterface, attn_implementation: str, default: Function) -> Function:
     """In place of `AttentionInterface.get_interface`: `default` is the module's eager attention."""
-    function = _get_interface(self, attn_implementation, default)
+    function: Function = _get_interface(self, attn_implementation, default)
     watched = _current.get()
     if watched is None:
         return function
     name = attn_implementation or "eager"
+    # The module calls what we return as function(module, q, k, v, mask, **kwargs).
     if isinstance(watched.doing, Checking) and watched.doing.as_named:
         return partial(watched.doing.compare, name, function)
     return partial(watched.attention, name, function, default)
 
 
-def _mask(self: AttentionMaskInterface, key: str) -> Callable:
+def _mask(self: AttentionMaskInterface, key: str) -> Function:
     """In place of `AttentionMaskInterface[..]`: the masks of an attention function."""
-    function = _get_mask(self, key)
+    function: Function = _get_mask(self, key)
     watched = _current.get()
     if watched is None or watched.doing.as_named or watched.legacy:
         return function
+    # A function that somebody registered is to get the masks that were registered with it.
     attention = AttentionInterface._global_mapping.get(key)
     if attention is not None and not families.is_of_transformers(attention):
         return function
@@ -89,17 +94,22 @@ class Capture:
     """What is known of one model, and of the forward pass of it that runs."""
 
     def __init__(self, model: nn.Module, doing: Pass) -> None:
+        # outer: what is called. model: the causal LM in it. base: its blocks, without unembedding.
         self.outer, self.model = handed_over(model)
         self.kind = type(self.model).__name__
         self.config, self.base = self.model.config, self.model.base_model
         self.table = _embedding(self.model)
+        # A model whose embedding is offloaded (accelerate) moves the ids itself.
+        self.device = torch.device("cpu") if self.table.is_meta else self.table.device
         self.vocabulary = len(self.table)
+        # layers: attention modules, counted. places: the block in which each stands. Of a hybrid
+        # model, whose other blocks have no attention, both are the block's index.
         self.blocks, self.layers, self.places = families.attention_layers(self.base)
         self.modules = set(self.base.modules())
-        chooses = {families.chooses_attention(module) for module in self.layers}
-        if len(chooses) == 2:
+        chooses = [families.chooses_attention(module) for module in self.layers]
+        if any(chooses) and not all(chooses):
             raise ValueError(f"{self.kind} mixes attention modules of two kinds: not supported")
-        self.legacy = chooses == {False}  # outside the interface
+        self.legacy = not chooses[0]  # outside the interface
         self.needs_mask = not all(getattr(module, "is_causal", True) for module in self.layers)
         self.doing = doing
         self.calls: Counter[nn.Module] = Counter()  # in the pass that runs
@@ -117,91 +127,98 @@ class Capture:
             return "eager weights"
         if self.registered:
             return "registered: " + ", ".join(sorted(self.registered))
+        # A module may meet several kinds of mask: it is trusted if all of them proved right.
         proved = getattr(self.doing, "proved", {})
-        wrong = {module for (module, _), right in proved.items() if not right}
-        trusted = {module for module, _ in proved} - wrong
+        trusted = {module for module, _ in proved}
+        for (module, _), right in proved.items():
+            if not right:
+                trusted.discard(module)
         if not trusted:
             return "exact"
         reported = len(self.calls)
-        return (
-            "fused" if len(trusted) == reported else f"fused in {len(trusted)} of {reported} layers"
-        )
+        if len(trusted) == reported:
+            return "fused"
+        return f"fused in {len(trusted)} of {reported} layers"
 
     # --- hooks
 
-    def here(self, function: Callable) -> Callable:
+    def here(self, function: Function) -> Function:
         """A hook that leaves the forward passes of other threads alone."""
         return lambda *args: function(*args) if _current.get() is self else None
 
     def hook(self, state: LeftAsFound) -> None:
         """Watch the blocks' inputs and outputs and, outside the interface, attention weights."""
         first = self.blocks[0]
-        takes_kwargs = first._forward_pre_hooks_with_kwargs
         see = self.here(self._see_embedding)
-        state.hook(first._forward_pre_hooks, see, with_kwargs=takes_kwargs)
+        kwargs_too = first._forward_pre_hooks_with_kwargs
+        state.hook(first._forward_pre_hooks, see, with_kwargs=kwargs_too)
         for layer, block in enumerate(self.blocks):
             state.hook(block._forward_hooks, self.here(partial(self._see_block, layer)))
         if self.legacy:
             for module in self.layers:
                 state.hook(module._forward_hooks, self.here(self._see_weights))
 
-    def _see_embedding(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _see_embedding(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.doing.looks:
-            hidden = self.hidden_states("reads", kwargs.get("hidden_states"), args, kwargs)
+            hidden = self.hidden_states(kwargs.get("hidden_states"), args, kwargs)
             self.doing.embedding(hidden)
 
     def _see_block(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:
         self.ran.add(layer)
         if self.doing.looks:
-            self.doing.block(layer, self.hidden_states("returns", output))
+            self.doing.block(layer, self.hidden_states(output))
 
-    def hidden_states(self, verb: str, *values: Any) -> Tensor:
+    def hidden_states(self, *values: Any) -> Tensor:
         """The hidden states that a block reads or returns, as (B, S, T, d) of S streams.
 
         Most families have one stream, (B, T, d); some have several, along an axis of their own or
-        side by side in the last one.
+        side by side in the last one. values: what a block takes or returns, in any nesting.
         """
         width = getattr(self.config.get_text_config(), "hidden_size", None) or self.table.shape[1]
         by_position = None
         for x in tree_leaves(values):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 continue
-            if x.ndim == 4 and x.shape[:2] == self.shape:
+            if x.ndim == 4 and x.shape[:2] == self.shape:  # (B, T, S, d)
                 return x.transpose(1, 2)
-            if x.ndim == 4 and x.shape[1:3] == self.shape:
+            if x.ndim == 4 and x.shape[1:3] == self.shape:  # (S, B, T, d)
                 return x.transpose(0, 1)
             if x.ndim == 3 and x.shape[:2] == self.shape:
-                if x.shape[2] % width == 0:
-                    return x.unflatten(2, (-1, width)).transpose(1, 2)
+                if x.shape[2] % width == 0:  # (B, T, S * d)
+                    streams: Tensor = x.unflatten(2, (-1, width))
+                    return streams.transpose(1, 2)
                 if by_position is None:
                     by_position = x  # of a model whose configuration says nothing of its width
         if by_position is None:
             raise ValueError(
-                f"{self.kind} has a block that {verb} no hidden states (B, T, d): give norms=False"
+                f"{self.kind} has a block that shows no hidden states (B, T, d): give norms=False"
             )
         return by_position[:, None]
 
     def _see_weights(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Outside the interface: take in the weights that a module returns, and drop them."""
-        square = self.shape[-1:] * 2
-        found = [x for x in tree_leaves(output) if _is_map(x, square)]
-        if len(found) != 1:
-            return output
-        weights = found[0]
+        length = self.shape[-1]
+        maps = []
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == (length, length):
+                maps.append(x)
+        if len(maps) != 1:
+            return output  # `finish` will miss this module
         self.calls[module] += 1
-        self._note_window(self.layers[module], weights > 0, square[0])
-        self.doing.weights(self.layers[module], weights)
+        self._note_window(self.layers[module], maps[0] > 0, length)
+        self.doing.weights(self.layers[module], maps[0])
         if not isinstance(output, tuple | list):
             return output
-        return type(output)(None if x is weights else x for x in output)
+        # Nothing behind reads the weights: without them one layer's map is held at a time.
+        return type(output)(None if x is maps[0] else x for x in output)
 
     # --- attention functions
 
     def attention(
         self,
         name: str,
-        function: Callable,
-        eager: Callable,
+        function: Function,
+        eager: Function,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -219,6 +236,7 @@ class Capture:
         if module not in self.modules:  # of another model, whose mask was made for ours
             return families.chunk(call, call.rows)[0], None
         length = query.shape[2]
+        # Keys of a cache, or of an encoder, are not the text's.
         if module not in self.layers or key.shape[2] != length + self.doing.front:
             raise ValueError(
                 f"{type(module).__name__} attends to {key.shape[2]} keys for {length} tokens: "
@@ -228,6 +246,8 @@ class Capture:
         self.calls[module] += 1
         self.named.add(name)
         layer = self.layers[module]
+        # transformers' own functions compute what the eager one does (`check` looks). Somebody
+        # else's may compute anything: it is run as it is, and has to show its weights.
         if function is not eager and not families.is_of_transformers(function):
             self.registered.add(name)
             return self._registered(call, function, name, layer), None
@@ -235,7 +255,7 @@ class Capture:
         self._note_window(layer, mask, length)
         return self.doing.attention(call, layer), None
 
-    def _registered(self, call: Call, function: Callable, name: str, layer: int) -> Tensor:
+    def _registered(self, call: Call, function: Function, name: str, layer: int) -> Tensor:
         """The output of a function that somebody registered, as it is."""
         if isinstance(self.doing, Measuring):
             self.doing.tally.add_qkv(layer, call.q, call.k, call.v)
@@ -262,27 +282,27 @@ class Capture:
         self.finish()
 
     def _pass(self, ids: Tensor) -> None:
-        # A model whose embedding is offloaded (accelerate) moves the ids itself.
-        device = "cpu" if self.table.is_meta else self.table.device
-        self.outer(input_ids=ids.to(device), **self.options)
+        self.outer(input_ids=ids.to(self.device), **self.options)
 
     @cached_property
     def options(self) -> dict[str, Any]:
         """What the forward pass is called with besides ids, as far as its forward takes it."""
-        taken = _taken(self.outer)
-        options: dict = {"use_cache": False}
+        options: dict[str, Any] = {"use_cache": False}
         # Modules that do not ask whether to return weights always do; asking leaves hooks on them.
-        if self.legacy and all("output_attentions" in _taken(module) for module in self.layers):
+        if self.legacy and all("output_attentions" in _parameters(m) for m in self.layers):
             options["output_attentions"] = True
-        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken.values()):
-            options = {name: value for name, value in options.items() if name in taken}
-        if "logits_to_keep" in taken:
-            options["logits_to_keep"] = 1
+        parameters = _parameters(self.outer)
+        if "logits_to_keep" in parameters:
+            options["logits_to_keep"] = 1  # logits of all tokens would cost more than the blocks
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            options = {name: value for name, value in options.items() if name in parameters}
         return options
 
     @property
     def tokens_a_batch(self) -> int:
         """The most tokens of a pass: where all logits are computed, 2**27 of them at a time."""
+        # `base` has no unembedding.
         if self.outer is self.base or "logits_to_keep" in self.options:
             return 2**27
         return 2**27 // self.vocabulary
@@ -309,23 +329,24 @@ class Capture:
         refusals.check_calls(self.model, calls)
 
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
-        """Raise ValueError for rows that are too long, if a token has weight on later ones, or if
-        attention modules compute something else by the functions that the model names than by
-        those whose weights are read.
+        """Raise ValueError for rows that are too long, and for attention that cannot be read.
 
-        run: look at the latter two, on one text of different tokens of the rows.
+        That is where a token has weight on later ones, and where modules compute something else by
+        the functions that the model names than by those whose weights are read. run: whether to
+        look at these two, on one text of different tokens of the rows.
         """
         longest = max(len(row) for row in rows)
         refusals.check_positions(self.model, self.table, longest)
         if not run or longest == 1:
             return
+        # Different tokens: of equal ones the weights are even, whatever is wrong with them.
         text = torch.cat(list(rows)).unique()[: min(longest, CHECK_TOKENS)]
         if len(text) == 1:
             text = torch.cat([text, (text + 1) % self.vocabulary])
         measuring = self.doing
         self.doing = check = Checking(self.kind)
-        self.run(text[None])
-        if not self.named <= {"eager"}:
+        self.run(text[None])  # with our masks, by the eager function
+        if not self.named <= {"eager"}:  # then as the model would have run, for comparison
             check.as_named = True
             self._pass(text[None])
         self.doing = measuring
@@ -344,19 +365,14 @@ def _embedding(model: Any) -> Tensor:
     try:
         module = model.get_input_embeddings()
     except NotImplementedError:
-        tables = (part for part in model.modules() if isinstance(part, nn.Embedding))
-        module = next(tables, None)
-    table = getattr(module, "weight", None)
+        module = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    table: Tensor | None = getattr(module, "weight", None)
     if table is None:
         kind = type(model).__name__
         raise ValueError(f"{kind} embeds no tokens: sinks are measured on causal LMs")
     return table
 
 
-def _taken(module: nn.Module) -> Mapping:
-    """The parameters of a module's forward."""
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, by name."""
     return inspect.signature(module.forward).parameters
-
-
-def _is_map(x: Any, square: tuple[int, ...]) -> bool:
-    return isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == square

@@ -7,29 +7,30 @@ import os
 import pickle
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sinkutils.checks import choice
+from sinkutils.checks import choice, short
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
-from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, installed
+from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
 from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CorruptRecord, read_record, short_name
-from sinkutils.study.store import Folder, Runs
+from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
+from sinkutils.study.store import Runs
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-NUMBER = re.compile(r"\d+\.")  # of a block, in the name of a weight
+BLOCK = re.compile(r"(.*?)(\d+)\.")  # in the name of a weight, "model.layers.3.": list and number
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken")
 
 
 def load_lm(
-    name_or_path: str | os.PathLike,
+    name_or_path: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     *,
@@ -39,8 +40,8 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a
-        recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
+    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a GGUF file (with the
+        package gguf), a recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
         any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
@@ -52,12 +53,14 @@ def load_lm(
     tensors only, which is what transformers allows. Raises ModelUnavailable (an OSError)
     with one line that says what to do, ValueError for another device or dtype.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
     name, path = str(name_or_path), Path(name_or_path)
-    kind: Any = dtype
     if dtype is not None:
-        asked = str(dtype).removeprefix("torch.")
-        choice("dtype", asked, DTYPES)
-        kind = getattr(torch, asked)
+        dtype = str(dtype).removeprefix("torch.")
+        choice("dtype", dtype, DTYPES)
+        dtype = getattr(torch, dtype)
+    # One of four: a record, a folder, a model that pip brought, or a name that the hub knows.
     target = None if device == "auto" else find_device(device)
     recorded = Runs(runs).named(name)
     here = name != "" and path.exists()
@@ -65,39 +68,44 @@ def load_lm(
     if revision is not None and (recorded or here or real):
         raise ValueError(f"revision is of a hub id, and {name!r} has one state only: leave it out")
     if recorded is not None:
-        return _load_record(recorded, find_device(target), kind)
+        return _load_record(recorded, find_device(target), dtype)
     if here:
         check_folder(path)
         where = name
     elif real:
-        where = str(installed(name.lower()))
+        where = str(model_folder(name.lower()))
     else:
-        if not name or name.startswith((".", "/", "~")):
-            raise ModelUnavailable(f"there is no folder {name!r}")
-        if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
-            raise ModelUnavailable(
-                f"no recorded run {name!r}: give preset/experiment/seed of one, `python -m sinkutils train` it, or "
-                "give a hub id"
-            )
-        table = {row["name"].lower(): row["hub_id"] for row in read_csv(PAPER / "models.csv")}
-        where = table.get(name.lower(), name)
-    model, tokenizer = _load_transformers(where, target, kind, revision, trust_remote_code)
-    if real:
-        # Reports show it; no folder of the cache
+        where = _hub_id(name)
+    model, tokenizer = _load_transformers(where, target, dtype, revision, trust_remote_code)
+    if real:  # reports show this name, and no folder of the cache
         model.name_or_path = model.config.name_or_path = name.lower()
     return model, tokenizer
 
 
-def _load_record(
-    folder: Path, device: torch.device, dtype: torch.dtype | None
-) -> tuple[TransformerLM, Any]:
+def _hub_id(name: str) -> str:
+    """The hub id of a name of Table 8, or what is no folder and no record as it is."""
+    if not name or name.startswith((".", "/", "~")):
+        raise ModelUnavailable(f"there is no folder {name!r}")
+    if name.count("/") == 2 or name.partition("/")[0] in PRESETS:
+        raise ModelUnavailable(
+            f"no recorded run {name!r}: give preset/experiment/seed of one, "
+            "`python -m sinkutils train` it, or give a hub id"
+        )
+    for row in read_csv(PAPER / "models.csv"):
+        if row["name"].lower() == name.lower():
+            return row["hub_id"]
+    return name
+
+
+def _load_record(folder: Path, device: torch.device, dtype: Any) -> tuple[TransformerLM, Any]:
     try:
         record = read_record(folder)
         if record.weights is None:
-            preset, name, seed = (record.config[key] for key in ("preset", "experiment", "seed"))
+            run = record.config
             raise ModelUnavailable(
-                f"the record {short_name(folder)} was written without weights: "
-                f"python -m sinkutils train {name} --preset {preset} --seed {seed} --keep-weights"
+                f"the record {short_name(folder)} was written without weights: python -m sinkutils "
+                f"train {run['experiment']} --preset {run['preset']} --seed {run['seed']} "
+                "--keep-weights"
             )
         return record.load_model().to(device, dtype or torch.float32), record.tokenizer
     except CorruptRecord as error:
@@ -107,23 +115,28 @@ def _load_record(
 def _load_transformers(
     name: str,
     target: torch.device | None,
-    dtype: torch.dtype | None,
+    dtype: Any,
     revision: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    local = Path(name).is_dir()
+    # The hub is asked once whether it is there: its library tries each file for half a minute.
+    local = Path(name).exists()
     offline = not local and not hub_reachable()
-    common: dict = {
+    common: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "local_files_only": offline,
         "revision": revision or "main",
     }
+    where: Any = name
+    gguf = gguf_file(Path(name))
+    if gguf:  # transformers takes the folder and the file's name, and computes in full precision
+        where, common["gguf_file"] = gguf.parent, gguf.name
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
+            where,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype or (torch.float32 if find_device(target).type == "cpu" else "auto"),
@@ -132,16 +145,33 @@ def _load_transformers(
         )
         model, info = loaded
         tokenizer: Any = WithoutTokenizer(model)
-        if not local or any(
-            file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)
-        ):
-            tokenizer = AutoTokenizer.from_pretrained(name, **common)
+        if not local or gguf or _holds(Path(name), TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
     check_loaded(name, model, info)
     if target:
         model.to(target)
     return model.eval(), tokenizer
+
+
+def _holds(folder: Path, patterns: Sequence[str]) -> bool:
+    """Whether a folder has a file of one of these patterns."""
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the one in a folder without a config.json."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise ModelUnavailable(
+            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
+        )
+    return files[0]
 
 
 def check_folder(path: Path) -> None:
@@ -157,8 +187,7 @@ def check_folder(path: Path) -> None:
                     f"{str(path)!r} has git-lfs pointers in place of files ({file.name}): "
                     "run `git lfs pull` in it"
                 )
-    known = ("config.json", "adapter_config.json", "*.gguf")
-    if any(file for pattern in known for file in path.glob(pattern)):
+    if _holds(path, ("config.json", "adapter_config.json", "*.gguf")):
         return
     inner = [file.parent for file in path.glob("*/config.json")]
     if inner:
@@ -170,52 +199,54 @@ def check_folder(path: Path) -> None:
     raise ModelUnavailable(f"{str(path)!r} has no config.json: is it the folder of a model?")
 
 
-def check_loaded(name: str, model: Any, info: dict) -> None:
+# transformers fills what a file lacks with random numbers, and drops what it does not know, with a
+# line in its log. A sink measured on such a model would be a number of nothing.
+def check_loaded(name: str, model: Any, info: dict[str, Any]) -> None:
     """Raise ModelUnavailable for weights that are not those of the configuration.
 
     Unused ones of another head, or of layers that predict further tokens (MTP), are a warning.
     """
-    for key, in_file, in_model in sorted(info.get("mismatched_keys", ())):
+    message = f"the weights of {name!r} are not those of its config.json: "
+    mismatched = sorted(info.get("mismatched_keys", ()))
+    if mismatched:
+        key, in_file, in_model = mismatched[0]
         raise ModelUnavailable(
-            f"the weights of {name!r} are not those of its config.json: {key} is "
-            f"{tuple(in_file)} in the file and {tuple(in_model)} by config.json (and "
-            f"{len(info['mismatched_keys']) - 1} more): was the vocabulary resized without saving?"
+            f"{message}{key} is {tuple(in_file)} in the file and {tuple(in_model)} by config.json "
+            f"(and {len(mismatched) - 1} more): was the vocabulary resized without saving?"
         )
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    message = (
-        f"the weights of {name!r} are not those of its config.json: "
-        f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
-    )
-    lists = {NUMBER.split(key)[0] for key in model.state_dict()}  # of blocks, as "model.layers."
-    config = model.config.get_text_config()
-    last = getattr(config, "num_hidden_layers", 0) - 1
-    further = getattr(config, "num_nextn_predict_layers", 0) or 0
-    for key in unused:
-        number = NUMBER.search(key)
-        if NUMBER.split(key)[0] in lists and number:  # a block's, that would be left out
-            if not last < int(number[0][:-1]) <= last + further:
-                missing.append(key)
-    if missing:  # they would be random
+    message += f"without {len(missing)} {missing[:1]}, with {len(unused)} unused {unused[:1]}"
+    if missing or _leaves_out_a_block(model, unused):  # the missing would be random
         raise ModelUnavailable(f"{message}; rename them in the file, or mend config.json")
     if unused:
         warnings.warn(message, stacklevel=4)
 
 
+def _leaves_out_a_block(model: Any, unused: Sequence[str]) -> bool:
+    """Whether weights that are not used are of a block, other than those of MTP behind the last."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", 0)
+    further = range(count, count + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+    used = {match[1] for key in model.state_dict() if (match := BLOCK.match(key))}
+    for key in unused:
+        match = BLOCK.match(key)
+        if match and match[1] in used and int(match[2]) not in further:
+            return True
+    return False
+
+
 class WithoutTokenizer:
-    """In place of the tokenizer of a folder that has none:
-    enough for probes of random and of repeated ids.
-    """
+    """For a folder without tokenizer: enough for probes of random and of repeated ids."""
 
     bos_token_id = None
 
     def __init__(self, model: Any) -> None:
-        if isinstance(model, TransformerLM):
-            size = model.config.vocab_size
-        else:
-            size = len(model.get_input_embeddings().weight)
+        own = isinstance(model, TransformerLM)
+        size = model.config.vocab_size if own else len(model.get_input_embeddings().weight)
         self.vocabulary = {f"<{i}>": i for i in range(size)}
-        special = [token_ids(model, f"{role}_token_id") for role in ("bos", "eos", "pad")]
-        self.all_special_ids = set().union(*special)
+        self.all_special_ids: set[int] = set()
+        for role in ("bos", "eos", "pad"):
+            self.all_special_ids |= token_ids(model, f"{role}_token_id")
 
     def get_vocab(self) -> dict[str, int]:
         return self.vocabulary
@@ -243,27 +274,28 @@ def hub_reachable() -> bool:
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """One line on why a model did not load: transformers' own,
-    but where that says nothing or too much.
-    """
-    said, path = " ".join(str(error).split()), Path(name)
-    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
-        return f"{name!r} is a GGUF file: measure what AutoModelForCausalLM.from_pretrained(folder, gguf_file=..) loads"
+    """Why a model did not load, in one line: transformers' own, unless that says too little."""
+    message, path = " ".join(str(error).split()), Path(name)
+    if gguf_file(path) and not importlib.util.find_spec("gguf"):
+        return f"{name!r} is a GGUF file: pip install gguf"
     if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
-    if re.search("Unsupported (global|class)", said):
+    if re.search("Unsupported (global|class)", message):
         return (
-            f"{name!r} has weights in a .bin file that holds more than tensors, which could run any "
-            "code: not loaded"
+            f"{name!r} has weights in a .bin file that holds more than tensors, which could run "
+            "any code: not loaded"
         )
-    if "weights_only" in said or isinstance(error, pickle.UnpicklingError | EOFError):
+    if "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
         return (
             f"{name!r} has a .bin file that torch.save did not write, or a cut one: fetch it again"
         )
-    if "deserializing header" in said:
-        return f"{name!r} could not be loaded: {said[:200]} (is its .safetensors file cut?)"
-    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", said):
+    if "deserializing header" in message:
+        return f"{name!r} could not be loaded: {message[:200]} (is its .safetensors file cut?)"
+    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
         return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
-        return f"{name!r} is not in the local cache and the hub cannot be reached: connect, or give a local folder"
-    return f"{name!r} could not be loaded: {said[:300] or type(error).__name__}"
+        return (
+            f"{name!r} is not in the local cache and the hub cannot be reached: "
+            "connect, or give a local folder"
+        )
+    return f"{name!r} could not be loaded: {message[:300] or type(error).__name__}"

@@ -1,6 +1,4 @@
-"""Masks of transformers' models: a window's is made a block of
-queries at a time, by positions, not as T x T.
-"""
+"""Masks of windows, made a block of queries at a time by positions, and not as T x T."""
 
 from __future__ import annotations
 
@@ -17,28 +15,25 @@ LONG = 4096  # positions from which a window's mask of T x T is not made
 
 
 class WindowMask(PositionMask):
-    """What transformers asked for as the mask of a window, or
-    of chunks that do not slide (Llama 4).
-    """
+    """What transformers asked for as the mask of a window, or of chunks that do not slide."""
 
-    def __init__(self, kwargs: dict) -> None:
+    def __init__(self, kwargs: dict[str, Any]) -> None:
         self.window = kwargs["local_size"]
         sees = kwargs["mask_function"]
         device = torch.device(kwargs.get("device", "cpu"))
+        # transformers' rules take indices of sequence, head, query and key that broadcast.
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)  # any sequence and head
 
         def seen(rows: Tensor, columns: Tensor) -> Tensor:
-            mask = sees(zero, zero, rows[None, None, :, None], columns[None, None, None])
+            mask: Tensor = sees(zero, zero, rows[None, None, :, None], columns[None, None, None])
             return mask.expand(1, 1, len(rows), len(columns))[0, 0]
 
         super().__init__(seen, kwargs["q_length"], device)
 
     @property
     def chunked(self) -> bool:
-        """Whether the query after the first window, if there
-        is one, does not see the key before it.
-        """
-        before, after = self.positions[self.window - 1 : self.window + 1].split(1)
+        """Whether it does not slide (Llama 4): the query behind the first one sees no key of it."""
+        before, after = torch.tensor_split(self.positions[self.window - 1 : self.window + 1], 2)
         return self.window > 1 and not bool(self.seen(after, before))
 
 
@@ -54,21 +49,30 @@ def mask(**kwargs: Any) -> Tensor | None:
             "pip install -U transformers"
         )
     length, window = kwargs["q_length"], kwargs.get("local_size")
-    if window is None or length < window or kwargs["kv_length"] != length:
-        return sdpa_mask(**kwargs)
-    for name in ("use_vmap", "q_offset", "kv_offset"):
-        if kwargs.get(name):
-            return sdpa_mask(**kwargs)
-    if kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True):
-        return sdpa_mask(**kwargs)
-    positions = WindowMask(kwargs)
-    if length < LONG:
-        whole = sdpa_mask(**kwargs)
+    positions = None
+    if window is not None and window <= length == kwargs["kv_length"] and is_plain(kwargs):
+        positions = WindowMask(kwargs)
+    # A model may look at a mask, or cut it. Below LONG it is all there; beyond, nobody has paid for
+    # T x T elements, and whoever reads them gets nan.
+    if positions is None or length < LONG:
+        whole: Any = sdpa_mask(**kwargs)
     else:
         nan = torch.full((), torch.nan, device=positions.positions.device)
         whole = nan.expand(kwargs["batch_size"], 1, length, length)
-    whole.by_position = positions  # type: ignore[union-attr]
-    return whole
+    if positions is not None:
+        whole.by_position = positions
+    masked: Tensor | None = whole
+    return masked
+
+
+def is_plain(kwargs: dict[str, Any]) -> bool:
+    """Whether a mask depends on positions only: no cache, no padding, no skipping forbidden."""
+    for name in ("use_vmap", "q_offset", "kv_offset"):
+        if kwargs.get(name):
+            return False
+    if kwargs.get("attention_mask") is not None:
+        return False
+    return bool(kwargs.get("allow_is_causal_skip", True))
 
 
 def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
@@ -76,7 +80,7 @@ def by_position(mask: Tensor | None, name: str) -> Tensor | PositionMask | None:
 
     Raises ValueError for one of nan that a model has cut.
     """
-    window = getattr(mask, "by_position", None)
+    window: PositionMask | None = getattr(mask, "by_position", None)
     if window is not None:
         return window
     if mask is not None and mask.shape[-1] >= LONG and mask[..., -1, -1].isnan().any():
@@ -92,7 +96,7 @@ def window_of(mask: Tensor) -> int | None:
     seen = shown(mask)
     length = mask.shape[-1]
     in_any = seen.reshape(-1, *seen.shape[-2:]).any(dim=0)  # text, of any head: (T, T)
-    width = int(in_any[-1].sum())
+    width = int(in_any[-1].sum())  # keys that the last query sees
     if width == length:
         return None
     band = torch.ones_like(in_any).tril().triu(1 - width)

@@ -71,15 +71,18 @@ def measure(
         isinstance(model, nn.Module),
         f"model must be a TransformerLM or a transformers model, got {type(model).__name__}",
     )
+    # --- what is asked for, checked before anything runs
     if isinstance(ids, Mapping):  # a tokenizer's BatchEncoding
         if attention_mask is None:
             attention_mask = ids.get("attention_mask")
+        require("input_ids" in ids, f"ids has no input_ids, but {', '.join(map(str, ids))}")
         ids = ids["input_ids"]
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
-    pairs = chosen_heads(heads)
+        batch_size = int(batch_size)  # of NumPy's integers PyTorch takes none
+    pairs = distinct_pairs(heads)
     require(
         bos in (True, False, None),
         f"bos must be True, False or None (read it off the ids), got {bos!r}",
@@ -89,22 +92,32 @@ def measure(
     if attention_mask is None:
         warn_of_padding(ids, model, firsts)
     warn_of_two_bos(rows, firsts)
+    # --- forward passes: of sequences of one length at a time, so that none needs padding
+    # The device is named as torch.set_default_device may say another.
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     tally = Tally(targets, int(lengths.max()), norms, pairs)
-    order: list[int] = []
+    order: list[int] = []  # of the rows as they run: those of one length together
     state = LeftAsFound()
-    with ONE_AT_A_TIME, state, state:
+    with ONE_AT_A_TIME, state, state:  # twice: why is said there
         state.evaluate(model)
-        source = watch(model, tally, exact, state)
+        source: OwnModel | Capture
+        if isinstance(model, TransformerLM):
+            source = OwnModel(model, tally)
+        else:  # transformers is imported for its own models only
+            from sinkutils.measuring.hf import observe
+            from sinkutils.measuring.passes import Measuring
+
+            source = observe(model, Measuring(tally, exact), state)
         check_range(rows, source.vocabulary)
         source.check(rows, check)
+        tokens = min(TOKENS_A_BATCH, source.tokens_a_batch)
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero()[:, 0]
-            tokens = min(TOKENS_A_BATCH, source.tokens_a_batch)
             for indices in same.split(batch_size or max(1, tokens // length)):
                 source.run(torch.stack([rows[i] for i in indices]))
                 tally.refuse_heads()
                 order += indices.tolist()
+    # --- the report: `places` puts the samples back into the order of ids
     places = torch.tensor(order, device="cpu").argsort()
     report = tally.report(source, places, lengths, epsilons)
     report.name = name or getattr(model, "name_or_path", "") or type(model).__name__
@@ -117,25 +130,15 @@ def measure(
     return report
 
 
-def watch(model: nn.Module, tally: Tally, exact: bool, state: LeftAsFound) -> OwnModel | Capture:
-    """What runs the model and adds to the tally."""
-    if isinstance(model, TransformerLM):
-        return OwnModel(model, tally)
-    from sinkutils.measuring.hf import observe  # transformers is imported for its own models only
-    from sinkutils.measuring.passes import Measuring
-
-    return observe(model, Measuring(tally, exact), state)
-
-
-def chosen_heads(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def distinct_pairs(heads: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """(layer, head) pairs, each once."""
-    pairs = {}
-    for pair in heads if isinstance(heads, Sequence) else [None]:
-        if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise ValueError(f"heads must be a sequence of (layer, head) pairs, got {short(heads)}")
-        layer, head = pair
-        pairs[layer, head] = True
-    return tuple(pairs)
+    try:
+        pairs = [(layer, head) for layer, head in heads]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"heads must be a sequence of (layer, head) pairs, got {short(heads)}"
+        ) from error
+    return tuple(dict.fromkeys(pairs))
 
 
 def digest(rows: Sequence[Tensor]) -> str:
@@ -143,14 +146,12 @@ def digest(rows: Sequence[Tensor]) -> str:
     total = hashlib.sha256()
     for row in rows:
         total.update(row.to("cpu", torch.int64).numpy().tobytes())
-        total.update(b"|")
+        total.update(b"|")  # so that two short rows are not one long one
     return total.hexdigest()[:16]
 
 
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
-    """The rows of ids without their padding, and how many were
-    skipped as shorter than the largest target.
-    """
+    """The rows of ids without padding, and how many were skipped: too short for a target."""
     instance("ids", ids, Tensor)
     require(
         ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
@@ -168,21 +169,21 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     real = mask.bool().to(ids.device)
     require(
         bool((mask.to(ids.device) == real).all()),
-        "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed texts, marked 1, 2, .., "
-        "are not supported: give each text a row of its own)",
+        "attention_mask must be 1 at tokens and 0 at padding, and holds something else (packed "
+        "texts, marked 1, 2, .., are not supported: give each text a row of its own)",
     )
-    starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)
+    starts = (F.pad(real.int(), (1, 0)).diff(dim=1) == 1).sum(dim=1)  # of runs of tokens
     require(
         bool((starts == 1).all()),
-        "attention_mask has padding between the tokens of a row, or a row of padding: put it at either end",
+        "attention_mask has padding between the tokens of a row, or a row of padding: "
+        "put it at either end",
     )
-    rows = [row[seen] for row, seen in zip(ids, real, strict=True)]
-    long = [row for row in rows if len(row) >= longest]
+    long = [ids[i, real[i]] for i in range(len(ids)) if int(real[i].sum()) >= longest]
     require(
         len(long) > 0,
         f"no row of ids has the {longest} tokens that target {longest} needs, without its padding",
     )
-    return long, len(rows) - len(long)
+    return long, len(ids) - len(long)
 
 
 def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
@@ -206,18 +207,13 @@ def warn_of_padding(ids: Tensor, model: nn.Module, firsts: set[int]) -> None:
 
 
 def warn_of_two_bos(rows: Sequence[Tensor], firsts: set[int]) -> None:
-    """Warn where each text begins with two BOS, as of a chat
-    template that was tokenised as text.
-    """
-    for row in rows:
-        starts = row[:2].tolist()
-        if len(starts) < 2 or not firsts.issuperset(starts):
-            return
-    warnings.warn(
-        "each text begins with two BOS, as where a chat template that has one is tokenised as text: "
-        "use apply_chat_template(tokenize=True), or add_special_tokens=False",
-        stacklevel=3,
-    )
+    """Warn where each text begins with two BOS, as of a chat template tokenised as text."""
+    if all(len(row) > 1 and firsts.issuperset(row[:2].tolist()) for row in rows):
+        warnings.warn(
+            "each text begins with two BOS, as where a chat template that has one is tokenised as "
+            "text: use apply_chat_template(tokenize=True), or add_special_tokens=False",
+            stacklevel=3,
+        )
 
 
 def token_ids(model: nn.Module, name: str) -> set[int]:

@@ -38,15 +38,9 @@ class Subject:
 
     @property
     def firsts(self) -> tuple[str, ...]:
-        """What can stand first in an input: x_fix where the model
-        was trained with it, plain text, a BOS if any.
-        """
+        """What can stand first in an input: x_fix of training, plain text, a BOS if any."""
         firsts = (X_FIX, TEXT) if self.fixed_position else (TEXT,)
-        try:
-            bos_id(self.tokenizer)
-        except ValueError:
-            return firsts
-        return (*firsts, BOS)
+        return firsts if adds_bos(self.tokenizer) is None else (*firsts, BOS)
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -74,42 +68,42 @@ class Subject:
         if first != X_FIX:
             return ids
         fix_id = special_ids(self.tokenizer, self.name)["fix_id"]
-        return (
-            torch.full_like(ids[:1], fix_id)
-            if kind == "repeat"
-            else fix_position(ids, self.fixed_position, fix_id)
-        )
+        if kind == "repeat":
+            return torch.full_like(ids[:1], fix_id)
+        return fix_position(ids, self.fixed_position, fix_id)
 
     def measure(self, ids: Tensor, **options: Any) -> Report:
         """`measure.measure`, under this name."""
         return measure(self.model, ids, name=self.name, **options)
 
 
-def trained_with_bos(name: str, tokenizer: Any) -> bool:
-    """Whether a model's texts began with a BOS: known of some,
-    else whether its tokenizer adds one.
-    """
-    real = REAL_MODELS.get(name.lower())
-    if real is not None:
-        return real.bos
+def adds_bos(tokenizer: Any) -> bool | None:
+    """Whether a tokenizer puts a BOS in front of a text; None: it has none."""
     try:
-        first = bos_id(tokenizer)
-        ids = tokenizer.encode("a")
-    except ValueError:  # no BOS, or no tokenizer
-        return False
-    return list(getattr(ids, "ids", ids))[:1] == [first]
+        bos = bos_id(tokenizer)
+    except ValueError:
+        return None
+    ids = tokenizer.encode("a")
+    return bool(getattr(ids, "ids", ids)[0] == bos)
+
+
+def trained_with_bos(name: str, tokenizer: Any) -> bool:
+    """Whether a model's texts began with a BOS: known of some, else as its tokenizer has it."""
+    if name.lower() in REAL_MODELS:
+        return REAL_MODELS[name.lower()].bos
+    return bool(adds_bos(tokenizer))
 
 
 def subject(name: str, device: str | None = None, **options: Any) -> Subject:
-    """Load any model that `load_lm` takes, with its options; of
-    a record also its T and where a token was fixed.
+    """Any model that `load_lm` takes; of a record also its T and where a token was fixed.
+
+    options: of `load_lm`.
     """
     model, tokenizer = load_lm(name, device, **options)
     folder = Runs(options.get("runs")).named(name)
     if folder is None:
-        return Subject(
-            Path(name).name, model, tokenizer, bos_in_training=trained_with_bos(name, tokenizer)
-        )
+        bos = trained_with_bos(name, tokenizer)
+        return Subject(Path(name).name, model, tokenizer, bos_in_training=bos)
     run = read_record(folder).config
     return Subject(
         run["experiment"],

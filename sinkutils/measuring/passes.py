@@ -1,20 +1,18 @@
-"""What is done in a forward pass with the attention that a
-model shows: measure, check or operate.
-"""
+"""What is done with the attention that a model shows in a forward pass: measure, check, operate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkutils.measuring import families
-from sinkutils.measuring.families import Call, widened
-from sinkutils.measuring.fused import can_serve, fused, proves_right
+from sinkutils.measuring.families import Call, Function, widened
+from sinkutils.measuring.fused import can_serve, fused_call, proves_right
 from sinkutils.measuring.refusals import LATER
-from sinkutils.measuring.tally import Tally
+from sinkutils.measuring.tally import Edit, Tally
 from sinkutils.model import flash
 
 EXACT_ELEMENTS = 2**25  # attention weights held at a time: 128 MiB in float32
@@ -43,14 +41,32 @@ class Pass:
 
 
 class Measuring(Pass):
-    """Adds to a tally: by a fused kernel where one serves and proves right, else by whole rows."""
+    """Adds to a tally: by a fused kernel where one serves and proves right, else by whole rows.
 
-    def __init__(self, tally: Tally, exact: bool = False) -> None:
-        self.tally, self.exact = tally, exact
+    Under surgery there is an edit, or keys are hidden, or stand in front of the text.
+    """
+
+    def __init__(
+        self,
+        tally: Tally,
+        exact: bool = False,
+        edit: Edit | None = None,
+        hidden: Tensor | None = None,
+        front: int = 0,
+    ) -> None:
+        self.tally = tally
+        self.exact = exact
+        self.edit = edit
+        self.hidden = hidden  # (T, T): the keys j that queries i do not see
+        self.front = front
         self.looks = tally.norms
         self.proved: dict[tuple[nn.Module, str], bool] = {}  # by module and kind of mask
 
     def attention(self, call: Call, layer: int) -> Tensor:
+        call = call._replace(hidden=self.hidden)
+        if self.edit is not None and layer in self.edit.layers:
+            changed: Any = {self.edit.part: self.edit.change(getattr(call, self.edit.part).clone())}
+            call = call._replace(**changed)
         self.tally.add_qkv(layer, call.q, call.k, call.v)
         out = self._fused(call, layer)
         return self._exact(call, layer) if out is None else out
@@ -65,33 +81,37 @@ class Measuring(Pass):
         self.tally.add_hidden(layer, hidden)
 
     def _fused(self, call: Call, layer: int) -> Tensor | None:
-        """Output by a fused kernel, and alpha by its
-        log-sum-exp; None where whole rows are needed.
-        """
+        """Output by a fused kernel, and alpha by its log-sum-exp; None: whole rows are needed."""
         q, columns = call.q, self.tally.columns(call.q.device)
         if self.exact or self.tally.heads_of(layer, q.shape[1]) or not can_serve(call, columns):
             return None
+        # A kernel is tried once on made-up rows, by device and precision (`trusted`), and once in
+        # each module on its own: something may be done to logits there that no kernel knows of.
         place = (call.module, call.kind)
         first = place not in self.proved
         if first:
             self.proved[place] = flash.trusted("fused", call.kind, q.device, q.dtype, q.shape[-1])
         if not self.proved[place]:
             return None
-        result = fused(call, columns)
+        result = fused_call(call, columns)
         if first and not proves_right(call, result, columns):
             self.proved[place] = False
             return None
-        self.tally.add_shares(layer, result.shares, result.rest)
+        self.tally.add_shares(layer, result.shares)
+        if result.star is not None:
+            self.tally.add_star(layer, result.star)
         return result.out
 
     def _exact(self, call: Call, layer: int) -> Tensor:
         """Output and weights by the family's eager function, chunk by chunk of queries."""
         batch, heads, length, _ = call.q.shape
+        # Queries that are computed together: a map of B x H x T x T would not fit in memory.
         step = max(1, EXACT_ELEMENTS // (batch * heads * length))
         if any(isinstance(value, Tensor) and value.ndim >= 3 for value in call.kwargs.values()):
             step = length  # an argument by position that only the family knows how to cut
         outs = []
 
+        # The tally draws from this generator: a chunk of weights is gone when the next is made.
         def weights() -> Iterator[Tensor]:
             for rows in call.rows.split(step):
                 out, part = families.chunk(call, rows)
@@ -103,32 +123,12 @@ class Measuring(Pass):
         return torch.cat(outs, dim=1)
 
 
-class Operating(Measuring):
-    """Measures under surgery: keys are hidden or stand in
-    front of the text, or calls are changed.
-    """
-
-    def __init__(
-        self,
-        tally: Tally,
-        hidden: Tensor | None = None,
-        front: int = 0,
-        changed: Callable[[Call, int], Call] | None = None,
-    ) -> None:
-        super().__init__(tally, exact=True)
-        self.hidden = hidden  # (T, T): the keys j that queries i do not see
-        self.front = front
-        self.changed = changed  # what is computed in place of a layer's call
-
-    def attention(self, call: Call, layer: int) -> Tensor:
-        if self.changed is not None:
-            call = self.changed(call, layer)
-        return super().attention(call._replace(hidden=self.hidden), layer)
-
-
 class Checking(Pass):
-    """Looks for weights on later tokens and then, in a second pass, compares what is read with what
-    the functions that the model names compute of the same queries, keys and values."""
+    """Looks for weights on later tokens and then, in a second pass, for functions that differ.
+
+    The second pass compares what the functions that the model names compute with what is read of
+    the same queries, keys and values.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind  # of the model
@@ -137,20 +137,26 @@ class Checking(Pass):
 
     def attention(self, call: Call, layer: int) -> Tensor:
         out, weights = families.chunk(call, call.rows)
+        # A query without a key has even weights over all, later ones too: that is no look ahead.
         self.weights(layer, weights.masked_fill(call.blind()[:, None], 0))
         self.calls[call.module] = call
         return out
 
     def weights(self, layer: int, weights: Tensor) -> None:
-        if weights.triu(1).abs().max() > 1e-6:
+        if weights.triu(1).abs().max() > 1e-6:  # of keys behind their query
             raise ValueError(f"{self.kind} {LATER}")
 
     def compare(
-        self, name: str, function: Callable, module: nn.Module, *inputs: Any, **kwargs: Any
+        self,
+        name: str,
+        function: Function,
+        module: nn.Module,
+        *inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         """In the second pass, in place of the function of that name: what it returns."""
         if module in self.calls:
-            q, k, v, *_ = inputs
+            q, k, v, *_ = inputs  # the second pass's own, as rounding differs from the first's
             expected = self.calls[module]._replace(q=q, k=k, v=v)
             if not computes_the_same(function, module, inputs, kwargs, expected):
                 self.differs.add(name)
@@ -158,7 +164,11 @@ class Checking(Pass):
 
 
 def computes_the_same(
-    function: Callable, module: nn.Module, inputs: tuple, kwargs: dict, expected: Call
+    function: Function,
+    module: nn.Module,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    expected: Call,
 ) -> bool:
     """Whether an attention function computes the output that is expected of a call.
 
@@ -179,5 +189,6 @@ def computes_the_same(
 
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
     """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
-    size = right.float().norm(dim=-1)
-    return (out - right).float().norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
+    size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
+    gaps: Tensor = torch.linalg.vector_norm((out - right).float(), dim=-1)
+    return gaps / size.clamp(min=1e-6 * float(size.max()) + 1e-30)

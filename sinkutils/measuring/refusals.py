@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,10 @@ from sinkutils.checks import require
 from sinkutils.measuring.families import INTERFACE, PREFIX, REFUSED, Call
 
 LATER = "sees later tokens: it is no causal LM (encoder-only?)"
-SILENT = "did not show their weights: was their forward replaced?"
+SILENT = (
+    "did not show their weights: was their forward replaced? Measure the model as it was loaded; "
+    f"{INTERFACE}"
+)
 TWICE = (
     "ran more than once in a pass: of a module in several places, give each place a copy "
     "(copy.deepcopy)"
@@ -60,17 +62,14 @@ def cut_by(model: nn.Module) -> str | None:
     size = getattr(model, "tp_size", None) or 1
     if size > 1:
         return f"a tensor-parallel plan ({size} processes): {IN_PARTS}"
-    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        return (
-            "FullyShardedDataParallel, whose weights lie flat in one piece: use fully_shard (FSDP2)"
-        )
+    if has_class(model, "FullyShardedDataParallel"):
+        return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
+    sharded = is_sharded(model)
     for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):
-            return (
-                f"DeepSpeed's ZeRO-3, and its parameters are elsewhere between passes: {IN_PARTS}"
-            )
-        if hasattr(parameter, "placements") and "FSDPModule" not in kinds:  # a DTensor
+        # ZeRO-3 marks each parameter, and empties it between passes.
+        if hasattr(parameter, "ds_id") or parameter.numel() == 0:
+            return f"DeepSpeed's ZeRO-3, its parameters being elsewhere between passes: {IN_PARTS}"
+        if hasattr(parameter, "placements") and not sharded:  # a DTensor
             if any(placement.is_shard() for placement in parameter.placements):
                 return f"tensor parallelism: {IN_PARTS}"
     return None
@@ -78,14 +77,19 @@ def cut_by(model: nn.Module) -> str | None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 shards a model, so that every process has to take part in its passes."""
-    kinds = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    return "FSDPModule" in kinds
+    return has_class(model, "FSDPModule")
+
+
+def has_class(model: nn.Module, name: str) -> bool:
+    """Whether one of a model's modules is of a class of that name, or derived from it."""
+    return any(cls.__name__ == name for m in model.modules() for cls in type(m).__mro__)
 
 
 def check_heads(model: Any, heads: int) -> None:
     """Refuse attention modules that compute a part of the heads, the rest being elsewhere."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
+    # Under tensor parallelism a process has some of the heads, and nothing on the module says so.
     config = model.config.get_text_config()
     whole = getattr(config, "num_attention_heads", heads)
     if isinstance(whole, int) and heads < whole and whole % heads == 0:
@@ -121,6 +125,7 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or length <= limit:
         return
+    # A table of positions is another embedding, as long as the limit (OPT's has two rows more).
     for module in model.base_model.modules():
         looked_up = isinstance(module, nn.Embedding) and module.weight is not table
         if looked_up and limit <= module.num_embeddings <= limit + 2:
@@ -129,15 +134,13 @@ def check_positions(model: Any, table: Tensor, length: int) -> None:
             )
     warnings.warn(
         f"ids have {length} positions, and the model was made for {limit} "
-        "(max_position_embeddings): its numbers beyond them are those of a use it was not trained for",
+        "(max_position_embeddings): beyond them it was not trained, and its numbers say so",
         stacklevel=5,
     )
 
 
 def check_range(rows: Sequence[Tensor], vocabulary: int) -> None:
-    """Refuse a token without an embedding: on a GPU its
-    look-up would end the process's use of it.
-    """
+    """Refuse a token without an embedding: its look-up would end a process's use of a GPU."""
     low, high = torch.cat(list(rows)).aminmax()  # of all rows at once, as it waits for their device
     if low < 0 or high >= vocabulary:
         raise ValueError(
@@ -168,18 +171,14 @@ def check_calls(model: Any, calls: Mapping[str, int]) -> None:
 
     calls: how often each of those in the blocks that ran did, by its name.
     """
-    counts = Counter(calls.values())
-    silent = [name for name, count in calls.items() if count == 0]
-    twice = [name for name, count in calls.items() if count > 1]
-    for names, reason in (
-        (silent, f"{SILENT} Measure the model as it was loaded; {INTERFACE}"),
-        (twice, TWICE),
-    ):
-        if names:
-            raise ValueError(
-                f"{type(model).__name__} cannot be measured: {len(names)} of {counts.total()} "
-                f"attention modules ({names[0]}, ..) {reason}"
-            )
+    names, reason = [name for name, count in calls.items() if count == 0], SILENT
+    if not names:
+        names, reason = [name for name, count in calls.items() if count > 1], TWICE
+    if names:
+        raise ValueError(
+            f"{type(model).__name__} cannot be measured: {len(names)} of {len(calls)} "
+            f"attention modules ({names[0]}, ..) {reason}"
+        )
 
 
 def why_not_finite(model: nn.Module) -> str:
@@ -187,7 +186,6 @@ def why_not_finite(model: nn.Module) -> str:
     for name, weight in model.named_parameters():
         if not weight.is_meta and weight.is_floating_point() and not weight.isfinite().all():
             return f"the weights hold nan or infinite values ({name})"
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if dtype == torch.float16:
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         return "every weight is finite and activations overflow float16: use bfloat16 or float32"
     return "every weight is finite, and activations are not: a layer overflows or divides by zero"

@@ -1,8 +1,7 @@
-"""The sink metric of Section 3.2 as a report answers it:
-alpha_k, Sink_k^eps, excess, and the l2-norms beside them.
+"""The sink metric of Section 3.2: alpha_k, Sink_k^eps, the excess, and the l2-norms beside them.
 
-    alpha_k = mean over i = k..T of A_ik
-    Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
+alpha_k = mean over i = k..T of A_ik
+Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from sinkutils.checks import numbers, require
 CURVE_EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 DRAWS = 2000  # of the bootstrap
 DIGITS = 5  # of the numbers in a summary
-# Of a report, what its summary for JSON holds as it is, and what it holds by position.
-SUMMARY = "name path bos samples skipped floor targets epsilons layers".split()
+# The attributes of a report that `to_dict` copies, and those of them that have a value a position.
+CONDITIONS = "name path bos samples skipped floor targets epsilons layers".split()
 BY_POSITION = (
     "embedding_norms hidden_norms before_norm_norms query_norms key_norms value_norms hidden_peaks"
 ).split()
@@ -35,13 +34,10 @@ class NotFinite(ValueError):
 
 @dataclass
 class Kept:
-    """What was kept of one chosen (layer, head), for figures;
-    zeros beyond the end of a shorter sequence.
-    """
+    """The map, queries and keys of one head; zeros beyond the end of a shorter sequence."""
 
     map: Tensor  # A_ij, (samples, T, T)
-    # After rotary, (samples, T, D); None where only weights are shown
-    queries: Tensor | None = None
+    queries: Tensor | None = None  # after rotary, (samples, T, D); None where a model shows weights
     keys: Tensor | None = None
 
 
@@ -69,8 +65,6 @@ class Report:
     hidden_peaks: Tensor | None = None
     first_elements: Tensor | None = None  # (blocks, d): |h_1^l| by dimension over that median
     star: Tensor | None = None  # (samples, layers, heads): share of k*, x* or a learned sink logit
-    # Alpha of the rows divided by their sum, where a sink logit takes a part
-    renormalised: Tensor | None = None
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by (layer, head)
     bos: bool | None = None  # whether each sequence starts with a BOS; None: not known
     skipped: int = 0  # sequences shorter than the largest target
@@ -94,29 +88,25 @@ class Report:
 
     @property
     def floor(self) -> float:
-        """alpha_1 of uniform causal attention: H_T / T, 0.074
-        at T = 64. A mean over unequal lengths.
-        """
-        return float(np.mean([uniform_alpha(int(length)) for length in self.lengths]))
+        """alpha_1 of uniform causal attention, H_T / T: 0.074 at T = 64. Mean over the lengths."""
+        return float(np.mean([uniform_alpha(length) for length in self.lengths.tolist()]))
 
     def sink(self, k: int | str = 1, eps: float = 0.3) -> float:
         """Sink_k^eps in percent: the indicator for each sequence, layer and head, then the mean.
 
         At any eps in (0, 1). Raises ValueError for another, and for a key that was not measured.
         """
-        return 100 * float(self._active(k, eps).mean())
+        return 100 * float(self._is_sink(k, eps).mean())
 
     def sink_star(self, eps: float = 0.3) -> float:
-        """Sink_*^eps in percent, for models with a key bias, a
-        sink token or a learned sink logit.
-        """
+        """Sink_*^eps in percent, of a key bias, a sink token or a learned sink logit."""
         return self.sink("star", eps)
 
     def excess(self, k: int | str = 1) -> float:
-        """Mean over samples, layers and heads of (alpha_k - u) /
-        (1 - u), u the alpha_k of uniform causal attention.
+        """Mean of (alpha_k - u) / (1 - u), u the alpha_k of uniform causal attention.
 
-        For k = 1, u = H_T / T; in a layer with a window w each query spreads over min(i, w) keys.
+        The mean is over samples, layers and heads. For k = 1, u = H_T / T; in a layer with a window
+        w query i spreads over min(i, w) keys.
         For "star" each of i keys and the star. 0 is uniform attention, 1 all attention on k; 0 also
         where there is no other key (T = 1). The u of a model with a prefix is that without: uniform
         attention over its mask lies a little below 0.
@@ -126,42 +116,40 @@ class Report:
     def _excess(self, k: int | str) -> Tensor:
         """The excess of each sample, layer and head, (samples, layers, heads)."""
         uniform = self._by_layer(uniform_alpha, k).double()[..., None]
-        return excess(self.of(k), uniform)
+        above: Tensor = excess(self.of(k), uniform)
+        return above
 
     def excess_by_layer(self, k: int | str = 1) -> list[float]:
-        """The mean excess over samples and heads in each
-        attention layer, counted as `layers` are.
-        """
+        """The mean excess over samples and heads in each attention layer of `layers`."""
         return self._excess(k).mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int = 1) -> Tensor:
-        """alpha_k as a mean over the queries that can see key k,
-        i < k + w in a window w: (samples, layers, heads).
+        """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).
 
-        It is alpha_k itself in layers without a window, and
-        not capped there as alpha_k is at `caps(k)`.
+        In layers without a window it is alpha_k itself. Where there is one, alpha_k is at most
+        `caps(k)`, and this is not.
         """
-        return self.of(k) / self._by_layer(seeing, k)[..., None]
+        return self.of(k) / self._by_layer(seeing_share, k)[..., None]
 
     def caps(self, k: int = 1) -> list[float]:
         """The most that alpha_k can be in each attention layer,
         mean over samples: min(1, w / (T - k + 1)).
         """
-        return self._by_layer(seeing, k).mean(dim=0).tolist()
+        return self._by_layer(seeing_share, k).mean(dim=0).tolist()
 
-    def _by_layer(self, of: Callable, k: int | str) -> Tensor:
-        """A number that hangs on T and the window, such as `uniform_alpha`, (samples, layers)."""
+    def _by_layer(self, function: Callable[..., float], k: int | str) -> Tensor:
+        """function(T, k, window, chunked) of each sample and layer, (samples, layers)."""
         windows = self.windows or (None,) * len(self.layers)
-        values = [
-            [of(int(length), k, window, self.chunked) for window in windows]
-            for length in self.lengths
-        ]
-        return torch.tensor(values, device="cpu")
+        rows = []
+        for length in self.lengths.tolist():
+            rows.append([function(length, k, window, self.chunked) for window in windows])
+        return torch.tensor(rows, device="cpu")
 
     def interval(self, k: int | str = 1, eps: float = 0.3) -> tuple[float, float]:
         """A 95 % bootstrap interval of Sink_k^eps over sequences, in percent; k may be "star"."""
-        each = self._active(k, eps).flatten(1).mean(dim=1).numpy()
-        drawn = np.random.default_rng(0).choice(each, (DRAWS, len(each)))
+        by_text = self._is_sink(k, eps).flatten(1).mean(dim=1).numpy()
+        # Texts are drawn, and not heads: those of one model are no independent sample.
+        drawn = np.random.default_rng(0).choice(by_text, (DRAWS, len(by_text)))
         low, high = np.quantile(100 * drawn.mean(axis=1), [0.025, 0.975])
         return float(low), float(high)
 
@@ -170,44 +158,43 @@ class Report:
         over = [eps for eps in self.epsilons if self.floor > eps]
         if 1 in self.targets and over:
             warnings.warn(
-                f"texts of {self.length} tokens are too short for eps = {over[0]:g}: even attention "
-                f"to all keys has alpha_1 = {self.floor:.2f}. Look at the excess, or give longer texts",
+                f"texts of {self.length} tokens are too short for eps = {over[0]:g}: even "
+                f"attention to all keys has alpha_1 = {self.floor:.2f}. "
+                "Look at the excess, or give longer texts",
                 stacklevel=stacklevel + 1,
             )
 
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
         levels = sorted({*self.epsilons, *CURVE_EPSILONS})
-        result: dict = {"T": self.length}
-        for name in SUMMARY:
+        result: dict[str, Any] = {"T": self.length}
+        for name in CONDITIONS:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
-        result |= {"excess": {}, "interval": {}, "sink": {}}
+        result["excess"] = {k: self.excess(k) for k in self._shares}
+        result |= {"interval": {}, "sink": {}}
         for k in self._shares:
-            result["excess"][k] = self.excess(k)
             result["interval"][k] = {eps: self.interval(k, eps) for eps in self.epsilons}
-        for k in self.targets:
-            result["sink"][k] = {eps: self.sink(k, eps) for eps in levels}
-        if self.star is not None:
-            result["sink_star"] = {eps: self.sink_star(eps) for eps in levels}
+            sinks = {eps: self.sink(k, eps) for eps in levels}
+            if k == "star":
+                result["sink_star"] = sinks
+            else:
+                result["sink"][k] = sinks
         if any(self.windows):
-            result |= {"windows": self.windows, "chunked": self.chunked, "visible_alpha": {}}
-            for k in self.targets:
-                result["visible_alpha"][k] = self.visible_alpha(k).mean(dim=0)
+            result["windows"], result["chunked"] = self.windows, self.chunked
+            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         result["alpha"] = self.alpha.mean(dim=0)
         if self.star is not None:
             result["alpha_star"] = self.star.mean(dim=0)
-        if self.renormalised is not None:
-            result["alpha_renormalised"] = self.renormalised.mean(dim=0)
         for name in BY_POSITION:
             if getattr(self, name) is not None:
                 result[name] = getattr(self, name)
-        return _plain(result)
+        plain: dict[str, Any] = _plain(result)
+        return plain
 
     def summary(self) -> dict[str, float]:
-        """The numbers that tell one model from another, as
-        scalars; what was not measured is left out.
+        """The numbers that tell one model from another; what was not measured is left out.
 
         sink_1 in percent at the first eps; block_1 and later_blocks, the mean excess of alpha_1 in
         the first attention layer and in the later ones; element, the largest element of h_1 over
@@ -234,43 +221,48 @@ class Report:
         bos = {True: "yes", False: "no", None: "unknown"}[self.bos]
         shortest = int(self.lengths.min())
         length = f"{self.length}" if shortest == self.length else f"{shortest}..{self.length}"
-        lines = [
+        text = (
             f"{self.name or 'model'}: T = {length}, n = {self.samples}, BOS first: {bos}, "
             f"{len(self.layers)} attention layers x {self.alpha.shape[-1]} heads, "
-            f"uniform attention: alpha_1 = {self.floor:.3f}"
-        ]
+            f"uniform attention: alpha_1 = {self.floor:.3f}\n"
+        )
         if self.skipped:
             largest = max(self.targets)
-            lines.append(
-                f"skipped {self.skipped} sequences: shorter than the largest target, {largest}"
+            text += (
+                f"skipped {self.skipped} sequences: shorter than the largest target, {largest}\n"
             )
-        rows = {}
-        for k, share in self._shares.items():
-            row = {"mean alpha": f"{share.mean():.4f}"}
+        table = pd.DataFrame()
+        for k, alpha in self._shares.items():
+            key = "*" if k == "star" else k
+            table.loc[key, "mean alpha"] = f"{alpha.mean():.4f}"
             for eps in self.epsilons:
                 low, high = self.interval(k, eps)
                 sink = f"{self.sink(k, eps):.2f} % [{low:6.2f}, {high:6.2f}]"
-                row[f"Sink eps={eps:g} [95 % over texts]"] = sink
-            rows["*" if k == "star" else k] = row
-        lines.append(pd.DataFrame(rows).T.rename_axis(columns="key").to_string())
+                table.loc[key, f"Sink eps={eps:g} [95 % over texts]"] = sink
+        text += str(table.rename_axis(columns="key").to_string())
         for k in self.targets:
             cap = min(self.caps(k))
             if cap < 1:
-                lines.append(
-                    f"in layers with a window alpha_{k} is at most {cap:.3f}: "
+                text += (
+                    f"\nin layers with a window alpha_{k} is at most {cap:.3f}: "
                     f"see caps({k}), visible_alpha({k})"
                 )
-        return "\n".join(lines)
+        return text
 
     @property
     def _shares(self) -> dict[int | str, Tensor]:
         """alpha_k by target, and alpha_*, (samples, layers, heads) each."""
-        shares: dict = dict(zip(self.targets, self.alpha.unbind(1), strict=True))
-        return shares if self.star is None else shares | {"star": self.star}
+        shares: dict[int | str, Tensor] = {}
+        for index, k in enumerate(self.targets):
+            shares[k] = self.alpha[:, index]
+        if self.star is not None:
+            shares["star"] = self.star
+        return shares
 
     def of(self, k: int | str) -> Tensor:
-        """alpha_k, or alpha_* where k is "star": (samples, layers,
-        heads). Raises ValueError if it was not measured.
+        """alpha_k, or alpha_* where k is "star", (samples, layers, heads).
+
+        Raises ValueError if it was not measured.
         """
         shares = self._shares
         if k not in shares:
@@ -280,7 +272,8 @@ class Report:
             )
         return shares[k]
 
-    def _active(self, k: int | str, eps: float) -> Tensor:
+    def _is_sink(self, k: int | str, eps: float) -> Tensor:
+        """[alpha_k > eps], 0 or 1, (samples, layers, heads)."""
         check_epsilons((eps,))
         return (self.of(k) > eps).double()
 
@@ -296,10 +289,11 @@ def _plain(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def seeing(length: int, k: int, window: int | None, chunked: bool) -> float:
+def seeing_share(length: int, k: int, window: int | None, chunked: bool) -> float:
     """The share of the queries k..T that see key k, through a window or within its chunk."""
     if window is None:
         return 1.0
+    # How many queries, k itself among them, see k before it leaves the window or its chunk ends.
     until = window - (k - 1) % window if chunked else window
     return min(1.0, until / (length - k + 1))
 
@@ -310,15 +304,17 @@ def uniform_alpha(
 ) -> float:
     """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
 
-    With a window w query i spreads over min(i, w) keys, the
-    last ones. "star" is one key more, which all queries see.
+    With a window w query i spreads over min(i, w) keys, the last ones. "star" is one key more,
+    which all queries see.
     """
-    star = k == "star"
-    queries = np.arange(1 if star else int(k), length + 1)
-    keys = queries  # that each query sees
+    first = 1 if k == "star" else int(k)
+    queries = np.arange(first, length + 1)
+    keys = queries  # how many keys each query sees
     if window is not None:
         keys = (queries - 1) % window + 1 if chunked else np.minimum(queries, window)
-    return float(np.mean(1 / (keys + 1) if star else (queries - keys < int(k)) / keys))
+    if k == "star":
+        return float(np.mean(1 / (keys + 1)))
+    return float(np.mean((queries - keys < first) / keys))  # 0 where k is behind the window
 
 
 def excess(alpha: Any, uniform: Any) -> Any:
@@ -327,7 +323,7 @@ def excess(alpha: Any, uniform: Any) -> Any:
     0 where each query spreads evenly over the keys that it sees, and where it sees one key alone;
     1 where all is on key k.
     """
-    alone = uniform == 1
+    alone = uniform == 1  # then alpha is 1 as well: 0 / 1 and not 0 / 0
     return (alpha - uniform) / (1 - uniform + alone)
 
 
@@ -341,7 +337,8 @@ def norm_ratio(norms: Any) -> list[float]:
     rows = np.asarray(norms, dtype=float)
     require(rows.shape[1] > 1, "a norm ratio needs at least two positions")
     others = rows[:, 1:].mean(axis=1)
-    return (rows[:, 0] / np.where(others > 0, others, np.nan)).tolist()
+    ratios: list[float] = (rows[:, 0] / np.where(others > 0, others, np.nan)).tolist()
+    return ratios
 
 
 def check_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
@@ -359,6 +356,6 @@ def check_targets(targets: Sequence[int], length: int) -> tuple[int, ...]:
     values = numbers("targets", targets)
     require(
         len(values) > 0 and all(k in range(1, length + 1) for k in values),
-        f"targets are positions of the ids, which count from 1 to {length}, at least one; got {values}",
+        f"targets are positions of the ids, which count from 1 to {length}: got {values}",
     )
     return tuple(int(k) for k in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,25 +37,23 @@ class LeftAsFound:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or a class."""
-        own = vars(owner)
-        undo: Callable[[], Any] = partial(_forget, owner, name)
-        if name in own:
-            undo = partial(setattr, owner, name, own[name])
-        elif not isinstance(owner, type):  # behind a property, or in a dict of another name
-            undo = partial(setattr, owner, name, getattr(owner, name))
-        self.steps.append(undo)
+        if isinstance(owner, type) and name not in vars(owner):  # it is inherited
+            self.steps.append(partial(_forget, owner, name))
+        else:
+            self.steps.append(partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
     def evaluate(self, model: nn.Module) -> None:
         """Put every module in eval mode, and compute no gradients."""
         self.steps.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
+        # A frozen part may be in another mode than the whole: each module gets its own back.
         # Not by `model.eval()`: a class may do more there, such as merging its adapters.
         modes = [(module, module.training) for module in model.modules()]
         self.steps.append(partial(_set_modes, modes))
         _set_modes([(module, False) for module, _ in modes])
 
-    def hook(self, hooks: MutableMapping, hook: Callable, *, with_kwargs: Any = None) -> None:
+    def hook(self, hooks: Any, hook: Callable[..., Any], *, with_kwargs: Any = None) -> None:
         """Add a hook to those of a module, `module._forward_hooks` for instance.
 
         This is what `register_forward_hook` does, except that an interrupt cannot come between

@@ -19,7 +19,7 @@ from 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +31,18 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkutils.checks import choice, integer, require
-from sinkutils.measuring.families import Call
 from sinkutils.measuring.hf import Capture, observe
 from sinkutils.measuring.measure import measure, sequences
-from sinkutils.measuring.passes import Operating, Pass
+from sinkutils.measuring.passes import Measuring, Pass
 from sinkutils.measuring.refusals import check_positions, check_range
 from sinkutils.measuring.report import Report
 from sinkutils.measuring.state import ONE_AT_A_TIME, LeftAsFound
-from sinkutils.measuring.tally import OwnModel, Tally
+from sinkutils.measuring.tally import Edit, OwnModel, Tally
 from sinkutils.measuring.wrappers import handed_over
 from sinkutils.model.decoder import TransformerLM
 
 TARGETS = (1, 2)
 ELEMENTS = 2**27  # logits that a batch holds
-PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)  # they keep keys and values, nothing else
 PLACES = ("block", "query", "key", "value", "neurons")
 
 
@@ -54,9 +52,7 @@ class Outcome:
 
     losses: Tensor  # (samples, T - 1): nats of tokens 2..T, or of the `last` of them
     predicted: Tensor  # (samples, T - 1): the most likely token in the place of each
-    report: (
-        Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, of a learned sink logit
-    )
+    report: Report  # Sink_1, Sink_2; Sink_* of a transplanted or trained k*, a learned sink logit
 
     @property
     def loss(self) -> float:
@@ -105,85 +101,62 @@ def edit(
         edit(model, ids, "query", lambda q: q - q.mean(dim=(0, 2), keepdim=True))
     """
     choice("place", place, PLACES)
-    with operating(model, ids) as capture:
-        blocks = capture.model.blocks if isinstance(capture, OwnModel) else capture.blocks
-        chosen = range(len(blocks)) if layers is None else layers
+    with operating(model, ids) as source, ExitStack() as hooks:
+        last = len(source.blocks) - 1
+        chosen = range(last + 1) if layers is None else layers
         for layer in chosen:
-            integer("layer", layer, 0, len(blocks) - 1)
+            integer("layer", layer, 0, last)
         if place in ("query", "key", "value"):
-            changed = changed_call(capture, place, change, set(chosen))
-            return run(capture, ids, changed=changed)
-        handles = []
-        try:
-            for layer in chosen:
-                handles.append(hook(capture, blocks[layer], place, change))
-            return run(capture, ids)
-        finally:
-            for handle in handles:
-                handle.remove()
+            return run(source, ids, edit=Edit(place[0], chosen, change))  # q, k or v
+        for layer in chosen:
+            if place == "block":
+                hooks.enter_context(edit_block(source, source.blocks[layer], change))
+            else:
+                hooks.enter_context(edit_neurons(source, source.blocks[layer], change))
+        return run(source, ids)
 
 
-def hook(
-    capture: OwnModel | Capture, block: nn.Module, place: str, change: Callable[[Tensor], Tensor]
+def edit_block(
+    source: OwnModel | Capture, block: nn.Module, change: Callable[[Tensor], Tensor]
 ) -> RemovableHandle:
-    """Change what a block passes on, or what its FFN's second projection reads."""
+    """Change the hidden states that a block passes on."""
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
-        if not isinstance(capture, OwnModel):
-            streams = capture.hidden_states("returns", hidden).shape[1]
-            require(
-                streams == 1,
-                f"blocks pass on {streams} residual streams beside one another: no one h_1",
-            )
+        if not isinstance(source, OwnModel):
+            streams = source.hidden_states(hidden).shape[1]
+            if streams > 1:
+                raise ValueError(f"blocks pass on {streams} residual streams: there is no one h_1")
         changed = change(hidden.clone())
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
-    def before(_: nn.Module, args: tuple) -> tuple:
+    # First of all hooks, so that the report has the norms of what was changed.
+    return block.register_forward_hook(source.here(after), prepend=True)
+
+
+def edit_neurons(
+    source: OwnModel | Capture, block: nn.Module, change: Callable[[Tensor], Tensor]
+) -> RemovableHandle:
+    """Change what the second projection of a block's FFN reads."""
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (change(args[0].clone()),)
 
-    if place == "block":
-        function = after if isinstance(capture, OwnModel) else capture.here(after)
-        # First of all hooks, so that the report has the norms of what was changed.
-        return block.register_forward_hook(function, prepend=True)
-    if isinstance(capture, OwnModel):
-        return block.ffn.down.register_forward_pre_hook(before)  # type: ignore[union-attr]
-    config = capture.config.get_text_config()
-    shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
-    down = [
-        m
-        for m in block.modules()
-        if isinstance(m, nn.Linear) and (m.out_features, m.in_features) == shape
-    ]
-    require(
-        len(down) == 1,
-        f"{capture.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
-    )
-    return down[0].register_forward_pre_hook(capture.here(before))
-
-
-def changed_call(
-    capture: Any, place: str, change: Callable[[Tensor], Tensor], layers: set[int]
-) -> Callable:
-    """What is computed in place of a layer's call: the same with change(x) for q, k or v.
-
-    capture: an `OwnModel` or a `Capture`. Our own model goes on with the tensors that it shows, so
-    that they are written into.
-    """
-    index = ("query", "key", "value").index(place)
-
-    def write(layer: int, *qkv: Tensor) -> None:
-        if layer in layers:
-            qkv[index].copy_(change(qkv[index].clone()))
-
-    def changed(call: Call, layer: int) -> Call:
-        if layer not in layers:
-            return call
-        name = "qkv"[index]
-        new: dict = {name: change(getattr(call, name).clone())}
-        return call._replace(**new)
-
-    return write if isinstance(capture, OwnModel) else changed
+    if isinstance(source, OwnModel):
+        down = block.get_submodule("ffn.down")
+    else:
+        config = source.config.get_text_config()
+        shape = getattr(config, "hidden_size", None), getattr(config, "intermediate_size", None)
+        found = []
+        for module in block.modules():
+            if isinstance(module, nn.Linear) and (module.out_features, module.in_features) == shape:
+                found.append(module)
+        require(
+            len(found) == 1,
+            f"{source.kind} has no one linear layer that reads its FFN's {shape[1]} neurons",
+        )
+        down = found[0]
+    return down.register_forward_pre_hook(source.here(before))
 
 
 def set_back(
@@ -202,7 +175,7 @@ def set_back(
     for dimension in chosen:
         integer("dimension", dimension, 0, elements.shape[1] - 1)
 
-    def to_the_mean(hidden: Tensor) -> Tensor:
+    def to_the_mean(hidden: Tensor) -> Tensor:  # (B, T, d)
         hidden[:, 0, chosen] = hidden[:, 1:, chosen].mean(dim=1)
         return hidden
 
@@ -216,40 +189,39 @@ def hide(model: nn.Module, ids: Tensor, since: int = 2, last: int | None = None)
     last: as in `untouched`.
     """
     integer("since", since, least=2)
-    rows = torch.arange(ids.shape[1])
-    return _hiding(model, ids, (rows[:, None] >= since - 1) & (rows == 0), last)
+    at = torch.arange(ids.shape[1])
+    hidden = (at[:, None] >= since - 1) & (at == 0)  # (queries, keys)
+    with operating(model, ids, cache=True) as capture:
+        return run(capture, ids, last=last, hidden=hidden)
 
 
 def stream(model: nn.Module, ids: Tensor, window: int, sinks: int = 0) -> Outcome:
-    """Let each query see the last `window` keys, itself among them, and the first `sinks`: a
-    streaming cache of window + sinks keys, with the positions that the tokens have in the text.
+    """Let each query see the last `window` keys, itself among them, and the first `sinks`.
 
+    It is a streaming cache of window + sinks keys, with the positions that tokens have in the text.
     Compare windows at one cache size: (128, 0), (127, 1), (124, 4).
     """
     integer("window", window, least=1)
     integer("sinks", sinks, least=0)
-    rows = torch.arange(ids.shape[1])
-    return _hiding(model, ids, (rows[:, None] - rows >= window) & (rows >= sinks))
-
-
-def _hiding(model: nn.Module, ids: Tensor, hidden: Tensor, last: int | None = None) -> Outcome:
-    """With the keys j hidden from the queries i where hidden[i, j], (T, T)."""
+    at = torch.arange(ids.shape[1])
+    hidden = (at[:, None] - at >= window) & (at >= sinks)  # (queries, keys)
     with operating(model, ids, cache=True) as capture:
-        return run(capture, ids, last=last, hidden=hidden)
+        return run(capture, ids, hidden=hidden)
 
 
 def transplant(
     model: nn.Module, ids: Tensor, donors: Tensor, zero_values_from: int | None = None
 ) -> Outcome:
-    """Put a key and value k*, v* into the cache in front of each text, at every layer: KV biases
-    (Table 4) without training.
+    """Put a key and a value k*, v* into the cache in front of each text, at every layer.
 
+    These are KV biases (Table 4) without training.
     ids: (samples, T). donors: (n, any T), other texts: k* and v* are the means of their k_1 and
     v_1. They stand where a token in front of the text would: the text has positions 2..T+1, and
     rotary turns k_1 by no angle.
     zero_values_from: v* = 0 from this layer up (0: everywhere, K biases).
     """
     with operating(model, ids, cache=True) as capture:
+        # k_1 and v_1 depend on the first token alone, as attention is causal.
         layers = cached(capture, donors[:, :1]).layers
         if zero_values_from is not None:
             integer("zero_values_from", zero_values_from, 0, len(layers))
@@ -259,10 +231,9 @@ def transplant(
         def cache(samples: int) -> DynamicCache:
             filled = DynamicCache(config=capture.config)
             for index, layer in enumerate(layers):
-                pair = (
-                    x.mean(dim=0).expand(samples, -1, -1, -1) for x in (layer.keys, layer.values)
-                )
-                filled.update(*pair, index)  # (B, H_kv, 1, D) each
+                k = layer.keys.mean(dim=0).expand(samples, -1, -1, -1)  # (B, H_kv, 1, D)
+                v = layer.values.mean(dim=0).expand(samples, -1, -1, -1)
+                filled.update(k, v, index)
             return filled
 
         return run(capture, ids, cache)
@@ -270,104 +241,97 @@ def transplant(
 
 @contextmanager
 def operating(model: nn.Module, ids: Tensor, *, cache: bool = False) -> Iterator[Any]:
-    """A model in eval mode, without gradients, whose attention is read as by `measure`; after it,
-    as it was.
+    """A model in eval mode, without gradients, whose attention is read; after it, as it was.
 
     cache: whether the operation needs that layers keep keys and values between tokens, and nothing
     else.
     Yields an `OwnModel` or a `Capture`.
     """
     rows, _ = sequences(ids, None, TARGETS)
-    length = ids.shape[1]
-    state = LeftAsFound()
-    if isinstance(model, TransformerLM):
-        require(
-            not cache,
-            "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
+    own = isinstance(model, TransformerLM)
+    if own and cache:
+        raise ValueError(
+            "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit"
         )
-        with ONE_AT_A_TIME, state, state:
-            state.evaluate(model)
-            own = OwnModel(model, Tally(TARGETS, length))
-            check_range(rows, own.vocabulary)
-            yield own
-        return
-    _, inner = handed_over(model)
+    inner: Any = model if own else handed_over(model)[1]
     kind = type(inner).__name__
-    require(
-        inner.get_output_embeddings() is not None,
-        f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}",
-    )
+    if not own and inner.get_output_embeddings() is None:
+        raise ValueError(
+            f"surgery needs a TransformerLM or a causal LM of transformers, got {kind}"
+        )
+    state = LeftAsFound()
     with ONE_AT_A_TIME, state, state:
         state.evaluate(model)
-        capture = observe(model, Pass(), state)
-        check_range(rows, capture.vocabulary)
-        check_positions(inner, capture.table, length + 1)
-        capture.check(rows)
-        plain = not capture.legacy and not capture.registered
-        require(
-            plain,
-            f"{kind} has attention outside transformers' interface: surgery works on eager and sdpa only",
-        )
-        if cache:
-            kept = cached(capture, ids[:1, :1])
-            layers = kept.layers if type(kept) is DynamicCache else []
-            plain = len(layers) == len(capture.layers) and all(
-                type(layer) in PLAIN for layer in layers
+        if own:
+            source: Any = OwnModel(inner, Tally(TARGETS, ids.shape[1]))
+        else:
+            source = observe(model, Pass(), state)
+            check_positions(inner, source.table, ids.shape[1] + 1)  # one more, of a transplant
+        check_range(rows, source.vocabulary)
+        source.check(rows)  # it also finds out which attention functions the model uses
+        if not own and (source.legacy or source.registered):
+            raise ValueError(
+                f"{kind} has attention outside transformers' interface: "
+                "surgery works on eager and sdpa only"
             )
-            require(
-                plain,
-                f"{kind} keeps something else than keys and values of each layer between tokens",
+        if cache and not keeps_keys_and_values(source, ids[:1, :1]):
+            raise ValueError(
+                f"{kind} keeps something else than keys and values of each layer between tokens"
             )
-        yield capture
+        yield source
+
+
+def keeps_keys_and_values(capture: Capture, ids: Tensor) -> bool:
+    """Whether the cache of a model holds keys and values of its attention layers, nothing else."""
+    past = cached(capture, ids)
+    if type(past) is not DynamicCache or len(past.layers) != len(capture.layers):
+        return False
+    return {type(layer) for layer in past.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def cached(capture: Capture, ids: Tensor) -> Any:
     """What the model keeps of ids (n, T)."""
     capture.start(ids)
-    output = capture.base(ids.to(capture.table.device), use_cache=True)
+    output = capture.base(ids.to(capture.device), use_cache=True)
     return getattr(output, "past_key_values", None)
 
 
 def run(
-    capture: Any,
+    source: Any,
     ids: Tensor,
     cache: Callable[[int], DynamicCache] | None = None,
     last: int | None = None,
     hidden: Tensor | None = None,
-    changed: Callable | None = None,
+    edit: Edit | None = None,
 ) -> Outcome:
-    """Losses and shares of attention of ids (samples, T); cache(B) is what a batch of B texts finds
-    in front.
+    """Losses and shares of attention of ids (samples, T).
 
-    hidden: (T, T), the keys that queries do not see. changed: of `changed_call`.
-    capture: an `OwnModel` or a `Capture`. Norms are of the text's own positions; with a cache there
-    are none.
+    source: an `OwnModel` or a `Capture`. cache: cache(B) is what a batch of B texts finds in front;
+    norms are then not taken. last: as in `untouched`. hidden: (T, T), the keys j that queries i do
+    not see.
     """
     length = ids.shape[1]
     scored = length - 1 if last is None else last
     integer("last", scored, 1, length - 1)
-    own = isinstance(capture, OwnModel)
-    device = capture.model.embed.weight.device if own else capture.table.device
     tally = Tally(TARGETS, length, norms=cache is None)
-    if own:
-        capture = OwnModel(capture.model, tally, changed)
     losses, predicted = [], []
-    for batch in ids.to(device).split(max(1, ELEMENTS // (scored * capture.vocabulary))):
-        if own:
-            logits = capture.model(batch, capture)
+    for batch in ids.to(source.device).split(max(1, ELEMENTS // (scored * source.vocabulary))):
+        if isinstance(source, OwnModel):
+            source.tally, source.edit = tally, edit
+            logits = source.model(batch, source)
         else:
+            # A cache grows as the text runs: each batch gets a new one.
             past = cache(len(batch)) if cache else None
             front = past.get_seq_length() if past else 0
-            capture.doing = Operating(tally, hidden, front, changed)
-            capture.start(batch)
+            source.doing = Measuring(tally, True, edit, hidden, front)
+            source.start(batch)
             kept = {} if last is None else {"logits_to_keep": scored + 1}
-            logits = capture.model(
-                batch, past_key_values=past, use_cache=past is not None, **kept
-            ).logits
-            capture.finish()
+            output = source.model(batch, past_key_values=past, use_cache=past is not None, **kept)
+            source.finish()
+            logits = output.logits
         logits = logits[:, -scored - 1 : -1].float()  # each predicts the token behind its own
         losses.append(F.cross_entropy(logits.mT, batch[:, -scored:], reduction="none").cpu())
         predicted.append(logits.argmax(dim=-1).cpu())
     samples = torch.arange(len(ids))
-    report = tally.report(capture, samples, torch.full_like(samples, length), (0.3,))
+    report = tally.report(source, samples, torch.full_like(samples, length), (0.3,))
     return Outcome(torch.cat(losses), torch.cat(predicted), report)

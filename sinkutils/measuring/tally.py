@@ -1,11 +1,9 @@
-"""How a report comes about: what is asked for, the sums over
-batches, and what our own model shows while it runs.
-"""
+"""How a report comes about: sums over batches, and what our own model shows while it runs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
     from sinkutils.measuring.hf import Capture
 
 
-WITHOUT_FLOAT64 = ("mps",)  # devices; what needs it moves to the CPU
-
-
 def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
-    """alpha_k of the keys at `columns` (K,), 0-based, from
-    A_ik (B, H, T, K): the mean over i = k..T, (B, K, H).
+    """alpha_k = mean over i = k..T of A_ik, (B, K, H), of shares A_ik (B, H, T, K).
+
+    columns: (K,), the 0-based positions of the keys.
     """
     rows = torch.arange(shares.shape[2], device=shares.device)
     # Of a key k the rows i >= k count; those before see it through a prefix only.
@@ -38,9 +34,7 @@ def mean_over_queries(shares: Tensor, columns: Tensor) -> Tensor:
 
 
 def lower_median(x: Tensor) -> Tensor:
-    """torch.median of each row of x (rows, n); on a CPU numpy
-    finds the same element eight times as fast.
-    """
+    """torch.median of each row of x (rows, n); on a CPU numpy is eight times as fast."""
     if x.device.type != "cpu":
         return x.median(dim=1).values
     middle = (x.shape[1] - 1) // 2
@@ -49,14 +43,12 @@ def lower_median(x: Tensor) -> Tensor:
 
 @dataclass
 class Tally:
-    """A report in the making: what is asked for and, added a
-    layer and a batch at a time, what came of it.
-    """
+    """A report in the making: numbers are added a layer and a batch at a time."""
 
     targets: tuple[int, ...]
     length: int  # positions of the longest sequence
     norms: bool = True
-    heads: tuple = ()  # (layer, head) pairs of which maps, queries and keys are kept
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, head), whose map, queries and keys are kept
 
     def __post_init__(self) -> None:
         # name -> layer -> a (B, ..) for each batch
@@ -82,13 +74,15 @@ class Tally:
         self._sum(f"{name}_norms", layer, self._padded(norms.mean(dim=1)))
 
     def add_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Add a block's output (B, S, T, d), of S streams: its norms, and its largest element at
-        each position over the median element of the sequence (magnitudes; Sun et al. 2024).
+        """Add a block's output (B, S, T, d), of S streams.
+
+        Of it: its norms, and the magnitude of the largest element at each position over the median
+        one of the sequence (Sun et al. 2024).
         """
-        self.add_norms("hidden", layer, hidden)
         if not self.norms:
             return
-        sizes = hidden.abs().float()
+        self.add_norms("hidden", layer, hidden)
+        sizes = hidden.abs().float()  # (B, S, T, d)
         median = lower_median(sizes.flatten(1)).clamp(min=1e-30)[:, None]  # (B, 1)
         peaks = sizes.amax(dim=(1, 3)) / median  # (B, T)
         self._sum("hidden_peaks", layer, self._padded(peaks))
@@ -100,18 +94,15 @@ class Tally:
         self.sums[name][layer] = self.sums[name].get(layer, 0) + rows.sum(dim=0).float()
 
     def _padded(self, values: Tensor, axes: int = 1) -> Tensor:
-        """Values by position, along the last axis or the last
-        two, with zeros up to the longest sequence.
-        """
+        """Values by position, with zeros up to the longest sequence, along the last axes."""
         return F.pad(values, (0, self.length - values.shape[-1]) * axes)
 
     def add_qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Add the norms of q (B, H, T, D), k and v (of H heads or
-        fewer), and the chosen heads' queries and keys.
-        """
+        """Add norms of q (B, H, T, D), k and v (H heads or fewer); keep q, k of chosen heads."""
         for name, x in (("query", q), ("key", k), ("value", v)):
             self.add_norms(name, layer, x)
         for head in self.heads_of(layer, q.shape[1]):
+            # A key's head is found by its group, as in GQA H query heads share fewer keys.
             group = q.shape[1] // k.shape[1]  # query heads that share a key
             for name, x in (("queries", q[:, head]), ("keys", k[:, head // group])):
                 whole = self._padded(x.float().mT).mT  # (B, longest, D)
@@ -120,49 +111,39 @@ class Tally:
     def add_weights(
         self, layer: int, chunks: Iterable[Tensor], star: bool = False, front: int = 0
     ) -> None:
-        """Add what is asked for of a layer's attention weights.
+        """Add a layer's attention weights.
 
-        chunks: of rows, (B, H, R, front + T) each. star: what a row of the text's T keys lacks to
-        one is a learned sink logit's, or that of the `front` keys.
+        chunks: of rows, (B, H, R, front + T) each. star: what the row of a query lacks to one, over
+        the text's T keys, is the share of a learned sink logit or of the `front` keys.
         """
         shares, sums, maps = [], [], []
-        heads: list[int] = []
         for chunk in chunks:
-            weights = chunk[..., front:]
-            heads = self.heads_of(layer, chunk.shape[1])
-            maps.append(weights[:, heads])
+            weights = chunk[..., front:]  # (B, H, R, T)
             wide = torch.promote_types(chunk.dtype, torch.float32)
             shares.append(weights[..., self.columns(chunk.device)].to(wide))
             if star:
-                sums.append(weights.sum(dim=-1, keepdim=True, dtype=wide))
-        rest = torch.cat(sums, dim=2) if star else None
-        self.add_shares(layer, torch.cat(shares, dim=2), rest)
-        if heads:
-            whole = torch.cat(maps, dim=2).float()  # (B, chosen heads, T, T)
-            for head, one in zip(heads, whole.unbind(1), strict=True):
-                self.kept[layer, head]["map"].append(self._padded(one, 2).cpu())
+                sums.append(weights.sum(dim=-1, dtype=wide))
+            maps.append(weights[:, self.heads_of(layer, chunk.shape[1])])
+        self.add_shares(layer, torch.cat(shares, dim=2))
+        if star:
+            self.add_star(layer, 1 - torch.cat(sums, dim=2))
+        chosen = self.heads_of(layer, shares[0].shape[1])
+        if chosen:
+            whole = self._padded(torch.cat(maps, dim=2).float(), axes=2)  # (B, chosen, T, T)
+            for index, head in enumerate(chosen):
+                self.kept[layer, head]["map"].append(whole[:, index].cpu())
 
-    def add_shares(self, layer: int, shares: Tensor, rest: Tensor | None = None) -> None:
-        """Add alpha from the targets' A_ik (B, H, T, K); rest
-        (B, H, T, 1): what the star leaves of a row.
-        """
-        columns = self.columns(shares.device)
-        self.values["alpha"][layer].append(mean_over_queries(shares, columns).float())
-        if rest is not None:
-            renormalised = shares / rest.clamp(min=1e-30)
-            self.values["renormalised"][layer].append(
-                mean_over_queries(renormalised, columns).float()
-            )
-            self.add_star(layer, 1 - rest[..., 0])
+    def add_shares(self, layer: int, shares: Tensor) -> None:
+        """Add alpha from the targets' A_ik, (B, H, T, K)."""
+        alpha = mean_over_queries(shares, self.columns(shares.device))
+        self.values["alpha"][layer].append(alpha.float())
 
     def add_star(self, layer: int, star: Tensor) -> None:
         """Add the share (B, H, T) of k*, x* or a learned sink logit."""
         self.values["star"][layer].append(star.mean(dim=-1).float())
 
     def refuse_heads(self) -> None:
-        """Raise ValueError where (layer, head) pairs were asked
-        for that the model, of which a batch ran, has not.
-        """
+        """Raise ValueError for chosen (layer, head) pairs that did not run in the first batch."""
         alphas = self.values["alpha"]
         missing = [pair for pair in self.heads if pair not in self.kept]
         count = next(iter(alphas.values()))[0].shape[-1]
@@ -179,67 +160,71 @@ class Tally:
         lengths: Tensor,
         epsilons: tuple[float, ...],
     ) -> Report:
-        """What a source added, on samples of these lengths.
+        """The report of all that was added.
 
-        order: (samples,), where each stands among those of all batches. Raises NotFinite, and
-        ValueError for layers with different numbers of heads.
+        source: what ran the model. order: (samples,), where each sample stands among those of all
+        batches. lengths: (samples,). Raises NotFinite, and ValueError for layers with different
+        numbers of heads.
         """
         alphas = self.values["alpha"]
-        self._complete_stars(alphas)
-        heads = sorted({batches[0].shape[-1] for batches in alphas.values()})
+        layers = tuple(sorted(alphas))
+        counts = sorted({batches[0].shape[-1] for batches in alphas.values()})
         require(
-            len(heads) == 1,
-            f"layers have different numbers of heads ({heads}), which a report cannot hold",
+            len(counts) == 1,
+            f"layers have different numbers of heads ({counts}), which a report cannot hold",
         )
-        fields: dict = {}
-        for name, layers in self.values.items():
-            rows = [torch.cat(batches).cpu()[order] for _, batches in sorted(layers.items())]
-            fields[name] = torch.stack(rows, dim=-2)
-        positions = torch.arange(self.length, device="cpu")
-        counts = (lengths[:, None] > positions).sum(dim=0)  # samples that have each position
+        # Some models have sink logits in some of their layers only.
+        if "star" in self.values:  # layers without a sink logit leave nothing to it
+            for layer in alphas.keys() - self.values["star"].keys():
+                zeros = [torch.zeros_like(batch[:, 0]) for batch in alphas[layer]]
+                self.values["star"][layer] = zeros
+        fields: dict[str, Any] = {"path": source.path, "chunked": source.chunked}
+        for name, batches_of in self.values.items():
+            # Of each layer (samples, .., heads), in the order in which the samples were given.
+            rows = [torch.cat(batches).cpu()[order] for _, batches in sorted(batches_of.items())]
+            fields[name] = torch.stack(rows, dim=-2)  # (samples, .., layers, heads)
+        samples = (lengths[:, None] > torch.arange(self.length, device="cpu")).sum(dim=0)
         for name, sums in self.sums.items():
-            samples = len(order) if name == "first_elements" else counts
-            means = [total.cpu() / samples for _, total in sorted(sums.items())]
-            fields[name] = torch.stack(means)
-        if self.norms:
+            # Of unequal lengths, a mean over those that have the position.
+            count = len(order) if name == "first_elements" else samples
+            fields[name] = torch.stack([total.cpu() / count for _, total in sorted(sums.items())])
+        if self.norms:  # the embedding was added as layer 0
             fields["embedding_norms"] = fields["embedding_norms"][0]
+        kept = {}
         for pair, parts in self.kept.items():
             whole = {name: torch.cat(batches)[order] for name, batches in parts.items()}
-            fields.setdefault("kept", {})[pair] = Kept(**whole)
-        layers = tuple(sorted(alphas))
+            kept[pair] = Kept(**whole)
         if any(source.windows.values()):
             fields["windows"] = tuple(source.windows.get(layer) for layer in layers)
-        fields |= {"path": source.path, "chunked": source.chunked}
-        report = Report(fields.pop("alpha"), self.targets, epsilons, lengths, layers, **fields)
+        alpha = fields.pop("alpha")
+        report = Report(alpha, self.targets, epsilons, lengths, layers, kept=kept, **fields)
         for numbers in (report.alpha, report.hidden_norms):
             if numbers is not None and not numbers.isfinite().all():
                 reason = why_not_finite(source.model)
                 raise NotFinite(f"attention or hidden states are not finite: {reason}")
         return report
 
-    def _complete_stars(self, alphas: dict) -> None:
-        """In a model whose layers have a sink logit, those without leave nothing to it."""
-        stars = self.values.get("star", {})
-        if not stars:
-            return
-        for layer in alphas.keys() - stars.keys():
-            stars[layer] = [torch.zeros_like(batch[:, 0]) for batch in alphas[layer]]
-            self.values["renormalised"][layer] = alphas[layer]
+
+@dataclass
+class Edit:
+    """Of surgery: change(x) in place of the queries, keys or values of some layers."""
+
+    part: str  # "q", "k" or "v"
+    layers: Collection[int]
+    change: Callable[[Tensor], Tensor]
 
 
 class OwnModel:
-    """Adds to a tally what a `TransformerLM` shows while it
-    runs (an `Observer`): one map at a time.
-    """
+    """Adds to a tally what a `TransformerLM` shows while it runs, a map at a time."""
 
     path, chunked = "dense", False
     tokens_a_batch = 2**27  # as many as one likes: no logits are computed
+    edit: Edit | None = None
 
-    def __init__(
-        self, model: TransformerLM, tally: Tally, change: Callable[..., None] | None = None
-    ) -> None:
+    def __init__(self, model: TransformerLM, tally: Tally) -> None:
         self.model, self.tally = model, tally
-        self.change = change  # of surgery: change(layer, q, k, v) writes into the tensors
+        self.blocks = model.blocks
+        self.device = model.embed.weight.device
         self.first = int(model.config.sink_token)  # 1 where x* stands at position 0
         self.vocabulary = model.config.vocab_size
         self.windows = dict.fromkeys(range(model.config.num_layers), model.config.attention.window)
@@ -247,51 +232,64 @@ class OwnModel:
     def check(self, rows: Sequence[Tensor], run: bool = True) -> None:
         """Our own model is causal, and computes what it shows."""
 
+    def here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook as it is: a model of ours is not shared by threads."""
+        return function
+
     def run(self, ids: Tensor) -> None:
         """One forward pass of ids (B, T)."""
-        self.model.hidden(ids.to(self.model.embed.weight.device), self)
+        self.model.hidden(ids.to(self.device), self)
 
     def embedding(self, hidden: Tensor) -> None:
         self.tally.add_norms("embedding", 0, hidden[:, None, self.first :])
 
     def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        extras: Mapping[str, Any],
     ) -> None:
-        if self.change is not None:
-            self.change(layer, q, k, v)
+        if self.edit is not None and layer in self.edit.layers:
+            part = {"q": q, "k": k, "v": v}[self.edit.part]
+            part.copy_(self.edit.change(part.clone()))  # the model goes on with what it shows
         tally, first = self.tally, self.first
         tally.add_qkv(layer, q[:, :, first:], k[:, :, first:], v[:, :, first:])
-        # What x* sees of itself says nothing
+        # Not the row of x*, which sees itself alone.
         shares = attention_shares(q, k, v, spec, extras)[:, :, first:]
+        # Columns are k* or x*, where there is one, and then the text's keys.
         length = shares.shape[2]
         tally.add_weights(layer, [shares[..., -length:]])
         if first or spec.has_star:
             tally.add_star(layer, shares[..., -length - 1])
 
     def block(self, layer: int, hidden: Tensor, before_norm: Tensor) -> None:
-        self.tally.add_hidden(layer, hidden[:, None, self.first :])
-        if before_norm is not hidden:
+        self.tally.add_hidden(layer, hidden[:, None, self.first :])  # one stream
+        if before_norm is not hidden:  # post-norm: Eq. 3 before its last norm
             self.tally.add_norms("before_norm", layer, before_norm[:, None, self.first :])
 
 
-def attention_shares(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: dict) -> Tensor:
-    """What alpha is the mean of, (B, H, T, S), in float64:
-    |A_ij| over its row sum, which is A_ij of a softmax.
+def attention_shares(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Mapping[str, Any]
+) -> Tensor:
+    """What alpha is the mean of, (B, H, T, S), in float64: |A_ij| over its row sum.
 
-    Where weights do not sum to one these are the proxy scores of Section 7.4. The arguments are
-    those of `attend`. Softpick's weights, whose rows sum to less than one, are taken as they are.
+    Of a softmax that is A_ij; where weights do not sum to one, the proxy score of Section 7.4. The
+    rows of softpick sum to less than one, and are taken as they are. The arguments are those of
+    `attend`.
     """
-    place = torch.device("cpu") if q.device.type in WITHOUT_FLOAT64 else q.device
+    # In float64 exp of a logit does not overflow below 709. An Apple GPU has no float64.
+    device = torch.device("cpu") if q.device.type == "mps" else q.device
 
     def widened(x: Tensor) -> Tensor:
-        return x.to(place).double()
+        return x.to(device).double()
 
-    wide: dict = {}
-    for name, extra in extras.items():
-        # A learned kernel keeps the model's precision.
-        kernel = name == "mlp"
-        wide[name] = (lambda x: widened(extras["mlp"](x.to(q)))) if kernel else widened(extra)
-    # In float64 exp of a logit does not overflow below 709.
+    def learned_kernel(x: Tensor) -> Tensor:
+        return widened(extras["mlp"](x.to(q)))  # it keeps the model's precision
+
+    wide = {name: learned_kernel if name == "mlp" else widened(x) for name, x in extras.items()}
     weights = attend(widened(q), widened(k), widened(v), spec, **wide)[1].abs()
     if spec.similarity == "softpick":
         return weights / spec.scale

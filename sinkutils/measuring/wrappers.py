@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkutils.measuring import refusals
+from sinkutils.measuring.families import INTERFACE
 
 
 def handed_over(model: Any) -> tuple[nn.Module, Any]:
@@ -16,6 +17,7 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
     The former is as far inside as nothing is passed by: `base_model` (which saves the logits),
     unless something was done to what is around it, such as another forward or a hook.
     """
+    # torch.compile(model)._orig_mod and PeftModel.get_base_model(), as often as they are nested.
     around = [model]  # wrappers of torch.compile and PEFT, outermost first, and the model in them
     while inner := _inside(around[-1]):
         around.append(inner)
@@ -25,12 +27,14 @@ def handed_over(model: Any) -> tuple[nn.Module, Any]:
         advice = ": give its .module" if hasattr(inner, "module") else ""
         raise ValueError(
             f"model must be a TransformerLM or of transformers, out of any wrapper; got {kind}"
-            f"{advice}: {refusals.INTERFACE}"
+            f"{advice}: {INTERFACE}"
         )
     refusals.check_kind(inner)
     refusals.check_whole(inner)
-    own = (module for module in around if _does_more(module))
-    return next(own, inner.base_model), inner
+    for module in around:
+        if _does_more(module):
+            return module, inner
+    return inner.base_model, inner
 
 
 def _inside(model: Any) -> Any:
@@ -55,6 +59,7 @@ def _does_more(module: nn.Module) -> bool:
         return True
     if module._forward_hooks or module._forward_pre_hooks:
         return True
+    # A forward of the instance comes before the class's; decorators keep what they wrap.
     forward = vars(module).get("forward", type(module).forward)
     while forward is not None:
         home = getattr(forward, "__globals__", {}).get("__name__", "")

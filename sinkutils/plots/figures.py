@@ -1,4 +1,4 @@
-"""Two figures that several pages share: every head as a dot over its block, an attention map with its tokens."""
+"""Two figures that several pages share: every head as a dot over its block; an attention map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from sinkutils.checks import require
 from sinkutils.plots.theme import COLORS
 
-SHADES = "magma_r"  # of all maps: little is light, much is dark; even steps, so that it also reads in grey
+SHADES = "magma_r"  # of all maps: much is dark; in even steps, so that it also reads in grey
 EPSILON = 0.3  # of the metric
 
 
@@ -25,14 +25,16 @@ def heads_by_block(
     color: str = COLORS["first"],
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a dot per head at the height of its mean attention, block by block; a dashed line at the metric's epsilon.
+    """Draw a dot per head at the height of its mean attention, block by block.
 
-    heads: alpha_1, (layers, heads), as an array or tensor. layers: which blocks these are, from 0; None: all of them.
-    Dots of one block are spread sideways in their order.
+    A dashed line is at the metric's epsilon; dots of one block are spread sideways in their order.
+    heads: alpha_1, (layers, heads), as an array or tensor. layers: which blocks these are, from 0;
+    None: all of them.
     """
     alpha = np.asarray(heads, dtype=float)
     require(alpha.ndim == 2, f"alpha must have the shape (layers, heads), got {alpha.shape}")
     blocks = np.arange(len(alpha)) if layers is None else np.array(layers)
+    # Dots at 1, 2, .., in the middle 70 % of their block: (layers, heads)
     across = 1 + blocks[:, None] + 0.7 * ((np.arange(alpha.shape[1]) + 0.5) / alpha.shape[1] - 0.5)
     ax = ax or plt.gca()
     ax.scatter(across, alpha, s=16, alpha=0.75, linewidths=0, color=color)
@@ -44,10 +46,10 @@ def heads_by_block(
 
 
 def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
-    """Draw A_ij, queries down and keys across, on a square-root scale from 0 to 1, so that small weights show.
+    """Draw A_ij, queries down and keys across, on a square-root scale, so that small weights show.
 
-    weights: (T, T); keys that a query cannot see (after itself) stay white, and the first is framed. tokens: the T
-    names for the edges; None: their positions.
+    weights: (T, T), from 0 to 1; keys behind their query stay white, and the first key is framed.
+    tokens: the T names for the edges; None: their positions.
     """
     squares = np.array(weights, dtype=float)
     length = len(squares)
@@ -55,7 +57,7 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
         squares.shape == (length, length),
         f"weights must have the shape (T, T), got {squares.shape}",
     )
-    squares[np.triu_indices(length, 1)] = np.nan
+    squares[np.triu_indices(length, 1)] = np.nan  # no key behind its query
     ax.imshow(squares, cmap=SHADES, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
     ax.add_patch(
         Rectangle((-0.5, -0.5), 1, length, fill=False, edgecolor=COLORS["first"], linewidth=1.8)
@@ -71,7 +73,7 @@ def attention_map(weights: Any, tokens: Sequence[str] | None, ax: Axes) -> Axes:
 
 
 def token_label(token: int, tokenizer: Any = None) -> str:
-    """A token as it is written, its blanks made visible, at most eight letters; its id without a tokenizer."""
+    """A token as it is written, in at most eight letters that show blanks; else its id."""
     if tokenizer is None:
         return str(token)
     text = tokenizer.decode([token], skip_special_tokens=False)

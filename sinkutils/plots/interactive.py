@@ -1,9 +1,10 @@
 """Pictures that answer to hands, with no kernel and no network:
 attention along training, and in every head of a model.
 
-A notebook keeps each as a PNG and as HTML with a script (interactive.js)
-that draws it anew, in JupyterLab, nbviewer and the book alike. Where
-scripts are stripped (an untrusted notebook, a PDF), the PNG stays.
+A notebook keeps each as a PNG and as HTML with a script that draws it
+anew, in JupyterLab, nbviewer and the book alike. Where scripts are
+stripped (an untrusted notebook, a PDF), the PNG stays. The lab
+(docs/lab) shows heads, maps and the toy by the same SCRIPTS.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ MOST_WEIGHTS = 80_000  # that a picture carries, a byte each before they are com
 FEWEST_TOKENS = 8  # to which the text of a model with many heads is cut for that
 # Of shares from 0 to 1
 PALETTE = [to_hex(color) for color in mpl.colormaps[SHADES](np.linspace(0, 1, 33))]
+SCRIPTS = ("inflate.js", "draw.js", "toy.js")  # interactive.js uses them
 PAGE = Template("""
 <figure style="margin:0;padding:8px;background:#fff;color:#222;max-width:760px">
 <div style="overflow-x:auto">
 <img src="data:image/png;base64,$image" alt="$alt" style="max-width:100%;display:block"></div>
 <p class="still"><em>A still picture: run this cell to use the controls.</em></p>
 <figcaption>$caption</figcaption>
-<script>(
-$script)(document.currentScript.parentElement,"$kind",$data)</script></figure>
+<script>((root, kind, DATA) => {
+$script})(document.currentScript.parentElement,"$kind",$data)</script></figure>
 """)
 
 
@@ -50,7 +52,7 @@ class Interactive:
     and what the script needs to bring it to life.
     """
 
-    kind: str  # of `kinds` in interactive.js
+    kind: str  # of KINDS in interactive.js
     data: Mapping[str, Any]
     figure: Figure
     caption: str
@@ -60,11 +62,16 @@ class Interactive:
         data = json.dumps(
             {**self.data, "palette": PALETTE, "colors": COLORS}, separators=(",", ":")
         )
+        folder = Path(__file__).parent
+        scripts = [
+            folder.joinpath(name).read_text(encoding="utf-8")
+            for name in (*SCRIPTS, "interactive.js")
+        ]
         page = PAGE.substitute(
             image=image,
             alt=html.escape(alt),
             caption=html.escape(self.caption, quote=False),
-            script=Path(__file__).with_name("interactive.js").read_text(encoding="utf-8"),
+            script="".join(scripts),
             kind=self.kind,
             # "</script>" in a token would end the script, and "<!--" could swallow the page.
             data=data.replace("<", "\\u003c"),
@@ -82,40 +89,36 @@ def film(courses: Mapping[str, Any], steps: Sequence[int], key: str = "token 1")
     `record.arrays["curve"][:, 0]`, which is of token 1.
     steps: of the evaluations. Raises ValueError for a run that was not measured so many times.
     """
+    color = COLORS["star" if key == "k*" else "first"]
     runs = []
     with mpl.rc_context(STYLE):
         still = Figure(figsize=(7.0, 0.5 + 1.9 * len(courses)), layout="constrained")
-        rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1, 2.2))
-        for (title, course), (grid, line) in zip(courses.items(), rows, strict=True):
+        rows = still.subplots(len(courses), 2, sharex="col", squeeze=False, width_ratios=(1.4, 2))
+        for (title, course), (dots, line) in zip(courses.items(), rows, strict=True):
             alpha = np.asarray(course, dtype=float)
             require(
                 len(alpha) == len(steps),
                 f"{title!r} was measured {len(alpha)} times, not at {len(steps)} steps",
             )
-            _, blocks, heads = alpha.shape
-            frames = alpha.reshape(len(steps), -1)
+            frames = alpha.reshape(len(steps), -1).round(3).tolist()
             means = alpha.mean(axis=(1, 2)).round(4).tolist()
-            runs.append(
-                {"name": title, "heads": heads, "frames": shade(frames).tolist(), "means": means}
-            )
-            # The last frame, block 1 on top as in the film.
-            grid.imshow(alpha[-1], cmap=SHADES, vmin=0, vmax=1)
-            grid.grid(False)
-            grid.set(xticks=range(heads), xticklabels=range(1, heads + 1), xlabel="head")
-            grid.set(yticks=range(blocks), yticklabels=range(1, blocks + 1), ylabel="block")
-            line.plot(steps, means, color=COLORS["star" if key == "k*" else "first"], linewidth=2.5)
+            runs.append({"name": title, "H": alpha.shape[2], "frames": frames, "means": means})
+            heads_by_block(alpha[-1], color=color, ax=dots)
+            dots.set_ylabel(f"attention to {key}")
+            line.plot(steps, means, color=color, linewidth=2.5)
             line.set_title(title, parse_math=False)
-            line.set(ylim=(0, 1), ylabel=f"mean attention\nto {key}")
+            line.set(ylim=(0, 1), ylabel="mean of all heads")
         line.set(xlabel="training step")
         line.xaxis.set_major_formatter("{x:,.0f}")
     still.set_label(
         f"Attention of every head to {key} at the end of training, and its mean along training: {', '.join(courses)}"
     )
     caption = (
-        f"A square is a head (rows: blocks, columns: heads), darker the more attention it gives to {key}; with each "
-        "grid stands its training step. The lines are means over all heads. Press play, or move the slider."
+        f"A dot is a head, over its block, at the height of the attention that it gives to {key}. "
+        "Grey rings show where each head ends. Press play, or move the slider."
     )
-    return Interactive("film", {"key": key, "steps": list(steps), "runs": runs}, still, caption)
+    data = {"key": key, "color": color, "steps": list(steps), "runs": runs}
+    return Interactive("film", data, still, caption)
 
 
 def explore(
@@ -146,18 +149,18 @@ def explore(
     room = 2 * MOST_WEIGHTS // len(heads)  # a causal map of T tokens has about T^2 / 2 weights
     shown = min(length, ids.shape[1], max(FEWEST_TOKENS, int(room**0.5)))
     ids = ids[: max(1, room // shown**2), :shown]
-    kept = measure(model, ids, heads=heads, norms=False).kept
-    weights = np.stack([kept[one].map for one in heads], axis=1)  # (texts, heads, T, T)
+    weights, shades = maps_of(model, ids, heads)
     tokens = [[token_label(token, tokenizer) for token in row] for row in ids.tolist()]
     alpha = weights[..., 0].mean(axis=-1)  # (texts, heads)
     start = int(alpha[0].argmax()) if head is None else names.index((head[0], head[1]))
-    packed = zlib.compress(shade(np.sqrt(weights))[..., *np.tril_indices(shown)].tobytes(), 9)
+    packed = zlib.compress(shades, 9)
     data = {
         "packed": base64.b64encode(packed).decode(),
         "tokens": tokens,
         "alpha": alpha.round(3).tolist(),
-        "names": names,
-        "columns": columns,
+        "name": name,
+        "H": columns,
+        "blocks": [layer + 1 for layer in probe.layers],
         "T": shown,
         "head": start,
     }
@@ -182,6 +185,14 @@ def explore(
     return Interactive("explorer", data, still, caption)
 
 
-def shade(shares: np.ndarray) -> np.ndarray:
-    """Shares from 0 to 1 as indices of PALETTE."""
-    return np.rint(np.clip(shares, 0, 1) * (len(PALETTE) - 1)).astype(np.uint8)
+def maps_of(
+    model: nn.Module, ids: Tensor, heads: Sequence[tuple[int, int]]
+) -> tuple[np.ndarray, bytes]:
+    """The maps of these (layer, head), (texts, heads, T, T), and
+    what a script draws them of: their causal halves in shades of PALETTE.
+    """
+    kept = measure(model, ids, heads=heads, norms=False).kept
+    weights = np.stack([kept[head].map for head in heads], axis=1)
+    levels = np.sqrt(np.clip(weights, 0, 1)) * (len(PALETTE) - 1)
+    shades = np.rint(levels).astype(np.uint8)
+    return weights, shades[..., *np.tril_indices(ids.shape[1])].tobytes()

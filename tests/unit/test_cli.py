@@ -1,13 +1,17 @@
 """The command line: what it prints, and one line with advice for every mistake."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import threading
+import time
 
+import nbformat
 import pandas as pd
+import psutil
 import pytest
 from helpers import made_up
 
@@ -16,7 +20,7 @@ from sinkutils.__main__ import main
 from sinkutils.commands import WRONG
 from sinkutils.data.packing import fix_position
 from sinkutils.data.tokenizer import special_ids
-from sinkutils.pages import run_notebooks
+from sinkutils.paths import ROOT
 from sinkutils.plots.report import natural
 from sinkutils.study.store import Runs
 
@@ -316,30 +320,38 @@ def test_only_what_goes_on_where_it_was_says_so_when_it_is_stopped(
     assert ("run the same command again" in capsys.readouterr().err) == goes_on
 
 
-def test_a_stopped_run_names_the_notebooks_that_it_waits_for(tmp_path, capsys, monkeypatch):
-    begun, told = threading.Event(), threading.Event()
+RUN = """
+import sys
+from pathlib import Path
+from sinkutils import paths
+paths.NOTEBOOKS, paths.RENDERED = Path("pages").resolve(), Path("rendered").resolve()
+from sinkutils.__main__ import main
+sys.exit(main(["run"]))
+"""
 
-    def execute(path, *_, **__):
-        if path.name.startswith("A"):
-            begun.set()
-            assert told.wait(60)
-            return None
-        assert begun.wait(60)
-        raise KeyboardInterrupt
 
-    def write(line):
-        print(line)
-        told.set()
-
-    monkeypatch.setattr("papermill.execute_notebook", execute)
-    monkeypatch.setattr("papermill.inspect_notebook", lambda _: {})
-    monkeypatch.setattr(
-        "sinkutils.pages.find_notebooks", lambda _: [tmp_path / "B_stops", tmp_path / "A_goes_on"]
-    )
-    monkeypatch.setattr("sinkutils.pages.tqdm.write", write)
-    with pytest.raises(KeyboardInterrupt):
-        run_notebooks({}, tmp_path / "out")
-    assert capsys.readouterr().out == "stopping: A_goes_on under way, waiting for its end\n"
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_ends_its_kernels_and_says_what_it_kept(number, status, tmp_path):
+    (tmp_path / "pages").mkdir()
+    sleep = "import os, time; open(str(os.getpid()), 'w').close(); time.sleep(600)"
+    for name, code in (("1_quick", "1"), ("2_slow", sleep), ("3_slow", sleep), ("4_later", "1")):
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+        nbformat.write(book, tmp_path / "pages" / f"{name}.ipynb")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", RUN]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+        while len(kernels := list((tmp_path / "pages").glob("[0-9]*[0-9]"))) < 2:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "/rendered: 1_quick\nended before their last cell: 2_slow, 3_slow\n" in output
+    assert errors.endswith("sinkutils: stopped\n")
+    for kernel in kernels:
+        assert not psutil.pid_exists(int(kernel.name))
 
 
 def test_run_says_where_notebooks_are_where_there_are_none(tmp_path, capsys, monkeypatch):

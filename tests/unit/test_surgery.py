@@ -2,7 +2,9 @@
 
 import random
 import re
+from functools import partial
 
+import any_first_token
 import pytest
 import recall
 import torch
@@ -339,6 +341,23 @@ def test_surgery_is_public():
         dir(sinkutils.surgery)
     )
     assert "surgery" in dir(sinkutils)
+
+
+# --- benchmarks/any_first_token.py
+
+
+def test_the_first_token_attends_to_itself_alone_and_a_later_one_can_be_made_to():
+    model, ids = own_model(), tokens(3, LENGTH)
+    before = model(ids)
+    for place, changed in ((1, False), (5, True)):
+        change = partial(any_first_token.itself_alone, place)
+        with any_first_token.attending(model, range(len(model.blocks)), change):
+            after = model(ids)
+        different = (after - before).abs().amax(dim=(0, 2)) > 1e-4  # by position
+        assert different[place - 1 :].any() == changed and not different[: place - 1].any()
+    alone = torch.stack([model(row[4:5][None])[0, 0] for row in ids])  # a text of this token
+    torch.testing.assert_close(after[:, 4], alone)
+    torch.testing.assert_close(model(ids), before)
 
 
 # --- benchmarks/recall.py

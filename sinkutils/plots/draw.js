@@ -1,7 +1,7 @@
-// Pictures: SVG made element by element, so that any text in it is text. Three rules of colour, as
-// everywhere in the study: one palette for attention; orange is the first token and green a key of a
-// head's own; all else is grey.
-"use strict";
+// How heads and maps are shown, in the notebooks' interactive pictures and in the lab. SVG made element
+// by element, so that any text in it is text. Three rules of colour, as everywhere in the study: one
+// palette for attention; orange is the first token and green a key of a head's own; all else is grey.
+// DATA has the palette and the colours. Tokens, heads and queries count from 0 here, from 1 in words.
 
 const INK = "#222222", GREY = "#707070", LIGHT = "#b8b8b8";
 const SANS = "DejaVu Sans, Verdana, sans-serif", MONO = "DejaVu Sans Mono, monospace";
@@ -25,8 +25,15 @@ function picture(holder, width, height, name) {
   holder.replaceChildren();
   const svg = add(holder, "svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
     "aria-label": name, fill: INK, direction: "ltr", "font-family": SANS, "font-size": 12 });
+  svg.style.display = "block";
   box(svg, 0, 0, width, height, { fill: "#ffffff" });
   return svg;
+}
+
+// Where a pointer is, in the picture's own units.
+function pointIn(svg, event) {
+  const { left, top, width } = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / width;
+  return [(event.clientX - left) * scale, (event.clientY - top) * scale];
 }
 
 const short = (label) => label.replace(/^(.{9}).{2,}$/u, "$1…"); // at most ten letters
@@ -54,9 +61,16 @@ function squares(parent, rows, columns, side, share) {
   paths.forEach((d, fill) => add(parent, "path", { fill, d }));
 }
 
+// Shares of a causal map that was stored as shades of the palette, row by row from `start` on.
+const stored = (shades, start) => (i, j) =>
+  (shades[start + i * (i + 1) / 2 + j] / (DATA.palette.length - 1)) ** 2;
+
+const nameOf = (head, H, alpha, block = 1 + Math.floor(head / H)) =>
+  `Head ${head % H + 1} of block ${block}: α₁ = ${alpha[head].toFixed(2)}`;
+
 // One head's map: a row a query, a column a key. Returns which query stands at a point of it.
-function drawMap(holder, { labels, share, starAt, title, query }) {
-  const T = labels.length, side = Math.max(10, Math.min(24, (holder.clientWidth - 100) / (T + 1)));
+function drawMap(holder, { labels, share, starAt, title, query, width }) {
+  const T = labels.length, side = Math.max(10, Math.min(24, (width - 100) / (T + 1)));
   const { font, room } = labelled(labels, side), top = room + 44;
   const left = room + (starAt ? side + 8 : 0);
   const svg = picture(holder, Math.max(left + T * side + 4, 280), top + T * side + 4, title);
@@ -81,85 +95,57 @@ function drawMap(holder, { labels, share, starAt, title, query }) {
   box(svg, room, top + side * query, left - room + side * (query + 1), side,
     { fill: "none", stroke: INK, "stroke-width": 1.5 });
   return (event) => {
-    const row = Math.floor((event.clientY - svg.getBoundingClientRect().top - top) / side);
+    const row = Math.floor((pointIn(svg, event)[1] - top) / side);
     return row >= 0 && row < T ? row : query;
   };
 }
 
-// All heads as a grid of squares, a row a block.
-function drawGrid(holder, alpha, H, side) {
-  const rows = alpha.length / H, svg = picture(holder, H * side, rows * side, "");
-  svg.setAttribute("aria-hidden", "true"); // the text beside it says how many are dark
-  squares(svg, rows, H, side, (row, column) => alpha[row * H + column]);
+// What a query looks at most, in words.
+function looksAt({ labels, share, starAt, query }) {
+  const keys = labels.slice(0, query + 1)
+    .map((label, j) => [`“${label}” (${j + 1})`, share(query, j)]);
+  if (starAt) keys.push(["the key of its own", starAt(query)]);
+  const most = keys.sort((a, b) => b[1] - a[1]).slice(0, 3);
+  return `It gives ${most.map(([key, value]) => `${value.toFixed(2)} to ${key}`).join(", ")}.`;
 }
 
-// Every head as a dot over its block, at the height of its attention to the first token; green: to the
-// key of its own; rings: before the operation. Returns what is at a point: a share, and a head, from 1
-// (0: none).
-function drawHeads(holder, { alpha, star, before, H, threshold, labels, head: chosen }) {
-  const blocks = alpha.length / H, many = blocks > 6, size = many ? 2.4 : 5;
-  const width = holder.clientWidth, left = 34, right = width - 6, top = 12, high = 168;
-  const svg = picture(holder, width, top + high + 30, "Attention of every head to the first token");
-  const across = (place) => left + (right - left) * place / blocks;
+const evenShare = (T) => [...Array(T).keys()].reduce((sum, i) => sum + 1 / (i + 1), 0) / T;
+
+// Every head as a dot over its block, at the height of the attention that it gives; green diamonds: to a
+// key of its own; rings: before, or after. Returns which head is at a point, or -1.
+function drawHeads(holder, { alpha, star, rings, H, blocks, head: chosen, threshold, T, width,
+  name = "Attention of every head to the first token", color = DATA.colors.first }) {
+  const rows = alpha.length / H, many = rows > 6, size = many ? 2.4 : 5;
+  const left = 34, right = width - 6, top = 12, high = 168;
+  const svg = picture(holder, width, top + high + 30, name);
+  const across = (place) => left + (right - left) * place / rows;
   const y = (share) => top + high * (1 - share);
   const x = (head) => across(Math.floor(head / H) + (head % H + 0.8) / (H + 0.6));
   for (const share of [0, 0.5, 1]) {
     line(svg, left, y(share), right, y(share));
     write(svg, share, left - 6, y(share) + 4, { "text-anchor": "end", fill: GREY });
   }
-  for (let block = 0; block < blocks; block += many ? 3 : 1) {
-    const middle = across(block + 0.5), name = many && block ? block + 1 : `block ${block + 1}`;
-    write(svg, name, middle, top + high + 22, { "text-anchor": "middle", fill: GREY });
+  for (let row = 0; row < rows; row += many ? Math.ceil(rows / 10) : 1) {
+    const number = blocks ? blocks[row] : row + 1, words = many && row ? number : `block ${number}`;
+    write(svg, words, across(row + 0.5), top + high + 22, { "text-anchor": "middle", fill: GREY });
   }
-  const even = y(evenShare(labels.length));
-  line(svg, left, even, right, even, { stroke: INK, "stroke-dasharray": "1 3", "stroke-width": 1.2 });
-  line(svg, left, y(threshold), right, y(threshold),
-    { stroke: INK, "stroke-dasharray": "6 4", "stroke-width": 1.5 });
-  const ring = { fill: "none", stroke: GREY };
+  const level = (share, dashes) => line(svg, left, y(share), right, y(share),
+    { stroke: INK, "stroke-dasharray": dashes, "stroke-width": 1.4 });
+  if (T) level(evenShare(T), "1 3");
+  if (threshold) level(threshold, "6 4");
+  const dot = (head, share, values) => add(svg, "circle", { cx: x(head), cy: y(share), ...values });
+  const ring = { fill: "none", stroke: GREY, r: size };
   alpha.forEach((share, head) => {
-    if (before) add(svg, "circle", { cx: x(head), cy: y(before[head]), r: size, ...ring });
-    const d = star && `M${x(head)} ${y(star[head]) - 6}l6 6l-6 6l-6 -6z`;
-    if (star) add(svg, "path", { d, fill: DATA.colors.star });
-    add(svg, "circle", { cx: x(head), cy: y(share), r: size, fill: DATA.colors.first });
-    if (head === chosen) {
-      add(svg, "circle", { cx: x(head), cy: y(share), r: size + 3.5, ...ring, stroke: INK });
-    }
+    if (rings) dot(head, rings[head], ring);
+    const diamond = star && `M${x(head)} ${y(star[head]) - 6}l6 6l-6 6l-6 -6z`;
+    if (star) add(svg, "path", { d: diamond, fill: DATA.colors.star });
+    dot(head, share, { r: size, fill: color });
+    if (head === chosen) dot(head, share, { ...ring, r: size + 3.5, stroke: INK });
   });
   return (event) => {
-    const { left: x0, top: y0 } = svg.getBoundingClientRect();
-    const [px, py] = [event.clientX - x0, event.clientY - y0];
+    const [px, py] = pointIn(svg, event);
     const far = Array.from(alpha, (share, head) => Math.hypot(x(head) - px, y(share) - py));
     const near = far.indexOf(Math.min(...far));
-    return { share: 1 - (py - top) / high, head: far[near] < 10 ? near + 1 : 0 };
+    return far[near] < 10 ? near : -1;
   };
-}
-
-// A bar a token: the nats that it costs; a tick: before the operation. Undefined where not predicted.
-function drawLosses(holder, labels, losses, before) {
-  const n = labels.length, step = Math.max(11, Math.min(24, (holder.clientWidth - 50) / n));
-  const { font, room } = labelled(labels, step), left = 34, top = 12, high = 90, bottom = top + high;
-  const svg = picture(holder, left + n * step + 8, bottom + room + 6, "Loss of each token, as bars");
-  const most = Math.max(4, ...[...losses, ...before].filter((loss) => loss !== undefined));
-  const y = (loss) => bottom - high * loss / most;
-  for (let loss = 0; loss <= most; loss += most > 8 ? 4 : 2) {
-    line(svg, left, y(loss), left + n * step, y(loss));
-    write(svg, loss, left - 6, y(loss) + 4, { "text-anchor": "end", fill: GREY });
-  }
-  labels.forEach((label, i) => {
-    const x = left + i * step, tick = { stroke: INK, "stroke-width": 2 };
-    const height = bottom - y(losses[i] ?? 0);
-    box(svg, x + 1, bottom - height, step - 3, height, { fill: LIGHT });
-    if (before[i] !== undefined) line(svg, x, y(before[i]), x + step - 1, y(before[i]), tick);
-    add(svg, "text", { ...font, "text-anchor": "end",
-      transform: `translate(${x + step * 0.66} ${bottom + 6}) rotate(-90)` }, short(label));
-  });
-}
-
-// Offer a picture as a file of its own.
-function saveSvg(svg, name) {
-  const link = document.createElement("a"), text = new XMLSerializer().serializeToString(svg);
-  link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
-  link.download = name;
-  link.click();
-  URL.revokeObjectURL(link.href);
 }

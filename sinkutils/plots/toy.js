@@ -1,0 +1,60 @@
+// A toy, in the notebooks and in the lab: the logits of one query, which one drags, and what softmax and
+// sigmoid make of them. The first name is a key of the head's own, with a value of zero.
+
+function makeToy(table, { names, low, high, values }) {
+  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+  const softmax = (logits) => {
+    const powers = logits.map(Math.exp), total = sum(powers);
+    return powers.map((power) => power / total);
+  };
+  // A notebook's own style of tables would paint dark rows into a light picture.
+  const addRow = (...cells) => {
+    const row = table.insertRow();
+    row.style.background = "none";
+    for (const content of cells) {
+      const cell = row.insertCell();
+      cell.style.cssText = "text-align:left;white-space:nowrap;padding:2px 12px 2px 0";
+      cell.append(content);
+    }
+    return row;
+  };
+  const made = (tag, values) => Object.assign(document.createElement(tag), values);
+  const outputs = () => [0, 1, 2].map(() => made("output", {}));
+
+  table.style.cssText = "color:inherit;font-size:14px;border-collapse:collapse";
+  addRow("", "logit", "", "softmax", "sigmoid", `softmax with ${names[0]}`).style.fontWeight = "bold";
+  const sliders = names.map((name) => made("input",
+    { type: "range", min: low, max: high, step: 0.5, ariaLabel: `logit of ${name}`, oninput: show }));
+  const rows = names.map((name, i) => addRow(name, sliders[i], "", "", "", ""));
+  sliders.forEach((slider) => { slider.style.width = "120px"; });
+  const spent = outputs(), lengths = outputs();
+  addRow("spent on the other keys", "", "", ...spent);
+  if (values) addRow("length of the output", "", "", ...lengths);
+
+  // How long the output is: the sum of all values, each times its weight.
+  const lengthOf = (weights) => Math.hypot(
+    ...values[0].map((_, d) => sum(weights.map((weight, i) => weight * values[i][d]))));
+
+  function show() {
+    const logits = sliders.map((slider) => Number(slider.value)), keys = logits.slice(1);
+    const sigmoid = keys.map((s) => 1 / (1 + Math.exp(-s)));
+    const columns = [[0, ...softmax(keys)], [0, ...sigmoid], softmax(logits)];
+    rows.forEach((row, i) => {
+      row.cells[2].textContent = logits[i].toFixed(1);
+      columns.forEach((weights, column) => {
+        const color = i ? DATA.colors.other : DATA.colors.star, bar = made("span", {});
+        bar.style.cssText = `display:inline-block;height:12px;width:${80 * weights[i]}px;background:${color}`;
+        const isThere = i > 0 || column === 2; // only the last column has the key of its own
+        row.cells[3 + column].replaceChildren(bar, isThere ? ` ${weights[i].toFixed(2)}` : "");
+      });
+    });
+    columns.forEach((weights, column) => {
+      spent[column].textContent = sum(weights.slice(1)).toFixed(2);
+      if (values) lengths[column].textContent = lengthOf(weights).toFixed(2);
+    });
+  }
+  return (logits) => {
+    sliders.forEach((slider, i) => { slider.value = logits[i]; });
+    show();
+  };
+}
