@@ -27,7 +27,8 @@ def short(value: Any) -> str:
 def integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
     """An integer in least..most; True and False are not integers here."""
     # NumPy's integers count: our own frames hand them out.
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole:
         raise ValueError(f"{name} must be an integer, got {short(value)}")
     if not least <= value <= most:
         wanted = f"at least {least}" if most == math.inf else f"in {least}..{most}"

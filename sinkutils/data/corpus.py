@@ -24,6 +24,7 @@ from sinkutils.data.tokenizer import (
     SMALLEST_VOCABULARY,
     load_tokenizer,
     open_tokenizer,
+    panics_explained,
     special_ids,
     train_tokenizer,
 )
@@ -274,7 +275,8 @@ def _encode(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[tuple[str, l
     threads.
     """
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        with panics_explained():
+            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         yield from zip(batch, [encoding.ids for encoding in encodings], strict=True)
 
 

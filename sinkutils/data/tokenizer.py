@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +141,25 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
         backend.no_truncation()
         backend.no_padding()
         try:
-            return backend.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
-                raise
-            raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
+            with panics_explained():
+                return backend.encode(text, add_special_tokens=False).ids
         finally:
             backend.encode_special_tokens = before
             if truncation:
                 backend.enable_truncation(**truncation)
             if padding:
                 backend.enable_padding(**padding)
+
+
+@contextlib.contextmanager
+def panics_explained() -> Iterator[None]:
+    """Make a ValueError of a panic of Rust, as of a pattern that backtracks without end."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        raise ValueError(f"the tokenizer cannot read a text: {first_line(error)}") from error
 
 
 def bos_id(tokenizer: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkutils.checks import choice
+from sinkutils.checks import choice, short
 from sinkutils.checks import device as find_device
 from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
@@ -40,9 +40,9 @@ def load_lm(
 ) -> tuple[nn.Module, Any]:
     """Load a causal LM and its tokenizer, in eval mode.
 
-    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a
-        GGUF file (with the package gguf), recorded run that kept its weights ("laptop/fixed_1/0",
-        or the folder of any record), or a model of `python -m sinkutils models` ("smollm2").
+    name_or_path: a name of data/paper/models.csv, a hub id, a local folder, a GGUF file (with the
+        package gguf), a recorded run that kept its weights ("laptop/fixed_1/0", or the folder of
+        any record), or a model of `python -m sinkutils models` ("smollm2").
     device: None is CUDA where there is one; "auto" spreads a model over devices by accelerate.
     dtype: one of DTYPES; None is float32 on the CPU and the checkpoint's own elsewhere.
     revision: of a hub id, for instance "step1000" of Pythia.
@@ -53,6 +53,8 @@ def load_lm(
     tensors only, which is what transformers allows. Raises ModelUnavailable (an OSError)
     with one line that says what to do, ValueError for another device or dtype.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"name_or_path must be a name or a path, got {short(name_or_path)}")
     name, path = str(name_or_path), Path(name_or_path)
     if dtype is not None:
         dtype = str(dtype).removeprefix("torch.")
@@ -129,8 +131,8 @@ def _load_transformers(
         "revision": revision or "main",
     }
     where: Any = name
-    if gguf := gguf_file(Path(name)):
-        # transformers takes the folder and the file's name, and computes in full precision
+    gguf = gguf_file(Path(name))
+    if gguf:  # transformers takes the folder and the file's name, and computes in full precision
         where, common["gguf_file"] = gguf.parent, gguf.name
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -158,6 +160,20 @@ def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the one in a folder without a config.json."""
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise ModelUnavailable(
+            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
+        )
+    return files[0]
+
+
 def check_folder(path: Path) -> None:
     """Raise ModelUnavailable for a path that is not the folder of a model, saying which is."""
     if path.is_file():
@@ -181,20 +197,6 @@ def check_folder(path: Path) -> None:
             f"give one of them, {str(newest)!r} for instance"
         )
     raise ModelUnavailable(f"{str(path)!r} has no config.json: is it the folder of a model?")
-
-
-def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path names, or the one in a folder without a config.json."""
-    if path.suffix == ".gguf":
-        return path
-    files = sorted(path.glob("*.gguf"))
-    if not files or (path / "config.json").exists():
-        return None
-    if len(files) > 1:
-        raise ModelUnavailable(
-            f"{str(path)!r} holds {len(files)} GGUF files: give one of them, {str(files[0])!r}"
-        )
-    return files[0]
 
 
 # transformers fills what a file lacks with random numbers, and drops what it does not know, with a

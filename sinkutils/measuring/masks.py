@@ -61,7 +61,8 @@ def mask(**kwargs: Any) -> Tensor | None:
         whole = nan.expand(kwargs["batch_size"], 1, length, length)
     if positions is not None:
         whole.by_position = positions
-    return whole
+    masked: Tensor | None = whole
+    return masked
 
 
 def is_plain(kwargs: dict[str, Any]) -> bool:

@@ -75,11 +75,13 @@ def measure(
     if isinstance(ids, Mapping):  # a tokenizer's BatchEncoding
         if attention_mask is None:
             attention_mask = ids.get("attention_mask")
+        require("input_ids" in ids, f"ids has no input_ids, but {', '.join(map(str, ids))}")
         ids = ids["input_ids"]
     rows, skipped = sequences(ids, attention_mask, targets)
     targets, epsilons = check_targets(targets, ids.shape[1]), check_epsilons(epsilons)
     if batch_size is not None:
         integer("batch_size", batch_size, least=1)
+        batch_size = int(batch_size)  # of NumPy's integers PyTorch takes none
     pairs = distinct_pairs(heads)
     require(
         bos in (True, False, None),

@@ -189,6 +189,6 @@ def computes_the_same(
 
 def _gaps(out: Tensor, right: Tensor) -> Tensor:
     """How far outputs (B, T, H, D) are from the right ones, in shares of their size, (B, T, H)."""
-    size = torch.linalg.vector_norm(right.float(), dim=-1)
-    gaps = torch.linalg.vector_norm((out - right).float(), dim=-1)
+    size: Tensor = torch.linalg.vector_norm(right.float(), dim=-1)
+    gaps: Tensor = torch.linalg.vector_norm((out - right).float(), dim=-1)
     return gaps / size.clamp(min=1e-6 * float(size.max()) + 1e-30)

@@ -66,7 +66,8 @@ def cut_by(model: nn.Module) -> str | None:
         return "FullyShardedDataParallel, whose weights lie in one piece: use fully_shard (FSDP2)"
     sharded = is_sharded(model)
     for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):
+        # ZeRO-3 marks each parameter, and empties it between passes.
+        if hasattr(parameter, "ds_id") or parameter.numel() == 0:
             return f"DeepSpeed's ZeRO-3, its parameters being elsewhere between passes: {IN_PARTS}"
         if hasattr(parameter, "placements") and not sharded:  # a DTensor
             if any(placement.is_shard() for placement in parameter.placements):

@@ -103,6 +103,11 @@ class LMConfig:
                 "sink_token and attention with a bias of keys or a sink logit are two places for "
                 "Sink_*: choose one"
             )
+        if self.sink_token and (spec.window is not None or spec.prefix > 1):
+            # x* stands at position 0: a window would hide it from most queries, a prefix count it.
+            raise ValueError(
+                "sink_token cannot be combined with a window or a prefix: use a bias of keys"
+            )
         if spec.prefix > self.context_length:
             raise ValueError(
                 f"prefix must be at most context_length={self.context_length}, got {spec.prefix}"

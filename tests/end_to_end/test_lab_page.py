@@ -216,8 +216,8 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
 def test_play_goes_through_training_to_its_last_step(driver):
     visit(driver)
     driver.find_element(By.CSS_SELECTOR, "#lab .play").click()
-    until(driver, "stepOf() === 0")
-    until(driver, "stepOf() === stepsOf().at(-1) && waiting.size === 0")
+    until(driver, "stepOf(state.model) === 0")
+    until(driver, "stepOf(state.model) === stepsOf(state.model).at(-1) && waiting.size === 0")
     until(driver, "!document.querySelector('#lab .play').disabled")
     assert by_id(driver, "step").get_attribute("aria-valuetext") == "12,000 steps"
 

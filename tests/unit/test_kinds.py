@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -22,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sinkutils.measuring import masks, surgery
 from sinkutils.measuring.families import repeat_heads
+from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
 
 T, TARGETS = 24, (1, 2, 5)
@@ -613,6 +615,15 @@ def test_what_a_tokenizer_returns_is_measured_with_its_mask():
     torch.testing.assert_close(
         measure(model, batch).alpha, measure(model, ids, attention_mask=mask).alpha
     )
+
+
+def test_numpys_integers_are_integers_and_what_holds_no_ids_is_refused():
+    model, ids = build("llama"), tokens(3, 12)
+    expected = measure(model, ids).alpha
+    assert torch.allclose(measure(model, ids, batch_size=np.int64(2)).alpha, expected)
+    refuses("ids has no input_ids, but words", measure, model, {"words": ids})
+    for name in (None, 3, []):
+        refuses("name_or_path must be a name or a path", load_lm, name)
 
 
 def test_an_old_transformers_is_told_apart():

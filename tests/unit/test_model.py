@@ -278,6 +278,8 @@ def test_relative_buckets_grow_with_distance_as_t5s_do():
 
 def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("num_heads must divide", own_model, num_heads=3)
+    for spec in (AttentionSpec(window=4), AttentionSpec(prefix=4)):
+        refuses("sink_token cannot be combined", own_model, sink_token=True, attention=spec)
     refuses("context_length must be an integer, got 2.5", own_model, context_length=2.5)
     refuses("num_heads must be an integer, got None", own_model, num_heads=None)
     refuses("gate must be one of none, head, element", own_model, gate="both")

@@ -11,6 +11,7 @@ from helpers import refuses, word_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
+from sinkutils.data import corpus
 from sinkutils.data.external import read_texts
 from sinkutils.data.probes import PROBES, probe
 from sinkutils.data.tokenizer import bos_id, encode, marked_special, special_ids, train_tokenizer
@@ -219,4 +220,6 @@ def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus
 def test_a_tokenizer_whose_pattern_does_not_end_is_refused_in_words():
     tokenizer = word_tokenizer(5)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    refuses("the tokenizer cannot read a text: PanicException", encode, tokenizer, "a" * 40 + "b")
+    text = "a" * 40 + "b"
+    refuses("the tokenizer cannot read a text: PanicException", encode, tokenizer, text)
+    refuses("cannot read a text: PanicException", list, corpus._encode(tokenizer, iter([text])))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import refuses
 from small_models import build, tokens
 
@@ -184,9 +185,14 @@ def test_two_processes_measure_what_can_be_measured_and_never_hang(tmp_path):
     assert output.count("WARNING:sinkutils") == 4
 
 
-def test_a_model_of_which_deepspeed_has_a_part_is_refused_by_name():
+@pytest.mark.parametrize("way", ["marked", "empty"])
+def test_a_model_of_which_deepspeed_has_a_part_is_refused_by_name(way):
     model = build("llama")
-    next(model.parameters()).ds_id = 0
+    *_, parameter = model.parameters()
+    if way == "marked":
+        parameter.ds_id = 0
+    else:
+        parameter.data = torch.empty(0)
     refuses("cut over processes by DeepSpeed's ZeRO-3", measure, model, tokens())
 
 
