@@ -88,7 +88,7 @@ def conversations(name: str) -> Iterator[Conversation]:
             f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"
         )
     for row in rows:
-        messages = row.get("messages")
+        messages: Any = row.get("messages")
         if not _is_conversation(messages):
             raise ValueError(
                 f'instructions {name!r}: expected "messages", a list of {{"role": one of '

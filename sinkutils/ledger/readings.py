@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -89,7 +91,7 @@ class Readings:
         whole = self.whole or self
         seeds = set.intersection(*[set(self.values(name, quantity)) for name in runs])
         # The weight of each seed in the sum, by experiment and quantity.
-        weights: dict = defaultdict(Counter)
+        weights: dict[tuple[str, str], Any] = defaultdict(Counter)
         for name, sign in zip(runs, (1, -1), strict=False):
             for seed in seeds:
                 weights[name, quantity][seed] += sign / len(seeds)
@@ -152,8 +154,8 @@ def readings(preset: str = "laptop", folder: Folder = None) -> Readings:
 
 
 @lru_cache(maxsize=4)
-def _readings(preset: str, store: Runs, state: tuple) -> Readings:
-    runs: dict = {}
+def _readings(preset: str, store: Runs, state: tuple[tuple[Path, int], ...]) -> Readings:
+    runs: dict[str, Seeds] = {}
     for record in store.entries(preset):
         if record.status not in ("done", "failed"):
             continue

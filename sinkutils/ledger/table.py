@@ -37,7 +37,7 @@ def claims(preset: str = "laptop", folder: Folder = None, corrected: bool = True
     ours = readings(preset, folder)
     rows = []
     for one in _all_judged(ours, corrected):
-        read: dict[str, dict] = {}  # the runs that the checks read, by quantity
+        read: dict[str, dict[str, None]] = {}  # the runs that the checks read, by quantity
         levels, intervals = [], []
         for outcome in one.outcomes:
             check = outcome.check

@@ -352,7 +352,7 @@ class TransformerLM(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> TransformerLM:
         """What `to`, `cuda` and their like call: the tables move too, and keep their precision."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         device = self.embed.weight.device
         if device.type != "meta":
             self.tables = {name: table.to(device) for name, table in self.tables.items()}

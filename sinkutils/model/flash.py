@@ -187,7 +187,8 @@ def _flex_pass(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Te
     logarithm, logit_bias = LOGARITHMS[spec.similarity], spec.logit_bias
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return logarithm(s + logit_bias)
+        logs: Tensor = logarithm(s + logit_bias)
+        return logs
 
     # A graph under compilation makes its own mask (the cache is out of its reach, and it would warn
     # of that) and compiles the kernel with the rest; on a CPU the kernel is dense.

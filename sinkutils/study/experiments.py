@@ -39,6 +39,7 @@ def scaled(value: Any, old: Any, run: RunConfig, scale: Preset) -> Any:
         return tuple(value) if isinstance(value, list) else value
     of, context = value.get("of"), run.model.context_length
     share = float(Fraction(value["times"]))
+    whole: Any  # an int or a float, as the field
     if of == "context":
         whole = context
     elif of == "head_dim":

@@ -18,6 +18,7 @@ from sinkutils.checks import instance, integer, require
 from sinkutils.study.config import Json, check_name
 
 # Of what a point of the curve says: a share is at most 100 percent, an excess at most 1.
+BOUNDS: dict[str, tuple[float, float]]
 BOUNDS = dict.fromkeys(("step", "valid_loss", "train_loss"), (0, math.inf))
 BOUNDS |= dict.fromkeys(("sink_1", "sink_2", "sink_3", "sink_4", "sink_star"), (0, 100))
 BOUNDS |= dict.fromkeys(("excess_1", "excess_star"), (-math.inf, 1))
