@@ -29,8 +29,7 @@ from sinkutils.data.probes import probe
 from sinkutils.measuring import surgery
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import Report
-from sinkutils.model.config import LMConfig
-from sinkutils.model.decoder import TransformerLM
+from sinkutils.model.decoder import LMConfig, TransformerLM
 from sinkutils.study.config import from_dict
 from sinkutils.study.store import Runs
 
