@@ -339,6 +339,8 @@ def test_a_stopped_run_ends_its_kernels_and_says_what_it_kept(number, status, tm
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
         nbformat.write(book, tmp_path / "pages" / f"{name}.ipynb")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell's background job ignores the interrupt, and so would all that it starts.
+    streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-c", RUN]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:

@@ -167,11 +167,11 @@ def test_the_scripts_of_a_study_call_commands_that_there_are():
         parser().parse_args(line.partition("-m sinkutils ")[2].split())
 
 
-def test_no_module_is_longer_than_450_lines():
+def test_no_module_is_longer_than_500_lines():
     modules = (ROOT / "sinkutils").rglob("*.py")
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in modules}
     assert len(lines) > 10
-    assert {name: count for name, count in lines.items() if count > 450} == {}
+    assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
 @pytest.mark.slow
