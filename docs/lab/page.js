@@ -136,10 +136,19 @@ const above = (alpha) => alpha.filter((share) => share > state.threshold).length
 const starOf = ({ stars, ids: { length: T }, alpha }) =>
   alpha.map((_, head) => mean(stars.subarray(head * T, (head + 1) * T)));
 
-// Mean attention of all heads to <fix>, over the queries that see it.
-function toFixed({ maps, ids: { length: T }, origin }) {
-  const place = origin.indexOf(-1);
-  return mean(maps.filter((_, at) => at % T === place && Math.floor(at / T) % T >= place));
+// The place, from 0, to which <fix> was moved; 0 also if there is none, or it was not moved.
+const placeOfFixed = ({ origin }) => Math.max(0, origin?.indexOf(-1) ?? 0);
+
+// Each head's attention to the token at a place: a mean over the queries that see it.
+function attentionTo(place, { alpha, labels: { length: T }, shareIn }) {
+  const queries = [...Array(T).keys()].slice(place);
+  return Array.from(alpha, (_, head) => mean(queries.map((i) => shareIn(head)(i, place))));
+}
+
+// Each head's attention to <fix> if that was moved, else to the first token.
+function sinkOf(result) {
+  const place = placeOfFixed(result);
+  return place ? attentionTo(place, result) : result.alpha;
 }
 
 // Losses by their place in the text; that of <fix>, which is in no text, is left out.
@@ -153,30 +162,39 @@ function lossesOf({ losses, origin }) {
 
 function show() {
   if (!results.edited) return; // no text yet
-  const { labels, alpha } = results.edited;
-  state.query = Math.min(state.query, labels.length);
+  const { labels, alpha } = results.edited, { length } = labels, place = placeOfFixed(results.edited);
+  state.query = Math.min(state.query, length);
   state.head = Math.min(state.head, alpha.length);
   document.body.classList.toggle("stored", !isLive());
   $("summary").textContent = `${above(alpha)} of ${alpha.length} heads give the first token, `
-    + `“${labels[0]}”, more than ${state.threshold.toFixed(2)} of their attention.`;
+    + `“${labels[0]}”, more than ${state.threshold.toFixed(2)} of their attention.`
+    + (place ? ` To <fix>, now in place ${place + 1}, ${above(sinkOf(results.edited))} do.` : "")
+    + (isLive() ? "" : ` Among ${length} tokens even attention gives it ${evenShare(length).toFixed(2)} `
+      + `already. So the study reads ${CONTEXT}, where that is ${evenShare(CONTEXT).toFixed(2)}.`);
+  $("dots").textContent = place ? "its attention to <fix>" : "its α₁";
   showNumbers();
   showHeads();
   showMap();
-  showControls(labels.length);
+  showControls(length);
   if (isLive()) showLosses();
 }
 
 function showNumbers() {
   const { edited, trained } = results;
-  const rows = [["heads with a sink", ({ alpha }) => `${above(alpha)} of ${alpha.length}`],
-    ["mean α₁", ({ alpha }) => mean(alpha).toFixed(2)]];
+  const count = (shares) => `${above(shares)} of ${shares.length}`, moved = placeOfFixed(edited) > 0;
+  const rows = [[`heads with a sink${moved ? " on place 1" : ""}`, ({ alpha }) => count(alpha)],
+    ["mean α₁", ({ alpha }) => mean(alpha).toFixed(2)],
+    ["α₁ of even attention", ({ labels }) => evenShare(labels.length).toFixed(2)]];
   if (isLive()) {
     const [now, before] = [edited, trained].map(lossesOf);
     const both = [...now.keys()].filter((i) => now[i] !== undefined && before[i] !== undefined);
     rows.push(["loss, nats a token", (one) => mean(both.map((i) => lossesOf(one)[i])).toFixed(2)]);
   }
   if (configOf().star) rows.push(["mean to the own key", (one) => mean(starOf(one)).toFixed(2)]);
-  if (edited.origin?.indexOf(-1) > 0) rows.push(["mean to <fix>", (one) => toFixed(one).toFixed(2)]);
+  if (moved) {
+    rows.push(["heads with a sink on <fix>", (one) => count(sinkOf(one))],
+      ["mean to <fix>", (one) => mean(sinkOf(one)).toFixed(2)]);
+  }
   const columns = operated() ? [edited, trained] : [edited];
   const titles = operated() ? ["", "operated", "before"] : [""];
   table($("numbers"), [titles, ...rows.map(([name, value]) => [name, ...columns.map(value)])]);
@@ -185,9 +203,10 @@ function showNumbers() {
 function showHeads() {
   const { edited, trained } = results, holder = $("heads"), width = holder.clientWidth;
   if (!width) return; // behind a curtain
-  const headAt = drawHeads(holder, { ...configOf(), alpha: edited.alpha, head: state.head - 1,
+  const moved = placeOfFixed(edited) > 0; // then even attention to <fix> is not what T's line shows
+  const headAt = drawHeads(holder, { ...configOf(), alpha: sinkOf(edited), head: state.head - 1,
     star: configOf().star && starOf(edited), rings: operated() ? trained.alpha : null,
-    threshold: state.threshold, T: edited.labels.length, width });
+    threshold: state.threshold, T: moved ? 0 : edited.labels.length, width });
   holder.onclick = (event) => {
     const head = headAt(event);
     if (head >= 0) choose({ head: head + 1 });
@@ -198,11 +217,15 @@ function showMap() {
   const { labels, alpha, stars, spent, shareIn } = results.edited, holder = $("map");
   if (!holder.clientWidth) return;
   const head = state.head - 1, query = state.query - 1, at = head * labels.length;
-  const name = nameOf(head, configOf().H, alpha), [title] = DATA.words[state.model];
+  const place = placeOfFixed(results.edited);
+  const name = nameOf(head, configOf().H, alpha)
+    + (place ? `, ${sinkOf(results.edited)[head].toFixed(2)} to <fix>` : ""), [title] = DATA.words[state.model];
   const after = isLive() ? `, ${stepOf(state.model).toLocaleString("en")} steps` : "";
   const view = { labels, share: shareIn(head), query, title: `${title}${after}\n${name}`,
     starAt: configOf().star && ((i) => stars[at + i]), width: holder.clientWidth };
   const row = drawMap(holder, view);
+  const frame = holder.querySelector(`rect[stroke="${DATA.colors.first}"]`);
+  frame.setAttribute("x", Number(frame.getAttribute("x")) + place * frame.getAttribute("width"));
   holder.onpointermove = (event) => {
     if (row(event) !== query) choose({ query: row(event) + 1 });
   };
@@ -246,12 +269,13 @@ function showModels() {
     words.textContent = "ten sentences only";
     holder.replaceChildren();
     if (!result) continue;
-    const { H } = configOf(name), { alpha } = result, rows = alpha.length / H;
-    words.textContent = `${above(alpha)} of ${alpha.length} heads`;
+    const { H } = configOf(name), shares = sinkOf(result), rows = shares.length / H;
+    words.textContent = `${above(shares)} of ${shares.length} heads`
+      + (placeOfFixed(result) ? ` on <fix>, ${above(result.alpha)} on place 1` : "");
     const svg = picture(holder, H * 10, rows * 10, "");
     Object.entries({ width: 60, height: 60, preserveAspectRatio: "none", "aria-hidden": true })
       .forEach(([attribute, value]) => svg.setAttribute(attribute, value));
-    squares(svg, rows, H, 10, (row, column) => alpha[row * H + column]);
+    squares(svg, rows, H, 10, (row, column) => shares[row * H + column]);
   }
 }
 

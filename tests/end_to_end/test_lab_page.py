@@ -109,7 +109,12 @@ def test_a_real_model_is_shown_in_its_sentences_alone_with_what_was_stored_of_it
     by_id(driver, "bos").click()
     settled(driver)
     assert driver.execute_script(heads) > 60 > 10 > without
-    assert f"{driver.execute_script(heads)} of 72 heads" in by_id(driver, "summary").text
+    summary = by_id(driver, "summary").text
+    assert f"{driver.execute_script(heads)} of 72 heads" in summary
+    T = driver.execute_script("return results.edited.labels.length")
+    even = sum(1 / t for t in range(1, T + 1)) / T
+    assert f"Among {T} tokens even attention gives it {even:.2f} already." in summary
+    assert "reads 64, where that is 0.07." in summary
     # The shades of every map are of the model that the numbers are of.
     far = """
         const { labels: { length: T }, alpha, shareIn } = results.edited;
@@ -197,7 +202,9 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
         )
 
     now, before = follow("fourth place")
-    follows = driver.execute_script("return toFixed(results.edited) / toFixed(results.trained)")
+    follows = driver.execute_script(
+        "return mean(sinkOf(results.edited)) / mean(sinkOf(results.trained))"
+    )
     assert now < before / 2 and follows > 0.7
     now, before = follow("Drop the first token")
     assert min(now, before) >= 4
@@ -210,6 +217,43 @@ def test_the_links_of_the_page_show_what_its_questions_ask_for(driver):
     until(driver, "results.edited.labels[0] === 'The' && !isLive()")
     driver.find_element(By.LINK_TEXT, "A toy").click()  # a link to a section changes no state
     assert driver.execute_script("return state.model") == "gemma-3-270m"
+    assert console_errors(driver) == []
+
+
+def test_dots_frame_card_and_count_follow_the_fixed_token_to_its_new_place(driver):
+    visit(driver, "#model=fixed_1&place=4")
+    # Each head's attention to the token in place 4, of the queries that see it, by hand.
+    on_fix, on_first = driver.execute_script("""
+        const { maps, alpha, ids: { length: T } } = results.edited;
+        const shares = [...alpha.keys()].map((head) => {
+            let sum = 0;
+            for (let i = 3; i < T; i++) sum += maps[(head * T + i) * T + 3];
+            return sum / (T - 3);
+        });
+        return [shares, [...alpha]].map((all) => all.filter((share) => share > 0.3).length);
+    """)
+    assert on_fix > 3 > on_first
+    summary = by_id(driver, "summary").text
+    assert summary.startswith(f"{on_first} of 16 heads")
+    assert f"To <fix>, now in place 4, {on_fix} do." in summary
+    card = by_id(driver, "model-fixed_1").text
+    assert f"{on_fix} of 16 heads on <fix>, {on_first} on place 1" in card
+    above = """
+        const [dashed, dots] = ["line[stroke-dasharray='6 4']", "circle[fill='" + DATA.colors.first + "']"]
+            .map((what) => [...document.querySelectorAll("#heads " + what)]);
+        return dots.filter((dot) => dot.cy.baseVal.value < dashed[0].y1.baseVal.value).length;
+    """
+    assert driver.execute_script(above) == on_fix
+    left = """
+        const frame = document.querySelector(`#map rect[stroke="${DATA.colors.first}"]`);
+        return [frame.x.baseVal.value, frame.width.baseVal.value];
+    """
+    moved, side = driver.execute_script(left)
+    driver.save_screenshot(str(SHOTS / "lab_moved.png"))
+    by_id(driver, "undo").click()
+    settled(driver)
+    assert moved - driver.execute_script(left)[0] == pytest.approx(3 * side, abs=0.01)
+    assert "<fix>, now" not in by_id(driver, "summary").text
     assert console_errors(driver) == []
 
 
