@@ -191,19 +191,8 @@ def runs(tmp_path_factory, corpus):
 def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its_training(
     capsys, runs
 ):
-    arguments = (
-        "measure",
-        "smoke/k_bias/0",
-        "--runs",
-        runs,
-        "-n",
-        5,
-        "-T",
-        32,
-        "--probe",
-        "random",
-        "repeat",
-    )
+    command = "measure smoke/k_bias/0 -n 5 -T 32 --probe random repeat"
+    arguments = (*command.split(), "--runs", runs)
     table = said(capsys, *arguments, "--batch-size", 2)
     assert "BOS first: no" in table and "Sink" in table
     reports = json.loads(said(capsys, *arguments, "--json"))
@@ -247,19 +236,8 @@ def test_what_measure_is_asked_for_is_what_the_function_gives(
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path))
     folder, text = runs / "smoke" / "k_bias" / "0", f"path:{text_folder}"
     model, tokenizer = load_lm(str(folder), dtype="float64")
-    usual = (
-        "measure",
-        "smoke/k_bias/0",
-        "--runs",
-        runs,
-        "-n",
-        5,
-        "-T",
-        32,
-        "--dtype",
-        "float64",
-        "--json",
-    )
+    command = "measure smoke/k_bias/0 -n 5 -T 32 --dtype float64 --json"
+    usual = (*command.split(), "--runs", runs)
     asked = ("--targets", 1, 2, "--eps", 0.2, 0.4, "--seed", 3, "--bos")
     fixed = fix_position(
         probe("natural", tokenizer, 5, 32, corpus=text),
