@@ -60,8 +60,8 @@ def blocks(preset: str = "laptop", folder: Folder = None) -> pd.DataFrame:
     for record, report, window in _done(preset, folder):
         found = by_block(report, window)
         found.pop("before_norm_ratio", None)
-        for block, values in enumerate(zip(*found.values(), strict=True), start=1):
-            rows.append(_whose(record) | {"block": block} | dict(zip(found, values, strict=True)))
+        for block, values in enumerate(pd.DataFrame(found).to_dict("records"), start=1):
+            rows.append(_whose(record) | {"block": block} | values)
     return _frame(rows, *RUN, "block", "excess_1")
 
 
