@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from sinkutils.measuring import masks, surgery
+from sinkutils.measuring import surgery
 from sinkutils.measuring.families import repeat_heads
 from sinkutils.measuring.load import load_lm
 from sinkutils.measuring.measure import measure
@@ -624,15 +624,6 @@ def test_numpys_integers_are_integers_and_what_holds_no_ids_is_refused():
     refuses("ids has no input_ids, but words", measure, model, {"words": ids})
     for name in (None, 3, []):
         refuses("name_or_path must be a name or a path", load_lm, name)
-
-
-def test_an_old_transformers_is_told_apart():
-    refuses(
-        r"needs transformers 5\.4 or later",
-        masks.mask,
-        cache_position=torch.arange(3),
-        kind=ImportError,
-    )
 
 
 def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():
