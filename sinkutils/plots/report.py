@@ -57,13 +57,12 @@ def report_model(
     texts: Iterable[str] | None = None,
     n: int = 100,
     length: int = 64,
-    beside: Mapping[str, Report] | None = None,
 ) -> str:
     """Measure a model on the three probes, with and without a BOS, and write its page.
 
     tokenizer: None where there is none; the page is of random and repeated ids then.
     texts: natural text of one's own, cut into windows. n, length: texts per probe and
-        tokens per text. beside: of `report_page`.
+        tokens per text.
     Raises ValueError as `probe` and `measure` do.
     """
     texts = None if texts is None else list(texts)
@@ -91,7 +90,7 @@ def report_model(
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
     maps = _maps(model, tokenizer, ids[:MAP_TOKENS], main)
-    return report_page(reports, name, beside, facts, maps)
+    return report_page(reports, name, facts=facts, maps=maps)
 
 
 def report_page(
