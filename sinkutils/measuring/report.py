@@ -6,7 +6,6 @@ Sink_k^eps = mean over sequences, layers, heads of [alpha_k > eps]
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -152,17 +151,6 @@ class Report:
         drawn = np.random.default_rng(0).choice(by_text, (DRAWS, len(by_text)))
         low, high = np.quantile(100 * drawn.mean(axis=1), [0.025, 0.975])
         return float(low), float(high)
-
-    def warn_of_short_texts(self, stacklevel: int = 2) -> None:
-        """Warn where even attention is over a threshold, so that Sink_1 is 100 % of it."""
-        over = [eps for eps in self.epsilons if self.floor > eps]
-        if 1 in self.targets and over:
-            warnings.warn(
-                f"texts of {self.length} tokens are too short for eps = {over[0]:g}: even "
-                f"attention to all keys has alpha_1 = {self.floor:.2f}. "
-                "Look at the excess, or give longer texts",
-                stacklevel=stacklevel + 1,
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """A summary for JSON: Sink at every target and many eps with intervals, alpha, norms."""
