@@ -118,9 +118,9 @@ class Report:
         above: Tensor = excess(self.of(k), uniform)
         return above
 
-    def excess_by_layer(self, k: int | str = 1) -> list[float]:
-        """The mean excess over samples and heads in each attention layer of `layers`."""
-        return self._excess(k).mean(dim=(0, 2)).tolist()
+    def excess_by_layer(self) -> list[float]:
+        """The mean excess of alpha_1 over samples and heads in each attention layer of `layers`."""
+        return self._excess(1).mean(dim=(0, 2)).tolist()
 
     def visible_alpha(self, k: int = 1) -> Tensor:
         """alpha_k over the queries k..k + w - 1 that see key k, (samples, layers, heads).

@@ -89,23 +89,21 @@ def report_model(
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
     maps = _maps(model, tokenizer, ids[:MAP_TOKENS], main)
-    return report_page(reports, name, facts=facts, maps=maps)
+    return report_page(reports, name, facts, maps)
 
 
 def report_page(
     reports: Report | Mapping[str, Report],
     name: str = "",
-    beside: Mapping[str, Report] | None = None,
     facts: Mapping[str, str] | None = None,
     maps: str = ABSENT,
 ) -> str:
     """One self-contained HTML page about a model; its numbers are also inside, as JSON.
 
     It needs neither scripts nor a network.
-    reports: of one kind of input, or several by title, the main one first. beside: reports of other
-    models by name. facts: how it was measured. maps: figures of attention maps, as SVG.
-    Raises ValueError where the first token was not among the targets, and for another model of the
-    same name.
+    reports: of one kind of input, or several by title, the main one first. facts: how it was
+    measured. maps: figures of attention maps, as SVG.
+    Raises ValueError where the first token was not among the targets.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
     facts = dict(facts or {})
@@ -114,13 +112,12 @@ def report_page(
         1 in main.targets,
         f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
     )
-    name = _printable(name or main.name or "a model")
-    models = {name: _row(main)}
-    for other, report in (beside or {}).items():
-        require(other != name, f"two models are called {name!r}: give one another name")
-        models[_printable(other)] = _row(report)
+    # Half a character, as where a name was cut, becomes "?": no page can hold it.
+    name = (name or main.name or "a model").encode(errors="replace").decode()
+    rows = {title: _row(report) for title, report in reports.items()}
+    first = next(iter(rows.values()))
     numbers = ""
-    for label, number in models[name].items():
+    for label, number in first.items():
         numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
     contents = {
         "name": name,
@@ -135,21 +132,16 @@ def report_page(
             name=html.escape(name),
             uniform=f"{main.floor:.3f}",
             numbers=numbers,
-            inputs=_table({title: _row(report) for title, report in reports.items()}),
+            inputs=_table(rows),
             heads=_svg(heads, "Every head's attention to the first token"),
             maps=maps,
             norms=_norms(main),
-            models=_table(models | _references(name)),
+            models=_table({name: first} | _references(name)),
             facts=_table({key: {"": value} for key, value in facts.items()}),
             # "</script>" in a name would end the element that holds the numbers.
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
         )
     return written
-
-
-def _printable(name: str) -> str:
-    """Half a character, as where a name was cut, as "?": no page can hold it."""
-    return name.encode(errors="replace").decode()
 
 
 def natural(
