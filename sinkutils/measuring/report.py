@@ -160,21 +160,19 @@ class Report:
             result[name] = getattr(self, name)
         if int(self.lengths.min()) < self.length:
             result["lengths"] = self.lengths.tolist()
-        result["excess"] = {k: self.excess(k) for k in self._shares}
-        result |= {"interval": {}, "sink": {}}
+        for name in ("excess", "interval", "sink"):
+            result[name] = {}
         for k in self._shares:
+            result["excess"][k] = self.excess(k)
             result["interval"][k] = {eps: self.interval(k, eps) for eps in self.epsilons}
-            sinks = {eps: self.sink(k, eps) for eps in levels}
-            if k == "star":
-                result["sink_star"] = sinks
-            else:
-                result["sink"][k] = sinks
-        if any(self.windows):
-            result["windows"], result["chunked"] = self.windows, self.chunked
-            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
+            result["sink"][k] = {eps: self.sink(k, eps) for eps in levels}
         result["alpha"] = self.alpha.mean(dim=0)
         if self.star is not None:
             result["alpha_star"] = self.star.mean(dim=0)
+            result["sink_star"] = result["sink"].pop("star")
+        if self.windows:
+            result["windows"], result["chunked"] = self.windows, self.chunked
+            result["visible_alpha"] = {k: self.visible_alpha(k).mean(dim=0) for k in self.targets}
         for name in BY_POSITION:
             if getattr(self, name) is not None:
                 result[name] = getattr(self, name)
