@@ -29,8 +29,8 @@ from sinkutils.checks import choice, first_line, integer, real, require
 from sinkutils.checks import device as find_device
 from sinkutils.data.corpus import load_corpus, located
 from sinkutils.study.config import FinetuneConfig, RunConfig
+from sinkutils.study.experiments import preset
 from sinkutils.study.grid import config
-from sinkutils.study.presets import preset
 from sinkutils.study.record import CHECKPOINT_SECONDS, read_record
 from sinkutils.study.store import Folder, RunFolder, Runs
 

@@ -25,8 +25,8 @@ from sinkutils.commands import parser
 from sinkutils.study import record as records_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.store import Runs
-from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
+from sinkutils.training import trainer
 from sinkutils.training.run import Run
 from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sweep
 
@@ -263,7 +263,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(records_module, "write_synced", write)
-        patch.setattr(checkpoints, "write_synced", write)
+        patch.setattr(trainer, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
