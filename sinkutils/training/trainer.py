@@ -21,7 +21,6 @@ from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
-from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
 from sinkutils.study.experiments import PRESETS
@@ -198,10 +197,7 @@ def _to_its_end(
     graph: bool,
 ) -> tuple[str | None, Report | None]:
     """Train from the last checkpoint to the last step: why it failed, and the last report."""
-    model, steps = run.config.model, run.config.train.steps
-    if compile:  # a graph cannot compare a kernel with dense rows
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        flex_serves(model.attention, run.device, dtype, model.head_dim)
+    steps = run.config.train.steps
     forward = torch.compile(run.loss) if compile else run.loss
     load_checkpoint(run, checkpoint)
     if graph:
@@ -216,7 +212,6 @@ def _to_its_end(
     bar = tqdm(
         total=steps,
         initial=run.step,
-        # By this a sweep finds the bar in a log.
         desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
         leave=False,
