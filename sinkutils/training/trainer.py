@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
