@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import choice, integer
 from sinkutils.data import embedded, external

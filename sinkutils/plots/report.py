@@ -139,11 +139,18 @@ def report_page(
             numbers=numbers,
             inputs=_table({title: _row(report) for title, report in reports.items()}),
             heads=_svg(heads, "Every head's attention to the first token"),
+<<<<<<< HEAD
             maps=maps,
             norms=_norms(main),
             models=_table(models | _references(name)),
             facts=_table({key: {"": value} for key, value in facts.items()}),
             # "</script>" in a name would end the element that holds the numbers.
+=======
+            maps=maps or ABSENT,
+            norms=_norms(main) or ABSENT,
+            models=_table(models | _references(models)),
+            facts=_table({key: {" ": value} for key, value in facts.items()}),
+>>>>>>> 7a6025c93c6c004562db3282131bee4f8b7b2ea9
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
         )
     return written
@@ -246,16 +253,17 @@ def _shares(
     }
 
 
-def _references(name: str) -> dict[str, dict[str, str]]:
+def _references(shown: Iterable[str]) -> dict[str, dict[str, str]]:
     """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout.
 
-    Not the one that the page is about.
+    Not those that the page shows, by their short name or their hub id.
     """
+    names = {name.lower() for name in shown}
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         about = record["about"]
-        if about["model"] == name.lower():
+        if not names.isdisjoint((about["model"], about["hub_id"].lower())):
             continue
         report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
         alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token
