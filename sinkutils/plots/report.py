@@ -139,18 +139,11 @@ def report_page(
             numbers=numbers,
             inputs=_table({title: _row(report) for title, report in reports.items()}),
             heads=_svg(heads, "Every head's attention to the first token"),
-<<<<<<< HEAD
             maps=maps,
             norms=_norms(main),
-            models=_table(models | _references(name)),
+            models=_table(models | _references(models)),
             facts=_table({key: {"": value} for key, value in facts.items()}),
             # "</script>" in a name would end the element that holds the numbers.
-=======
-            maps=maps or ABSENT,
-            norms=_norms(main) or ABSENT,
-            models=_table(models | _references(models)),
-            facts=_table({key: {" ": value} for key, value in facts.items()}),
->>>>>>> 7a6025c93c6c004562db3282131bee4f8b7b2ea9
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
         )
     return written
