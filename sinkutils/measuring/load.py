@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from sinkutils.checks import choice, short
 from sinkutils.checks import device as find_device
@@ -20,7 +21,7 @@ from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.presets import PRESETS
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
 from sinkutils.study.store import Runs
 
@@ -121,6 +122,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import set_tqdm_hook
 
     # The hub is asked once whether it is there: its library tries each file for half a minute.
     local = Path(name).exists()
@@ -134,6 +136,7 @@ def _load_transformers(
     gguf = gguf_file(Path(name))
     if gguf:  # transformers takes the folder and the file's name, and computes in full precision
         where, common["gguf_file"] = gguf.parent, gguf.name
+    bars = set_tqdm_hook(_plain_bar)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -149,10 +152,17 @@ def _load_transformers(
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
+    finally:
+        set_tqdm_hook(bars)
     check_loaded(name, model, info)
     if target:
         model.to(target)
     return model.eval(), tokenizer
+
+
+def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A progress bar of text. A saved notebook shows a widget's as "model not found"."""
+    return (tqdm if issubclass(bar, tqdm) else bar)(*args, **kwargs)
 
 
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:

@@ -56,12 +56,13 @@ def report_model(
     texts: Iterable[str] | None = None,
     n: int = 100,
     length: int = 64,
+    beside: Mapping[str, Report] | None = None,
 ) -> str:
     """Measure a model on the three probes, with and without a BOS, and write its page.
 
     tokenizer: None where there is none; the page is of random and repeated ids then.
     texts: natural text of one's own, cut into windows. n, length: texts per probe and
-        tokens per text.
+        tokens per text. beside: of `report_page`.
     Raises ValueError as `probe` and `measure` do.
     """
     texts = None if texts is None else list(texts)
@@ -89,21 +90,23 @@ def report_model(
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
     }
     maps = _maps(model, tokenizer, ids[:MAP_TOKENS], main)
-    return report_page(reports, name, facts, maps)
+    return report_page(reports, name, beside, facts, maps)
 
 
 def report_page(
     reports: Report | Mapping[str, Report],
     name: str = "",
+    beside: Mapping[str, Report] | None = None,
     facts: Mapping[str, str] | None = None,
     maps: str = ABSENT,
 ) -> str:
     """One self-contained HTML page about a model; its numbers are also inside, as JSON.
 
     It needs neither scripts nor a network.
-    reports: of one kind of input, or several by title, the main one first. facts: how it was
-    measured. maps: figures of attention maps, as SVG.
-    Raises ValueError where the first token was not among the targets.
+    reports: of one kind of input, or several by title, the main one first. beside: reports of other
+    models by name. facts: how it was measured. maps: figures of attention maps, as SVG.
+    Raises ValueError where the first token was not among the targets, and for another model of the
+    same name.
     """
     reports = {"input": reports} if isinstance(reports, Report) else dict(reports)
     facts = dict(facts or {})
@@ -112,12 +115,13 @@ def report_page(
         1 in main.targets,
         f"the page is about the first token: measure(targets=(1, ..)), not {main.targets}",
     )
-    # Half a character, as where a name was cut, becomes "?": no page can hold it.
-    name = (name or main.name or "a model").encode(errors="replace").decode()
-    rows = {title: _row(report) for title, report in reports.items()}
-    first = next(iter(rows.values()))
+    name = _printable(name or main.name or "a model")
+    models = {name: _row(main)}
+    for other, report in (beside or {}).items():
+        require(other != name, f"two models are called {name!r}: give one another name")
+        models[_printable(other)] = _row(report)
     numbers = ""
-    for label, number in first.items():
+    for label, number in models[name].items():
         numbers += f"<div><dt>{label}</dt><dd>{number}</dd></div>"
     contents = {
         "name": name,
@@ -132,16 +136,21 @@ def report_page(
             name=html.escape(name),
             uniform=f"{main.floor:.3f}",
             numbers=numbers,
-            inputs=_table(rows),
+            inputs=_table({title: _row(report) for title, report in reports.items()}),
             heads=_svg(heads, "Every head's attention to the first token"),
             maps=maps,
             norms=_norms(main),
-            models=_table({name: first} | _references(name)),
+            models=_table(models | _references(models)),
             facts=_table({key: {"": value} for key, value in facts.items()}),
             # "</script>" in a name would end the element that holds the numbers.
             json=json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c"),
         )
     return written
+
+
+def _printable(name: str) -> str:
+    """Half a character, as where a name was cut, as "?": no page can hold it."""
+    return name.encode(errors="replace").decode()
 
 
 def natural(
@@ -233,16 +242,17 @@ def _shares(
     }
 
 
-def _references(name: str) -> dict[str, dict[str, str]]:
+def _references(shown: Iterable[str]) -> dict[str, dict[str, str]]:
     """SmolLM2 and Gemma as data/open_lms keeps them, on natural text; none outside a checkout.
 
-    Not the one that the page is about.
+    Not those that the page shows, by their short name or their hub id.
     """
+    names = {name.lower() for name in shown}
     rows = {}
     for path in sorted(OPEN_LMS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         about = record["about"]
-        if about["model"] == name.lower():
+        if not names.isdisjoint((about["model"], about["hub_id"].lower())):
             continue
         report = record["probes"]["natural"]["BOS" if about["trained_with_bos"] else "text"]
         alpha = np.array(report["alpha"][0])  # (layers, heads), of the first token

@@ -148,7 +148,7 @@ def test_list_says_how_many_records_do_not_count_and_shows_whole_titles(
 def test_a_report_takes_a_book_of_one_text(capsys, runs, tmp_path, monkeypatch):
     pages = []
 
-    def report_model(model, tokenizer, name, texts, n, length):
+    def report_model(model, tokenizer, name, texts, n, length, beside):
         pages.append((n, length, len(natural(tokenizer, texts, n, length))))
         return "<html>"
 

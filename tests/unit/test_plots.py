@@ -274,11 +274,21 @@ def test_a_page_says_what_a_learned_sink_takes():
 
 def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
-    html = su.report_page(report, "ours")
+    html = su.report_page(report, "ours", beside={"other": report})
     assert (
-        "<th>ours</th>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
+        "<th>other</th>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
     )
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
+    refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
+
+
+def test_a_page_has_no_second_row_of_a_model_that_it_shows(model, ids):
+    report = measure(model, ids)
+    assert "SmolLM2-135M-Instruct (reference)" in su.report_page(report, "ours")
+    for name in ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        for html in (su.report_page(report, name), su.report_page(report, "o", {name: report})):
+            assert "SmolLM2-135M-Instruct (reference)" not in html
+            assert "Gemma 3 270M (reference)" in html
 
 
 def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(
