@@ -144,13 +144,9 @@ def local_files(path: Path) -> list[Path]:
     for file in (path, *sorted(path.rglob("*"))):
         if file.suffix.lower() in SUFFIXES and file.is_file():
             files.append(file)
-    if files:
-        return files
-    suffixes = ", ".join(SUFFIXES)
-    if path.is_file():
-        lack = f"the name of a file of text ends with one of {suffixes}"
-    elif path.exists():
-        lack = f"there is no {suffixes} file in it"
-    else:
-        lack = "no such folder or file"
-    raise FileNotFoundError(f"path:{path}: {lack}")
+    if not files:
+        raise FileNotFoundError(
+            f"path:{path}: no such folder or file of text, whose name ends with one of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    return files

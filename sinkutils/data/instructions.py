@@ -98,15 +98,13 @@ def conversations(name: str) -> Iterator[Conversation]:
 
 
 def _is_conversation(messages: Any) -> bool:
-    if not messages:
-        return False
     try:
         for message in messages:
             if message["role"] not in TEMPLATES or not isinstance(message["content"], str):
                 return False
     except (KeyError, TypeError):
         return False
-    return True
+    return len(messages) > 0
 
 
 def conversations_of(source: str) -> Iterator[Conversation]:

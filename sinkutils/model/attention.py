@@ -229,11 +229,16 @@ def operate(
         # is of both maps; a bias or a sink logit has none of the two.
         softmax = replace(spec, differential=False)
         positions = Extras(extras.distance_bias)
-        first, second = (operate(form, half, k, v, softmax, positions) for half in halves(q))
-        mix = extras.mix
-        return tuple(x - mix.to(x.dtype) * y for x, y in zip(first, second, strict=True))
+        even, odd = halves(q)
+        first = operate(form, even, k, v, softmax, positions)
+        second = operate(form, odd, k, v, softmax, positions)
+        results = []
+        for x, y in zip(first, second, strict=True):
+            results.append(x - extras.mix.to(x.dtype) * y)
+        return tuple(results)
     # Whatever else a form returns, weights for one, is passed on.
-    out, *more = form(*prepared(q, k, v, spec, extras), spec, extras.distance_bias)
+    q, k, v = prepared(q, k, v, spec, extras)
+    out, *more = form(q, k, v, spec, extras.distance_bias)
     if spec.sink_logit != "none":
         out = out[..., :-1]  # without the dimension that `prepared` added
     if spec.bias == "v":
@@ -256,8 +261,11 @@ def prepared(
             sink = q.new_zeros(q.shape[1])
         wider = q.shape[-1] + 1
         q = q * (wider / (wider - 1)) ** 0.5  # logits are divided by sqrt(D + 1), and stay the same
-        star = F.pad((sink * wider**0.5)[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
-        q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
+        last = sink * wider**0.5  # k* in the new dimension, (H,)
+        star = F.pad(last[:, None], (wider - 1, 0)).to(q.dtype)  # (H, D + 1)
+        q = F.pad(q, (0, 1), value=1.0)
+        k = F.pad(k, (0, 1))
+        v = F.pad(v, (0, 1))
     if star is not None:
         k, v = prepend(star, k), prepend(value, v)
     # After k* went in front: a kernel is taken of it as well.
@@ -272,15 +280,19 @@ def added_to_logits(
 
     Added is g, and -inf at hidden keys, or 0 where f(0) = 0.
     """
-    length, star = q.shape[2], k.shape[2] - q.shape[2]
+    length = q.shape[2]
+    star = k.shape[2] - length  # 1 where there is k*
     positions = torch.arange(length, device=q.device)
-    hidden = F.pad(~visible(positions[:, None], positions, spec), (star, 0))  # every query sees k*
+    seen = visible(positions[:, None], positions, spec)
+    hidden = F.pad(~seen, (star, 0))  # every query sees k*
     added = q.new_zeros(1, length, k.shape[2])
     if distance_bias is not None:
         # g(i - j) is constant along diagonals, so its rows are windows on one line of it. Their
         # backward is a sum, not a scatter.
-        line = distance_bias[:, torch.arange(1 - length, length, device=q.device).clamp(min=0)]
-        added = added + F.pad(line.unfold(-1, length, 1).flip(-1), (star, 0))  # k* has no position
+        distances = torch.arange(1 - length, length, device=q.device).clamp(min=0)
+        line = distance_bias[:, distances]
+        rows = line.unfold(-1, length, 1).flip(-1)  # (1 or H, T, T)
+        added = added + F.pad(rows, (star, 0))  # k* has no position
     if not spec.hidden_is_zero:
         added = added.masked_fill(hidden, -torch.inf)
     return added, hidden
@@ -290,7 +302,8 @@ def prepend(bias: Tensor | None, x: Tensor) -> Tensor:
     """bias (H, D), or zero, in front of x (B, H, T, D): (B, H, 1 + T, D)."""
     if bias is None:
         return F.pad(x, (0, 0, 1, 0))
-    return torch.cat([bias.to(x.dtype)[None, :, None].expand(len(x), -1, -1, -1), x], dim=2)
+    first = bias.to(x.dtype)[None, :, None]  # (1, H, 1, D)
+    return torch.cat([first.expand(len(x), -1, -1, -1), x], dim=2)
 
 
 def halves(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,11 +322,14 @@ def normalise(logits: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
 
     logits (..., R, S); seen (R, S) boolean.
     """
-    logits = logits.masked_fill(~seen, 0 if spec.hidden_is_zero else -torch.inf)
+    hidden = 0 if spec.hidden_is_zero else -torch.inf
+    logits = logits.masked_fill(~seen, hidden)
     if spec.similarity == "softpick":  # relu(e^s - 1) / sum |e^s - 1|, both divided by e^peak
         peak = logits.amax(-1, keepdim=True).clamp(min=0).detach()
-        sim = ((logits - peak).exp() - (-peak).exp()).masked_fill(~seen, 0)
-        return spec.scale * divide(sim.relu(), sim.abs().sum(-1, keepdim=True))
+        sim = (logits - peak).exp() - (-peak).exp()
+        sim = sim.masked_fill(~seen, 0)
+        total = sim.abs().sum(-1, keepdim=True)
+        return spec.scale * divide(sim.relu(), total)
     sim, one = in_range(logits, spec)
     return spec.scale * divide(sim, normalizer(sim, seen, spec, one))
 
@@ -347,14 +363,19 @@ def normalizer(sim: Tensor, seen: Tensor, spec: AttentionSpec, one: Tensor | Non
     if spec.normalizer == "length":
         return seen.sum(-1, keepdim=True).to(sim.dtype)
     if spec.normalizer == "p_norm":
-        # x^p has no gradient at 0 for p < 1: keep a hidden key, whose x is 0, out of the power.
-        powers = torch.where(sim > 0, sim, 1).pow(spec.p).masked_fill(sim <= 0, 0)
-        total = powers.sum(-1, keepdim=True)
-        return torch.where(total > 0, total, 1).pow(1 / spec.p).masked_fill(total <= 0, 0)
+        # x^p has an infinite gradient at 0 for p < 1: a hidden key, whose x is 0, is kept out.
+        total = _power(sim, spec.p).sum(-1, keepdim=True)
+        return _power(total, 1 / spec.p)
     total = sim.sum(-1, keepdim=True)
     if spec.normalizer == "max_abs_sum":  # max(|sum f|, 1), Table 15; `one` is 1 in the row's scale
         return total.abs().clamp(min=one)
     return total
+
+
+def _power(x: Tensor, p: float) -> Tensor:
+    """x^p of x >= 0, with no gradient where x is 0."""
+    positive = x > 0
+    return torch.where(positive, x, 1).pow(p).masked_fill(~positive, 0)
 
 
 def divide(sim: Tensor, total: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinkutils import checks
-from sinkutils.checks import choice
+from sinkutils.checks import choice, short
 from sinkutils.model import fast, positions
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
 
@@ -98,15 +98,12 @@ class LMConfig:
                 f"the head dimension must be a multiple of {parts} with "
                 f"position={self.position!r}, differential={spec.differential}; got {self.head_dim}"
             )
-        if self.sink_token and spec.has_star:
+        if self.sink_token and (spec.has_star or spec.window is not None or spec.prefix > 1):
+            # k* would be a second place for Sink_*. A window would hide x* from most queries, a
+            # prefix count it.
             raise ValueError(
-                "sink_token and attention with a bias of keys or a sink logit are two places for "
-                "Sink_*: choose one"
-            )
-        if self.sink_token and (spec.window is not None or spec.prefix > 1):
-            # x* stands at position 0: a window would hide it from most queries, a prefix count it.
-            raise ValueError(
-                "sink_token cannot be combined with a window or a prefix: use a bias of keys"
+                "sink_token cannot be combined with a bias of keys, a sink logit, a window or a "
+                "prefix"
             )
         if spec.prefix > self.context_length:
             raise ValueError(
@@ -144,7 +141,8 @@ class DyT(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.alpha.to(x.dtype) * x) * self.weight.to(x.dtype)
+        bounded = torch.tanh(self.alpha.to(x.dtype) * x)
+        return bounded * self.weight.to(x.dtype)
 
 
 class GatedNorm(RMSNorm):
@@ -176,14 +174,11 @@ class Attention(nn.Module):
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        spec, width, heads, head_dim = (
-            config.attention,
-            config.hidden_size,
-            config.num_heads,
-            config.head_dim,
-        )
+        spec, heads = config.attention, config.num_heads
+        width, head_dim = config.hidden_size, config.head_dim
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(head_dim if config.head_merge == "add" else width, width, bias=False)
+        merged = head_dim if config.head_merge == "add" else width
+        self.out = nn.Linear(merged, width, bias=False)
         # Every parameter is filled by `TransformerLM.reset_parameters`.
         rows = 1 if spec.bias_shared else heads
         if spec.has_key_bias:  # k*; d_a of its dimensions learn (Table 13)
@@ -205,7 +200,8 @@ class Attention(nn.Module):
             second = nn.Linear(head_dim, head_dim, bias=False)
             self.mlp = nn.Sequential(first, nn.ReLU(), second)
         if config.gate != "none":
-            self.gate = nn.Linear(width, heads if config.gate == "head" else width, bias=False)
+            gates = heads if config.gate == "head" else width
+            self.gate = nn.Linear(width, gates, bias=False)
         if config.qk_norm:
             self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
@@ -220,16 +216,18 @@ class Attention(nn.Module):
         if config.value_scale:
             wide = v.to(torch.promote_types(v.dtype, torch.float32))
             squared = wide.square().sum(dim=-1, keepdim=True)  # |v|^2, (B, H, T, 1)
-            c = VALUE_VARIANCE * config.head_dim * self.value_scale.exp()[:, None, None]
-            v = v * (squared / (squared + c)).to(v.dtype)
+            expected = VALUE_VARIANCE * config.head_dim  # |v|^2 at the start
+            c = expected * self.value_scale.exp()[:, None, None]
+            share = squared / (squared + c)
+            v = v * share.to(v.dtype)
         if config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products
             # need not.
             cos, sin = tables["cos"], tables["sin"]
-            q = positions.rotate(q, cos, sin, v.dtype)
-            k = positions.rotate(k, cos, sin, v.dtype)
+            q = positions.rotate(q, cos, sin).to(v.dtype)
+            k = positions.rotate(k, cos, sin).to(v.dtype)
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
@@ -239,8 +237,10 @@ class Attention(nn.Module):
         if config.gate != "none":
             gate = self.gate(x).unflatten(-1, (config.num_heads, -1))  # (B, T, H, 1 or D)
             out = out * gate.transpose(1, 2).sigmoid()
-        # (B, T, D) where heads are summed, else (B, T, H D)
-        merged = out.sum(dim=1) if config.head_merge == "add" else out.transpose(1, 2).flatten(2)
+        if config.head_merge == "add":
+            merged = out.sum(dim=1)  # (B, T, D)
+        else:
+            merged = out.transpose(1, 2).flatten(2)  # (B, T, H D)
         return self.out(merged)  # type: ignore[no-any-return]
 
     def extras(self, tables: Tables, dtype: torch.dtype) -> dict[str, Any]:
@@ -262,7 +262,8 @@ class Attention(nn.Module):
             extras["sink_logit"] = self.sink_logit[:, 0]
         if spec.differential:
             # lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-            first, second = (self.mix[0::2] * self.mix[1::2]).sum(dim=-1).exp()
+            products = self.mix[0::2] * self.mix[1::2]  # (2, D / 2)
+            first, second = products.sum(dim=-1).exp()
             extras["mix"] = first - second + self.first_mix
         if "distance_bias" in tables:
             extras["distance_bias"] = tables["distance_bias"].T
@@ -279,7 +280,8 @@ def fixed_value(spec: AttentionSpec, head_dim: int, device: torch.device | None 
         # An assignment would copy from the host: see `GraphedStep`.
         first[0].fill_(spec.fixed_value_norm)
         return first
-    return torch.full((head_dim,), spec.fixed_value_norm / math.sqrt(head_dim), device=device)
+    each = spec.fixed_value_norm / math.sqrt(head_dim)
+    return torch.full((head_dim,), each, device=device)
 
 
 class FeedForward(nn.Module):
@@ -287,9 +289,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        self.activation, self.parts = FFNS[config.ffn], 1 + config.ffn.endswith("glu")
-        self.up = nn.Linear(config.hidden_size, self.parts * config.intermediate_size, bias=False)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.activation = FFNS[config.ffn]
+        self.parts = 2 if config.ffn.endswith("glu") else 1
+        self.up = nn.Linear(width, self.parts * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, *up = self.up(x).chunk(self.parts, dim=-1)  # one or two of (B, T, width)
@@ -320,8 +324,10 @@ class Block(nn.Module):
             before = self.ffn(middle) + middle
             return self.norm_2(before), before
         # Eq. 2; `after` is the identity but for sandwich norm.
-        middle = self.after_1(self.attention(self.norm_1(h), *args)) + h
-        h = self.after_2(self.ffn(self.norm_2(middle))) + middle
+        attended = self.attention(self.norm_1(h), *args)
+        middle = self.after_1(attended) + h
+        fed = self.ffn(self.norm_2(middle))
+        h = self.after_2(fed) + middle
         return h, h
 
 
@@ -412,7 +418,8 @@ class TransformerLM(nn.Module):
         if self.config.normalization == "dyt":
             h = h * self.embedding_scale
         if self.config.sink_token:
-            h = torch.cat([self.sink.expand(len(h), 1, -1).to(h.dtype), h], dim=1)  # x* first
+            sink = self.sink.expand(len(h), 1, -1).to(h.dtype)
+            h = torch.cat([sink, h], dim=1)  # x* first
         length = h.shape[1]
         tables = {name: table[:length] for name, table in self.tables.items()}
         if self.config.position == "learnable":
@@ -434,9 +441,11 @@ def standard_normal(seed: int, name: str, like: Tensor) -> Tensor:
     """N(0, 1) in the shape of `like`, float32: a function of (seed, name, shape)."""
     if like.is_meta:
         return torch.empty_like(like)
-    digest = hashlib.sha256(f"{seed}/{name}/{tuple(like.shape)}".encode()).digest()
+    key = f"{seed}/{name}/{tuple(like.shape)}"
+    digest = hashlib.sha256(key.encode()).digest()
     # The shift keeps the seed below 2^63, the largest that every generator takes.
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    number = int.from_bytes(digest[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(number)
     return torch.randn(like.shape, generator=generator)
 
 
@@ -447,7 +456,8 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         # size does.
         halves = 1 + config.attention.differential
         cos, sin = positions.rotary_tables(length, config.head_dim // halves)
-        return {"cos": cos.repeat_interleave(halves, -1), "sin": sin.repeat_interleave(halves, -1)}
+        cos, sin = cos.repeat_interleave(halves, -1), sin.repeat_interleave(halves, -1)
+        return {"cos": cos, "sin": sin}
     if config.position == "absolute":
         return {"added": positions.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
@@ -461,25 +471,19 @@ def position_tables(config: LMConfig, length: int) -> Tables:
 
 
 def check_ids(ids: Tensor, config: LMConfig) -> None:
-    """Raise ValueError, naming the allowed values, unless ids are (B, T) integers in range."""
+    """Raise ValueError, naming what is allowed, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"ids must be a tensor of shape (B, T), got {type(ids).__name__}")
-    shape = tuple(ids.shape)
-    if len(shape) != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"ids must be a tensor of shape (B, T), int64 or int32, got {shape}, {ids.dtype}"
-        )
     longest, last = config.context_length, config.vocab_size - 1
-    if shape[0] == 0 or not 1 <= shape[1] <= longest:
-        raise ValueError(
-            f"ids must have a row and 1 to {longest} positions (context_length), got {shape}"
-        )
+    good = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
+    good = good and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding
     # itself refuses bad ids.
-    if ids.is_cuda or torch._C._functorch.is_batchedtensor(ids):
-        return
-    low, high = ids.aminmax()
-    if low < 0 or high > last:
-        raise ValueError(f"ids must be in 0..{last} (vocab_size), got {low}..{high}")
+    if good and not ids.is_cuda and not torch._C._functorch.is_batchedtensor(ids):
+        low, high = ids.aminmax()
+        good = bool(low >= 0) and bool(high <= last)
+    if not good:
+        raise ValueError(
+            f"ids must be a tensor of shape (B, T), int64 or int32, with 1 to {longest} positions "
+            f"and values in 0..{last}, got {getattr(ids, 'shape', short(ids))}"
+        )

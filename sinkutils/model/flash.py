@@ -58,16 +58,21 @@ def fused(
     if q.device.type == "cpu":
         # Called by its private name the op takes the last dimension for contiguous, and is wrong
         # where it is not.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = map(_last_contiguous, (q, k, v))
         out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     elif name == "_scaled_dot_product_flash_attention":
         out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
     else:
         if mask is not None:  # the kernel wants rows that start at multiples of 16 elements
-            mask = F.pad(mask.to(q.dtype), (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
-            mask = mask.expand(*q.shape[:3], k.shape[2])
+            keys = mask.shape[-1]
+            padded = F.pad(mask.to(q.dtype), (0, -keys % 16))
+            mask = padded[..., :keys].expand(*q.shape[:3], k.shape[2])
         out, lse, *_ = op(q, k, v, mask, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]  # some pad their rows
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fused_rows(
@@ -134,7 +139,13 @@ def _side_by_side(
     elif kind == "mask":  # with a position term by distance
         spec, line = AttentionSpec(prefix=40), k[0, 0, :, :1].T
     added, _ = added_to_logits(q, k, spec, line)
-    out, lse = fused(q, k, v) if kind == "causal" else fused_rows(q, k, v, added[None])
-    logits = q.double() @ k.double().mT * head_dim**-0.5 + added.double()
-    dense = torch.cat([logits.softmax(-1) @ v.double(), logits.logsumexp(-1, keepdim=True)], dim=-1)
+    if kind == "causal":
+        out, lse = fused(q, k, v)
+    else:
+        out, lse = fused_rows(q, k, v, added[None])
+    q, k, v = q.double(), k.double(), v.double()
+    logits = q @ k.mT * head_dim**-0.5 + added.double()
+    dense_out = logits.softmax(dim=-1) @ v
+    dense_lse = logits.logsumexp(dim=-1, keepdim=True)
+    dense = torch.cat([dense_out, dense_lse], dim=-1)
     return torch.cat([out, lse[..., None]], dim=-1), dense

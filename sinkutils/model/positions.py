@@ -21,7 +21,8 @@ MAX_DISTANCE = 128  # D of Eq. 6
 def absolute_embedding(length: int, hidden_size: int) -> Tensor:
     """Sinusoidal p_t of Eq. 5 for t = 1..length: (length, hidden_size), sin and cos interleaved."""
     cos, sin = rotary_tables(length + 1, hidden_size)  # of the same angles, from 0
-    return torch.stack([sin, cos], dim=-1).flatten(1)[1:, :hidden_size]
+    interleaved = torch.stack([sin, cos], dim=-1).flatten(1)
+    return interleaved[1:, :hidden_size]
 
 
 def relative_buckets(length: int) -> Tensor:
@@ -35,31 +36,35 @@ def relative_buckets(length: int) -> Tensor:
     """
     distance = torch.arange(length)
     exact = NUM_BUCKETS // 2
-    ratio = torch.log(distance.clamp(min=1).double() / exact) / math.log(MAX_DISTANCE / exact)
+    farther = distance.clamp(min=1).double() / exact
+    ratio = torch.log(farther) / math.log(MAX_DISTANCE / exact)
     coarse = exact + (ratio * (NUM_BUCKETS - exact)).long()
-    return torch.where(distance < exact, distance, coarse.clamp(max=NUM_BUCKETS - 1))
+    coarse = coarse.clamp(max=NUM_BUCKETS - 1)
+    return torch.where(distance < exact, distance, coarse)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """m of Eq. 7 for heads 1..H: 2^(-h 2^(3 - log2 H)), shape (H,)."""
-    return torch.exp2(-torch.arange(1, num_heads + 1).double() * 8 / num_heads).float()
+    head = torch.arange(1, num_heads + 1).double()
+    return torch.exp2(-head * 8 / num_heads).float()
 
 
 def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """cos and sin of m omega_i (Eq. 9) for m = 0..length-1, each (length, head_dim / 2)."""
-    omega = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
+    dimension = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    omega = 10_000.0 ** (-dimension / head_dim)
+    position = torch.arange(length, dtype=torch.float64)
+    angle = position[:, None] * omega
     return angle.cos().float(), angle.sin().float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """R_{Theta, m} x (Eq. 8) on (..., T, D) with tables (T, D / 2).
-
-    dtype: of what is returned; None: that of the products.
 
     The pairs are (i, i + D/2), as in LLaMA's released code: Eq. 9 with the columns of W_Q and W_K
     permuted.
     """
     first, second = x.chunk(2, dim=-1)
-    halves = first * cos - second * sin, second * cos + first * sin
-    return torch.cat([half.to(dtype or half.dtype) for half in halves], dim=-1)
+    turned = first * cos - second * sin
+    other = second * cos + first * sin
+    return torch.cat([turned, other], dim=-1)

@@ -8,8 +8,7 @@ kernel serves them all.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sinkutils.checks import device as find_device
 from sinkutils.checks import require
 from sinkutils.data.corpus import Corpus
-from sinkutils.measuring.report import Report
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.run import Run, make_optimizers, set_rate, without
-from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
+from sinkutils.training.trainer import how, may_graph, reproducible, save_run, to_their_ends
 
 
 def alike(config: RunConfig) -> tuple:
@@ -145,34 +143,12 @@ def train_stacked(
                 missing.append(run)
                 folders[run] = place.folder
         if missing:
-            for run, reason, report in _to_their_ends(Stack(missing), graph):
+            together = Stack(missing)
+            if may_graph(missing[0]) if graph is None else graph:
+                together.graph = GraphedStep(together)
+            form = how(missing[0], compiled=False, graph=together.graph is not None)
+            for run in missing:
+                run.more["stacked"] = len(missing)
+            for run, reason, report in to_their_ends(missing, together.advance, form):
                 save_run(run, folders[run], reason, report, keep_weights(run.config))
     return [record for place in places if (record := place.record())]
-
-
-def _to_their_ends(
-    stack: Stack, graph: bool | None
-) -> Iterator[tuple[Run, str | None, Report | None]]:
-    """Each run as it ends, with the reason of a failure, or its last report."""
-    first = stack.runs[0]
-    train = first.config.train
-    if may_graph(first) if graph is None else graph:
-        stack.graph = GraphedStep(stack)
-    for run in stack.runs:
-        run.parts.append(how(run, compiled=False, graph=stack.graph is not None))
-        run.more["stacked"] = len(stack.runs)
-        run.evaluate([])
-    began = time.monotonic()
-    alive = list(stack.runs)
-    for step in range(1, train.steps + 1):
-        stack.advance()
-        if step % train.eval_every and step < train.steps:
-            continue
-        for run in list(alive):
-            reason, report = evaluated(run)
-            run.seconds = time.monotonic() - began
-            if reason is not None or step == train.steps:
-                yield run, reason, report
-                alive.remove(run)
-        if not alive:
-            return
