@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sinkutils import checks
 from sinkutils.checks import choice, short
-from sinkutils.model import fast, positions
+from sinkutils.model import attention, fast
 from sinkutils.model.attention import SOFTMAX, AttentionSpec, Map
 
 VALUE_VARIANCE = 2 / 5  # of an element of v at the start, where its input is normed
@@ -42,7 +42,7 @@ FFNS: dict[str, Map] = {
     "swiglu": F.silu,
 }
 MODEL_CHOICES = {
-    "position": positions.POSITIONS,
+    "position": attention.POSITIONS,
     "norm": ("pre", "post", "sandwich"),
     "ffn": tuple(FFNS),
     "head_merge": ("concat", "add"),
@@ -113,7 +113,7 @@ class LMConfig:
             raise ValueError(
                 f"bias_dims (d_a) must be at most head_dim={self.head_dim}, got {spec.bias_dims}"
             )
-        if spec.prefix > 1 and self.position in positions.ADDED_TO_LOGITS:
+        if spec.prefix > 1 and self.position in attention.ADDED_TO_LOGITS:
             raise ValueError(
                 f"position={self.position!r} has no bias for keys after the query, as a prefix "
                 "shows: use rotary, nope, absolute or learnable"
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         if spec.bias in ("kv", "v"):  # v*
             self.value_bias = nn.Parameter(torch.empty(rows, head_dim))
         if config.position == "relative_learned":
-            self.bucket_bias = nn.Parameter(torch.empty(heads, positions.NUM_BUCKETS))
+            self.bucket_bias = nn.Parameter(torch.empty(heads, attention.NUM_BUCKETS))
         if spec.sink_logit == "learned":
             self.sink_logit = nn.Parameter(torch.empty(heads, 1))
         if spec.differential:  # lambda_q1, lambda_k1, lambda_q2, lambda_k2 of Ye et al.
@@ -226,8 +226,8 @@ class Attention(nn.Module):
             # The tables keep their precision, as bfloat16 would blur far positions; the products
             # need not.
             cos, sin = tables["cos"], tables["sin"]
-            q = positions.rotate(q, cos, sin).to(v.dtype)
-            k = positions.rotate(k, cos, sin).to(v.dtype)
+            q = attention.rotate(q, cos, sin).to(v.dtype)
+            k = attention.rotate(k, cos, sin).to(v.dtype)
         extras = self.extras(tables, v.dtype)
         if observer is not None:
             observer.attention(self.layer, q, k, v, spec, extras)
@@ -455,17 +455,17 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         # The even and the odd dimensions of a differential head each turn as a head of half the
         # size does.
         halves = 1 + config.attention.differential
-        cos, sin = positions.rotary_tables(length, config.head_dim // halves)
+        cos, sin = attention.rotary_tables(length, config.head_dim // halves)
         cos, sin = cos.repeat_interleave(halves, -1), sin.repeat_interleave(halves, -1)
         return {"cos": cos, "sin": sin}
     if config.position == "absolute":
-        return {"added": positions.absolute_embedding(length, config.hidden_size)}
+        return {"added": attention.absolute_embedding(length, config.hidden_size)}
     if config.position == "relative_learned":
-        return {"buckets": positions.relative_buckets(length)}
+        return {"buckets": attention.relative_buckets(length)}
     if config.position == "relative":
-        return {"distance_bias": positions.relative_buckets(length).float()[:, None]}
+        return {"distance_bias": attention.relative_buckets(length).float()[:, None]}
     if config.position == "alibi":
-        slopes = positions.alibi_slopes(config.num_heads)
+        slopes = attention.alibi_slopes(config.num_heads)
         return {"distance_bias": -torch.arange(length)[:, None] * slopes}
     return {}
 

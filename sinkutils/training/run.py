@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -53,18 +52,18 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         lse = torch.logsumexp(logits.float(), dim=-1)
         ctx.save_for_backward(logits, targets, lse)
-        return (lse - logits.gather(-1, targets[:, None])[:, 0].float()).mean()
+        of_targets = logits.gather(-1, targets[:, None])[:, 0]
+        return (lse - of_targets.float()).mean()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         logits, targets, lse = ctx.saved_tensors
         softmax = (logits.float() - lse[:, None]).exp()
         # int32, as comparing int64 takes twice the time of the exponential
-        onehot = (
-            torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-            == targets.int()[:, None]
-        )
-        return ((softmax - onehot.float()) * (grad_output / len(targets))).to(logits.dtype), None
+        tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+        onehot = tokens == targets.int()[:, None]
+        gradient = (softmax - onehot.float()) * (grad_output / len(targets))
+        return gradient.to(logits.dtype), None
 
 
 def next_token_loss(
@@ -84,9 +83,12 @@ def without(x: Tensor, positions: tuple[int, ...]) -> Tensor:
     if not positions:
         return x
     # Slices, as a list of indices would be copied from the host, which no CUDA graph can hold.
-    starts = (0, *positions)
-    stops = (*(position - 1 for position in positions), x.shape[1])
-    return torch.cat([x[:, start:stop] for start, stop in zip(starts, stops, strict=True)], dim=1)
+    parts = []
+    start = 0
+    for position in positions:
+        parts.append(x[:, start : position - 1])
+        start = position
+    return torch.cat([*parts, x[:, start:]], dim=1)
 
 
 def instruction_set() -> list[str]:
@@ -99,12 +101,12 @@ def usable_precision(precision: str, device: torch.device) -> str:
     """bf16 where the config asks for it and the device has instructions for it, else fp32."""
     if precision != "bf16":
         return "fp32"
+    able = False
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        able = device.type == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(
-            instruction_set()
-        )
+    if device.type == "cpu":
+        has = instruction_set()
+        able = "avx512_bf16" in has or "amx_bf16" in has
     return "bf16" if able else "fp32"
 
 
@@ -176,7 +178,8 @@ class Run:
         self.ahead: Tensor | None = None
         # How a step is made on a GPU, if not one kernel at a time.
         self.graph: GraphedStep | None = None
-        self.valid = valid.take(np.arange(min(train.valid_chunks, len(valid)))).to(device)
+        first = np.arange(min(train.valid_chunks, len(valid)))
+        self.valid = valid.take(first).to(device)
         count, length = train.eval_sequences, train.eval_length
         ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
@@ -238,11 +241,12 @@ class Run:
 
     def batch(self) -> Tensor:
         """The chunks of this step, on the device; those of `AHEAD` steps come there in one copy."""
-        size, ahead = self.config.train.batch_size, self.step % AHEAD
-        if self.ahead is None or ahead == 0:
-            rows = self.chunks.batch(self.step // AHEAD, AHEAD * size, self.config.seed)
+        size = self.config.train.batch_size
+        copies, place = divmod(self.step, AHEAD)
+        if self.ahead is None or place == 0:
+            rows = self.chunks.batch(copies, AHEAD * size, self.config.seed)
             self.ahead = rows.to(self.device)
-        return self.ahead[ahead * size : (ahead + 1) * size]
+        return self.ahead[place * size : (place + 1) * size]
 
     def advance(self, forward: Any) -> Tensor:
         """One optimiser step; returns the loss of the batch, or of this process's share of it.
@@ -277,7 +281,8 @@ class Run:
 
     def losses(self) -> list[float]:
         """The loss of each step since the last evaluation, means over the group."""
-        return self.group.mean(torch.stack([loss for loss, _ in self.passed])).tolist()
+        losses = torch.stack([loss for loss, _ in self.passed])
+        return self.group.mean(losses).tolist()
 
     @torch.no_grad()
     def evaluate(self, losses: list[float]) -> Report | None:
@@ -312,10 +317,12 @@ class Run:
 
     def valid_loss(self) -> float:
         """The mean loss of the validation text, of which each part counts by its `weight`."""
-        parts = self.valid.split(32)
-        weights = [self.weight(part) for part in parts]
-        losses = [float(self.loss(self.model, part, self.unscored)) for part in parts]
-        return sum(map(operator.mul, losses, weights)) / sum(weights)
+        total = weights = 0.0
+        for part in self.valid.split(32):
+            weight = self.weight(part)
+            total += float(self.loss(self.model, part, self.unscored)) * weight
+            weights += weight
+        return total / weights
 
     @property
     def unscored(self) -> tuple[int, ...]:
@@ -336,15 +343,19 @@ class Run:
 
 def sinks(report: Report) -> Json:
     """What a point of the curve says: Sink_k in percent, excess, x_1 by block (Section 3.1)."""
-    numbers: Json = {f"sink_{k}": report.sink(k) for k in report.targets if k in CURVE_TARGETS}
+    numbers: Json = {}
+    for k in CURVE_TARGETS:
+        if k in report.targets:
+            numbers[f"sink_{k}"] = report.sink(k)
     numbers["excess_1"] = report.excess(1)
     if report.star is not None:
         numbers |= {"sink_star": report.sink_star(), "excess_star": report.excess("star")}
     if report.length > 1:
         assert report.hidden_peaks is not None and report.value_norms is not None
         others = report.value_norms[:, 1:].mean(dim=1).clamp(min=1e-30)
+        ratios = report.value_norms[:, 0] / others
         numbers["peak_1"] = three_digits(report.hidden_peaks[:, 0].tolist())
-        numbers["value_ratio_1"] = three_digits((report.value_norms[:, 0] / others).tolist())
+        numbers["value_ratio_1"] = three_digits(ratios.tolist())
     return numbers
 
 
@@ -382,4 +393,6 @@ def of_report(report: Report) -> Json:
 
 def three_digits(values: Any) -> Any:
     """A number, or a list of them or of such lists, to three significant digits."""
-    return [three_digits(x) for x in values] if isinstance(values, list) else float(f"{values:.3g}")
+    if isinstance(values, list):
+        return [three_digits(x) for x in values]
+    return float(f"{values:.3g}")

@@ -126,7 +126,8 @@ def train(
             graph = may_graph(run) and not compile
         if graph:
             run.graph = GraphedStep(run)
-        step = partial(run.advance, torch.compile(run.loss) if compile else run.loss)
+        forward = torch.compile(run.loss) if compile else run.loss
+        step = partial(run.advance, forward)
         form = how(run, compile, graph)
         ((_, reason, report),) = to_their_ends(
             [run], step, form, progress, place.checkpoint, checkpoint_seconds
@@ -239,7 +240,8 @@ def to_their_ends(
                     yield run, reason, report
                     alive.remove(run)
                 else:
-                    bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
+                    point = run.curve[-1]
+                    bar.set_postfix(loss=point["valid_loss"], sink=point["sink_1"])
             # Only here is the state whole: no losses wait to be averaged.
             due = time.monotonic() - saved > checkpoint_seconds
             if alive and due and checkpoint is not None and first.group.first:
@@ -265,18 +267,16 @@ def evaluated(run: Run) -> tuple[str | None, Report | None]:
     losses = run.losses()
     of_a_guess = math.log(run.config.model.vocab_size)
     reason = divergence(losses, hopeless=2 * of_a_guess)
-    if reason is None:
-        report = run.evaluate(losses)
-        if report is not None:
-            return None, report
-        reason = "the model computed what is not finite"
-    return f"{reason} by step {run.step}", None
+    report = None if reason else run.evaluate(losses)
+    if report is not None:
+        return None, report
+    return f"{reason or 'the model computed what is not finite'} by step {run.step}", None
 
 
 def may_graph(run: Run) -> bool:
     """Whether a step can be one CUDA graph: in one process, with AdamW, whose state stays there."""
-    adamw = all(isinstance(optimizer, torch.optim.AdamW) for optimizer in run.optimizers)
-    return run.device.type == "cuda" and run.group.size == 1 and run.fixed_shapes and adamw
+    alone_on_gpu = run.device.type == "cuda" and run.group.size == 1
+    return alone_on_gpu and run.fixed_shapes and run.config.train.optimizer == "adamw"
 
 
 def divergence(losses: list[float], hopeless: float) -> str | None:
