@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, require
 from sinkutils.data import embedded, external

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import choice, first_line, integer, real, require
 from sinkutils.checks import device as find_device

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
