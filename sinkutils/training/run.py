@@ -19,8 +19,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
-from sinkutils.measuring.destinations import destinations, line_breaks
-from sinkutils.measuring.gradients import gradient_norms
+from sinkutils.measuring.final import destinations, gradient_norms, line_breaks
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
