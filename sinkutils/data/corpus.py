@@ -152,7 +152,8 @@ def load_corpus(
     """
     integer("vocab_size", vocab_size, least=SMALLEST_VOCABULARY)
     if name == "pile" and tokenizer is None and vocab_size == external.NEOX_PADDED:
-        tokenizer, max_tokens = external.NEOX_TOKENIZER, max_tokens or external.PILE_TOKENS
+        tokenizer = external.NEOX_TOKENIZER
+        max_tokens = max_tokens or external.PILE_TOKENS
     name = located(name)
     documents, version = _source(name)
     if version == STREAMED:
@@ -355,7 +356,8 @@ def _is_whole(folder: Path) -> bool:
 
 def _below(file: object, root: Path) -> bool:
     """Whether an error is about `root`, a file below it or a folder above."""
-    path, root = Path(str(file)).absolute(), root.absolute()
+    path = Path(str(file)).absolute()
+    root = root.absolute()
     return path.is_relative_to(root) or root.is_relative_to(path)
 
 

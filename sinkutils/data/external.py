@@ -75,7 +75,8 @@ def pile(domain: str = "") -> Iterator[str]:
     weights = {domain: 1.0} if domain else PILE_WEIGHTS
     taken: Counter[str] = Counter()
     for row in hub_rows(PILE):
-        text, name = row["text"], row["meta"]["pile_set_name"]
+        text = row["text"]
+        name = row["meta"]["pile_set_name"]
         share = weights.get(name, 0) / sum(weights.values())
         if share and taken[name] <= share * (taken.total() + PILE_SLACK):
             taken[name] += len(text)

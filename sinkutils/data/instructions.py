@@ -43,8 +43,10 @@ class Pairs(Batches):
     """
 
     def __init__(self, rows: np.ndarray, eos_id: int) -> None:
-        self.rows, self.length = rows, len(rows)
-        ids, targets = rows[:, 0], rows[:, 1]
+        self.rows = rows
+        self.length = len(rows)
+        ids = rows[:, 0]
+        targets = rows[:, 1]
         padding = (ids == eos_id) & (targets == IGNORED)
         self.tokens = ids[~padding]
 
@@ -154,7 +156,8 @@ def encode_conversation(
     The targets are the tokens of the answers and the EOS after each, IGNORED elsewhere; they stand
     in the tokens' own places, so that the target at i is predicted from the tokens before i.
     """
-    ids, targets = [*layout.first], [IGNORED] * len(layout.first)
+    ids = [*layout.first]
+    targets = [IGNORED] * len(layout.first)
     for message in messages:
         content = message["content"].strip()
         prompt = encode(layout.tokenizer, TEMPLATES[message["role"]].format(content))

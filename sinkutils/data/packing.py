@@ -98,7 +98,9 @@ class Chunks(Batches):
             tokens = tokens[: int(len(tokens) * data.share)]
         if device.type != "cpu":  # few operations of a GPU know unsigned integers
             tokens = tokens.int().to(device)
-        self.tokens, self.data, self.fix_id = tokens, data, corpus.fix_id
+        self.tokens = tokens
+        self.data = data
+        self.fix_id = corpus.fix_id
         self.context_length = context_length
         self.length = (len(tokens) - 1) // context_length
         require(
@@ -114,7 +116,8 @@ class Chunks(Batches):
         # One draw for each chunk, as on the authors' disk: seeing a chunk again shows the same
         # tokens.
         size = (self.length, len(data.random_positions))
-        first, last = corpus.first_text_id, corpus.vocab_size
+        first = corpus.first_text_id
+        last = corpus.vocab_size
         redrawn = np.random.default_rng([seed, 5]).integers(first, last, size=size)
         places = np.random.default_rng([seed, 6]).integers(context_length, size=self.length)
         self.redrawn = torch.from_numpy(redrawn).to(device)

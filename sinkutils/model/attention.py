@@ -118,7 +118,8 @@ class AttentionSpec:
         real("scale", self.scale, "positive and finite", more=True)
         checks.fields(self, logit_bias=-torch.inf)
         for name, other, values in NEEDS:
-            given, default = getattr(self, name), getattr(AttentionSpec, name)
+            given = getattr(self, name)
+            default = getattr(AttentionSpec, name)
             if given != default and getattr(self, other) not in values:
                 wanted = " or ".join(map(repr, values))
                 raise ValueError(f"{name}={given!r} needs {other} to be {wanted}")
@@ -218,7 +219,8 @@ def _out_and_weights(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.to(wide), k.to(wide)
+        q = q.to(wide)
+        k = k.to(wide)
         added, hidden = added_to_logits(q, k, spec, distance_bias)
         logits = q @ k.mT * q.shape[-1] ** -0.5 + added  # s_ij, (B, H, T, S)
         weights = normalise(logits, ~hidden, spec)
@@ -266,7 +268,8 @@ def prepared(
     There are then S = 1 + T keys. A v* that is not given is zero. A sink logit is a k* in one more
     dimension, in which queries are 1 and the sequence's own keys and values are 0.
     """
-    star, value = extras.key_bias, extras.value_bias
+    star = extras.key_bias
+    value = extras.value_bias
     if spec.sink_logit != "none":
         sink = extras.sink_logit
         if sink is None:
@@ -279,7 +282,8 @@ def prepared(
         k = F.pad(k, (0, 1))
         v = F.pad(v, (0, 1))
     if star is not None:
-        k, v = prepend(star, k), prepend(value, v)
+        k = prepend(star, k)
+        v = prepend(value, v)
     # After k* went in front: a kernel is taken of it as well.
     phi = extras.mlp or KERNELS[spec.kernel]
     return phi(q), phi(k), v

@@ -173,9 +173,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: LMConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        spec, heads = config.attention, config.num_heads
-        width, head_dim = config.hidden_size, config.head_dim
+        self.config = config
+        self.layer = layer
+        spec = config.attention
+        heads = config.num_heads
+        width = config.hidden_size
+        head_dim = config.head_dim
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         merged = head_dim if config.head_merge == "add" else width
         self.out = nn.Linear(merged, width, bias=False)
@@ -203,11 +206,13 @@ class Attention(nn.Module):
             gates = heads if config.gate == "head" else width
             self.gate = nn.Linear(width, gates, bias=False)
         if config.qk_norm:
-            self.query_norm, self.key_norm = RMSNorm(head_dim), RMSNorm(head_dim)
+            self.query_norm = RMSNorm(head_dim)
+            self.key_norm = RMSNorm(head_dim)
 
     def forward(self, x: Tensor, tables: Tables, observer: Any = None) -> Tensor:
         """x: (B, T, d) -> (B, T, d). tables: `position_tables` for T."""
-        config, spec = self.config, self.config.attention
+        config = self.config
+        spec = self.config.attention
         B, T, _ = x.shape
         # Cut by head at once: the gradients of chunks, viewed by head, are put together one number
         # at a time.
@@ -221,11 +226,13 @@ class Attention(nn.Module):
             share = squared / (squared + c)
             v = v * share.to(v.dtype)
         if config.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
         if "cos" in tables:
             # The tables keep their precision, as bfloat16 would blur far positions; the products
             # need not.
-            cos, sin = tables["cos"], tables["sin"]
+            cos = tables["cos"]
+            sin = tables["sin"]
             q = attention.rotate(q, cos, sin).to(v.dtype)
             k = attention.rotate(k, cos, sin).to(v.dtype)
         extras = self.extras(tables, v.dtype)
@@ -246,7 +253,8 @@ class Attention(nn.Module):
     def extras(self, tables: Tables, dtype: torch.dtype) -> dict[str, Any]:
         """The keyword arguments of `attend` that this layer's parameters supply."""
         spec = self.config.attention
-        heads, head_dim = self.config.num_heads, self.config.head_dim
+        heads = self.config.num_heads
+        head_dim = self.config.head_dim
         extras: dict[str, Any] = {}
         if spec.has_key_bias:
             whole = F.pad(self.key_bias, (0, head_dim - self.key_bias.shape[1]))
@@ -289,7 +297,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
+        width = config.hidden_size
+        inner = config.intermediate_size
         self.activation = FFNS[config.ffn]
         self.parts = 2 if config.ffn.endswith("glu") else 1
         self.up = nn.Linear(width, self.parts * inner, bias=False)
@@ -311,11 +320,13 @@ class Block(nn.Module):
         self.post_norm = config.norm == "post"
         self.attention = Attention(config, layer)
         self.ffn = FeedForward(config)
-        self.norm_1, self.norm_2 = norm_layer(config), norm_layer(config)
+        self.norm_1 = norm_layer(config)
+        self.norm_2 = norm_layer(config)
         self.after_1: nn.Module = nn.Identity()
         self.after_2: nn.Module = nn.Identity()
         if config.norm == "sandwich":
-            self.after_1, self.after_2 = norm_layer(config), norm_layer(config)
+            self.after_1 = norm_layer(config)
+            self.after_2 = norm_layer(config)
 
     def forward(self, h: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """h: (B, T, d) -> the block's output, and the same before a post-norm's last LN."""
@@ -456,7 +467,8 @@ def position_tables(config: LMConfig, length: int) -> Tables:
         # size does.
         halves = 1 + config.attention.differential
         cos, sin = attention.rotary_tables(length, config.head_dim // halves)
-        cos, sin = cos.repeat_interleave(halves, -1), sin.repeat_interleave(halves, -1)
+        cos = cos.repeat_interleave(halves, -1)
+        sin = sin.repeat_interleave(halves, -1)
         return {"cos": cos, "sin": sin}
     if config.position == "absolute":
         return {"added": attention.absolute_embedding(length, config.hidden_size)}
@@ -474,7 +486,8 @@ def check_ids(ids: Tensor, config: LMConfig) -> None:
     """Raise ValueError, naming what is allowed, unless ids are (B, T) integers in range."""
     if torch.compiler.is_compiling():
         return
-    longest, last = config.context_length, config.vocab_size - 1
+    longest = config.context_length
+    last = config.vocab_size - 1
     good = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype in (torch.int64, torch.int32)
     good = good and len(ids) > 0 and 1 <= ids.shape[1] <= longest
     # On a GPU a range check would wait, and of a stack (vmap) it cannot be made; the embedding

@@ -70,7 +70,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     if p == 1:
         return out
     # The first p queries see the whole prefix: a second call without a mask.
-    keys, values = k[:, :, : star + p], v[:, :, : star + p]
+    keys = k[:, :, : star + p]
+    values = v[:, :, : star + p]
     first = F.scaled_dot_product_attention(q[:, :, :p], keys, values)
     return torch.cat([first, out[:, :, p:]], dim=2)
 
@@ -90,7 +91,9 @@ def _few_passes(
     widened = distance_bias is not None or by_logarithm or spec.kernel == "elu"
     if widened and (q.dtype, v.dtype) != (wide, wide):
         dtype = v.dtype
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        q = q.to(wide)
+        k = k.to(wide)
+        v = v.to(wide)
         with torch.autocast(q.device.type, enabled=False):
             out = _few_passes(q, k, v, spec, distance_bias)
         return out.to(dtype)
@@ -99,7 +102,8 @@ def _few_passes(
         return F.scaled_dot_product_attention(q, k, v, bias[None])
     B, H, T, D = q.shape
     bias = bias.expand(B, H, -1, -1).flatten(0, 1)  # (B H, T, S)
-    queries, keys = q.flatten(0, 1), k.flatten(0, 1)
+    queries = q.flatten(0, 1)
+    keys = k.flatten(0, 1)
     logits = torch.baddbmm(bias, queries, keys.mT, alpha=D**-0.5)
     logits = logits.view(B, H, T, -1)  # s_ij, (B, H, T, S)
     if spec.is_softmax:

@@ -88,7 +88,8 @@ def fused_rows(
             keys = slice(columns[0], columns[-1] + 1)
             seen = seen[:, keys]
         else:
-            seen, keys = mask[..., rows, :], slice(None)
+            seen = mask[..., rows, :]
+            keys = slice(None)
         out, lse = fused(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask=seen, scale=scale)
         outs.append(out)
         masses.append(lse)

@@ -427,7 +427,8 @@ def _read_json(target: Path, name: str, digests: dict[str, str]) -> Any:
 
 def _intact(target: Path, name: str, digests: dict[str, str]) -> bytes:
     """What a file of a record holds, if it is as it was written."""
-    path, data = target / name, b""
+    path = target / name
+    data = b""
     with contextlib.suppress(OSError):
         if path.is_file():  # nor a pipe, which would be waited for
             data = path.read_bytes()

@@ -111,7 +111,8 @@ def usable_precision(precision: str, device: torch.device) -> str:
 
 def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[Optimizer]:
     """The optimisers that a config names: one, but for muon, which needs AdamW for the rest."""
-    rate, decay = train.learning_rate, train.weight_decay
+    rate = train.learning_rate
+    decay = train.weight_decay
     if train.optimizer == "sgd":
         return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
     # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their
@@ -162,9 +163,13 @@ class Run:
         group: Group = ALONE,
         start: Record | None = None,
     ) -> None:
-        self.config, self.corpus = config, corpus
-        self.device, self.group, self.start = device, group, start
-        self.tokenizer, self.fingerprint = corpus.tokenizer, corpus.fingerprint
+        self.config = config
+        self.corpus = corpus
+        self.device = device
+        self.group = group
+        self.start = start
+        self.tokenizer = corpus.tokenizer
+        self.fingerprint = corpus.fingerprint
         self.more: Json = {}  # that the record's provenance says
         train = config.train
         self.precision = usable_precision(train.precision, device)
@@ -179,7 +184,8 @@ class Run:
         self.graph: GraphedStep | None = None
         first = np.arange(min(train.valid_chunks, len(valid)))
         self.valid = valid.take(first).to(device)
-        count, length = train.eval_sequences, train.eval_length
+        count = train.eval_sequences
+        length = train.eval_length
         ids = probe("natural", self.tokenizer, count, length, EVALUATION_SEED, corpus=corpus)
         # A fixed token is also fixed here, as the authors' evaluation does.
         self.probe = fix_position(ids, config.data.fixed_position, corpus.fix_id).to(device)
@@ -199,7 +205,8 @@ class Run:
 
     def batches(self) -> tuple[Batches, Batches]:
         """What the run trains on, and what it is validated on."""
-        config, length = self.config, self.config.model.context_length
+        config = self.config
+        length = self.config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
@@ -329,7 +336,8 @@ class Run:
 
         They are inside a prefix (Section 6), before a fixed token (Section 5), or in the config.
         """
-        data, prefix = self.config.data, self.config.model.attention.prefix
+        data = self.config.data
+        prefix = self.config.model.attention.prefix
         positions = {*range(1, prefix), *data.unscored}
         if data.fixed_position is not None and data.fixed_position > 1:
             positions.add(data.fixed_position - 1)

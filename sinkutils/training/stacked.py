@@ -51,8 +51,11 @@ class Stack:
             config.train.optimizer == "adamw" and config.train.micro_batch is None,
             "runs to be stacked need optimizer='adamw' and no micro_batch",
         )
-        self.runs, self.device, self.model = runs, first.device, first.model
-        self.clip_norm, self.unscored = config.train.clip_norm, first.unscored
+        self.runs = runs
+        self.device = first.device
+        self.model = first.model
+        self.clip_norm = config.train.clip_norm
+        self.unscored = first.unscored
         self.parameters, _ = stack_module_state([run.model for run in runs])  # name -> (K, ..)
         for name, stacked in self.parameters.items():
             for run, view in zip(runs, stacked.detach(), strict=True):
@@ -130,7 +133,8 @@ def train_stacked(
     and its wall clock is that of all. keep_weights: of which runs; by default of those that the
     study keeps. The rest: as for `train`.
     """
-    store, target = Runs(runs), find_device(device)
+    store = Runs(runs)
+    target = find_device(device)
     places = [store.of(config, corpus.identity) for config in configs]
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))

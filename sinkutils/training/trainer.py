@@ -145,7 +145,8 @@ def save_run(
     weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
-    metrics, provenance = summary(run, report, reason), run.provenance()
+    metrics = summary(run, report, reason)
+    provenance = run.provenance()
     identity = run.corpus.identity
     return run.group.once(
         write_record, folder, run.config, metrics, provenance, weights, tokenizer, identity, arrays
@@ -157,7 +158,8 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 
     Raises ValueError where the text has more kinds of tokens than the model.
     """
-    size, most = corpus.vocab_size, place.config.model.vocab_size
+    size = corpus.vocab_size
+    most = place.config.model.vocab_size
     what = f"corpus {corpus.name!r} with {size} tokens"
     require(
         size <= most,
