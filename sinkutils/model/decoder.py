@@ -53,10 +53,7 @@ MODEL_CHOICES = {
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model as a value.
-
-    Raises ValueError, naming the field, for shapes that do not fit.
-    """
+    """A language model as a value. Raises ValueError for shapes that do not fit, naming a field."""
 
     vocab_size: int = 1024
     context_length: int = 64  # C, the longest sequence the model accepts
@@ -393,15 +390,6 @@ class TransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             kind = name.rsplit(".", 1)[-1]
             fan_in = parameter.shape[-1]
-            if kind == "value_scale":  # log of c over the expected |v|^2
-                parameter.zero_()
-                continue
-            if kind == "embedding_scale":
-                parameter.fill_(config.hidden_size**0.5)
-                continue
-            if parameter.ndim == 1 and kind != "sink":  # gains, and DyT's alpha
-                parameter.fill_(1.0)
-                continue
             std = math.sqrt(2 / 5 / fan_in)
             if kind in ("sink", "key_bias", "value_bias", "bucket_bias", "sink_logit"):
                 std = 0.02  # k* and v* as the authors' code
@@ -409,7 +397,14 @@ class TransformerLM(nn.Module):
                 std = 0.1
             elif name.endswith("ffn.down.weight") and config.ffn == "swiglu":
                 std = 1 / math.sqrt(fan_in) / config.num_layers
-            parameter.copy_(std * standard_normal(seed, name, parameter))
+            if kind == "value_scale":  # log of c over the expected |v|^2
+                parameter.zero_()
+            elif kind == "embedding_scale":
+                parameter.fill_(config.hidden_size**0.5)
+            elif parameter.ndim == 1 and kind != "sink":  # gains, and DyT's alpha
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(std * standard_normal(seed, name, parameter))
 
     def forward(self, ids: Tensor, observer: Any = None, kept: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of token ids (B, T), 1 <= T <= context_length.

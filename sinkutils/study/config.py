@@ -124,7 +124,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     if step < warm:
         return peak * (step + 1) / warm
     done = min(1.0, (step - warm) / max(1, train.steps - 1 - warm))
-    return peak * (floor + (1 - floor) * (0.5 * (1 + math.cos(math.pi * done))))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return peak * (floor + (1 - floor) * cosine)
 
 
 def from_dict(cls: Any, values: Json) -> Any:
@@ -137,5 +138,7 @@ def from_dict(cls: Any, values: Json) -> Any:
         kind = checks.types(cls).get(name, (None,))[0]
         if dataclasses.is_dataclass(kind):
             value = from_dict(kind, value)
-        arguments[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, list):
+            value = tuple(value)
+        arguments[name] = value
     return cls(**arguments)

@@ -176,7 +176,11 @@ class Runs:
         only: Sequence[str] | None = None,
     ) -> list[RunConfig]:
         """The runs of `grid.plan` without a record on that corpus, in its order."""
-        return [run for run in plan(preset, seeds, only) if self.of(run, corpus).record() is None]
+        missing = []
+        for run in plan(preset, seeds, only):
+            if self.of(run, corpus).record() is None:
+                missing.append(run)
+        return missing
 
     def entries(self, preset: str) -> Iterator[Record]:
         """Every record of a preset, by experiment and seed; of a corrupt one, which is empty, a
@@ -263,7 +267,8 @@ def is_of(record: Record, run: RunConfig, corpus: Identity | None = None) -> boo
     text = values.pop("corpus")
     wanted = corpus or {"name": public_name(run.data.corpus), "sha256": text["sha256"]}
     # Of a run's many seeds only one is made into a dict.
-    return text == wanted and values == _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    same = _at_seed_0(replace(run, seed=0)) | {"seed": run.seed}
+    return text == wanted and values == same
 
 
 _at_seed_0 = lru_cache(maxsize=1024)(config_dict)

@@ -95,9 +95,11 @@ class Stack:
         with sdpa_kernel(self.attention):
             logits = vmap(self.logits)(self.parameters, batch[:, :, :-1])  # (K, B, C, V)
         logits = without(logits.flatten(0, 1), self.unscored)
-        targets = without(batch[:, :, 1:].flatten(0, 1), self.unscored)
+        targets = batch[:, :, 1:].flatten(0, 1)
+        targets = without(targets, self.unscored)
         # Not CrossEntropy of run.py, which has but one mean.
-        each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        logits = logits.flatten(0, 1).float()
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return each.view(len(batch), -1).mean(dim=1)
 
     def logits(self, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ def clip_each(stacked: list[nn.Parameter], most: float) -> Tensor:
     norms = by_parameter.norm(dim=0)
     factors = (most / (norms + 1e-6)).clamp(max=1)
     for gradient in gradients:
-        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+        ones = [1] * (gradient.ndim - 1)
+        gradient.mul_(factors.view(-1, *ones))
     return norms
 
 
