@@ -82,8 +82,8 @@ class RunFolder:
         plain = self.folder.is_dir() and not self.folder.is_symlink()
         if not plain or {path.name for path in self.folder.iterdir()} - FILES:
             raise FileExistsError(
-                f"{self.folder} is a link, a file or a folder with files that no record has, and is "
-                "not replaced: move it away, or give --runs another folder"
+                f"{self.folder} is a link, a file or a folder with files that no record has, "
+                "and is not replaced: move it away, or give --runs another folder"
             )
 
     def locked(self) -> bool:

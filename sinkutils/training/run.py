@@ -274,7 +274,8 @@ class Run:
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             if self.group.size > 1:  # gradients are averaged with the last micro-batch
-                self.trained.require_backward_grad_sync = number == len(parts)  # type: ignore[assignment]
+                trained: Any = self.trained
+                trained.require_backward_grad_sync = number == len(parts)
             with self.autocast():
                 loss = forward(self.trained, part, self.unscored) / len(parts)
             loss.backward()

@@ -225,7 +225,7 @@ def sweep(
     text = None
     if corpus:
         options += ["--corpus", located(corpus)]
-        text = _text(preset_name, located(corpus))
+        text = _text_of(preset_name, located(corpus))
     queue = store.missing(preset_name, seeds, text, only)
     submit = engine(engine_name, jobs, logs, gpu=free[0].startswith("cuda"))
     if queue:
@@ -285,7 +285,7 @@ def sweep(
     return outcomes
 
 
-def _text(preset_name: str, corpus: str) -> Identity:
+def _text_of(preset_name: str, corpus: str) -> Identity:
     """What a text is, in the tokens of a preset."""
     return load_corpus(corpus, preset(preset_name).model.vocab_size).identity
 
@@ -322,7 +322,7 @@ def estimate(
 ) -> list[tuple[RunConfig, float]]:
     """Every missing run with its seconds, by those that the preset names for its own steps."""
     base = preset(preset_name)
-    text = _text(preset_name, corpus) if corpus else None
+    text = _text_of(preset_name, corpus) if corpus else None
     planned = Runs(runs).missing(preset_name, seeds, text, only)
     a_step = base.seconds / base.train.steps
     return [(run, a_step * run.train.steps) for run in planned]
