@@ -61,7 +61,7 @@ def test_bad_requests_are_clear():
         r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW
     )
     refuses("leave out the kind", probe, "natural", RAW, 12, 29, texts=["one text"])
-    refuses(r"has 11 documents of at least 29 tokens \(of 30\), n=12", ask, "natural", RAW, 12, 29)
+    refuses(r"11 of 30 documents have at least 29 tokens, n=12", ask, "natural", RAW, 12, 29)
 
 
 def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
@@ -73,19 +73,20 @@ def test_ones_own_texts_are_cut_into_windows_one_after_the_other():
     few = probe(texts=TEXTS, tokenizer=RAW, length=8, n=5)
     assert few.shape == (5, 8) and all(row in windows for row in few.tolist())
     assert not torch.equal(few, probe(texts=TEXTS, tokenizer=RAW, length=8, n=5, seed=1))
-    with pytest.raises(
-        ValueError, match=r"texts have 0 windows of 64 tokens \(the longest text has 39\), n=1"
-    ):
+    with pytest.raises(ValueError, match=r"texts have 0 windows of 64 tokens, n=1"):
         probe(texts=TEXTS, tokenizer=RAW)
     refuses("texts must be several strings", probe, texts="one text", tokenizer=RAW)
     frame = pd.DataFrame({"text": ["a", "b"], "id": [1, 2]})
     refuses(
-        r"got a DataFrame: give one of its columns \(text, id\)", probe, texts=frame, tokenizer=RAW
+        r"of a table give one of the columns; got  *text *id", probe, texts=frame, tokenizer=RAW
     )
     refuses(
-        r"got a dict: give one of its columns \(text\)", probe, texts={"text": ["a"]}, tokenizer=RAW
+        r"of a table give one of the columns; got .'text'",
+        probe,
+        texts={"text": ["a"]},
+        tokenizer=RAW,
     )
-    refuses("number 2 of 3 is None", probe, texts=["a", None, "b"], tokenizer=RAW)
+    refuses("got .'a', None, 'b'", probe, texts=["a", None, "b"], tokenizer=RAW)
 
 
 def test_texts_are_read_from_files(tmp_path):
@@ -208,13 +209,13 @@ def test_what_is_no_list_of_texts_is_named_with_the_element_or_the_column(corpus
         return probe(None, corpus.tokenizer, length=4, texts=texts)
 
     refuses(
-        "texts must be several strings, a document each; number 2 of 2 is None",
+        "texts must be several strings, a document each; .* got .'a text', None",
         ask,
         ["a text", None],
     )
-    refuses("got a DataFrame: give one of its columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
-    refuses("texts must be several strings, a document each; got str", ask, "a text")
-    refuses("texts must be several strings, a document each; got int", ask, 3)
+    refuses("of a table give one of the columns", ask, pd.DataFrame({"text": ["a text"] * 3}))
+    refuses("texts must be several strings, a document each; .* got 'a text'", ask, "a text")
+    refuses("texts must be several strings, a document each; .* got 3", ask, 3)
 
 
 def test_a_tokenizer_whose_pattern_does_not_end_is_refused_in_words():
