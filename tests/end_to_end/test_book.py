@@ -127,6 +127,5 @@ def test_every_slider_and_button_of_the_first_notebook_moves_its_picture():
         assert console_errors(driver) == []
     assert len(moved) == 3
     assert all(any(changed) for changed in moved)
-    assert (
-        sum(changed.count(False) for changed in moved) <= 1
-    )  # "nothing matches" is how the logits start
+    # "nothing matches" is how the logits start
+    assert sum(changed.count(False) for changed in moved) <= 1

@@ -145,9 +145,8 @@ def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_th
         assert record.provenance["processes"] == 2 and record.provenance["parallel"] == mode
     for a, b in zip(one.metrics["curve"], two.metrics["curve"], strict=True):
         assert a["step"] == b["step"]
-        assert a.get("train_loss", 0) == pytest.approx(
-            b.get("train_loss", 0), rel=1e-5
-        )  # none before the first step
+        # none before the first step
+        assert a.get("train_loss", 0) == pytest.approx(b.get("train_loss", 0), rel=1e-5)
         assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-5)
     ours, theirs, half = (record.metrics["final"] for record in (one, two, half))
     np.testing.assert_allclose(ours["report"]["alpha"], theirs["report"]["alpha"], atol=1e-4)
@@ -209,9 +208,8 @@ def test_the_papers_60m_takes_an_optimiser_step(corpus):
     schedule = dataclasses.replace(paper.train, **ones)
     model = dataclasses.replace(paper.model, context_length=256)
     run = Run(dataclasses.replace(paper, train=schedule, model=model), corpus, CPU)
-    run.chunks.tokens = np.random.default_rng(0).integers(
-        3, 50_432, len(run.chunks.tokens)
-    )  # of all its words
+    # of all its words
+    run.chunks.tokens = np.random.default_rng(0).integers(3, 50_432, len(run.chunks.tokens))
     before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
     loss = float(run.advance(next_token_loss))
     # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.

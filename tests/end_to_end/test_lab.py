@@ -166,9 +166,8 @@ def test_each_operation_does_what_its_formula_says(name, texts):
     model = with_weights(name, weights[f"{name}/{step}"])
     for case, answer in zip(cases, answers, strict=True):
         compare(answer, *by_hand(model, torch.tensor([case["ids"]]), **case["edits"]))
-    moved = {
-        edits: [] for edits in EDITS
-    }  # the operations are no empty words: by how much a loss changes
+    # the operations are no empty words: by how much a loss changes
+    moved = {edits: [] for edits in EDITS}
     for (ids, edits), answer in zip(product(texts, EDITS), answers, strict=True):
         plain = by_hand(model, ids, **AS_TRAINED)[2]
         moved[edits].append((torch.tensor(answer["losses"]) - plain).abs().max().item())

@@ -34,13 +34,8 @@ from sinkutils.measuring.real import (
 
 NAME = "tiny"
 COMMITTED = sorted(path.stem for path in paths.OPEN_LMS.glob("*.json"))
-OPERATED = (
-    "cuts",
-    "int8",
-    "leaving",
-    "mechanism",
-    "recall",
-)  # of benchmarks/recall.py and mechanism.py
+# of benchmarks/recall.py and mechanism.py
+OPERATED = ("cuts", "int8", "leaving", "mechanism", "recall")
 
 
 def tiny_gguf(path):
@@ -161,9 +156,8 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     assert tokenizer.decode(ids[0]) == "a sink is a bias"
     half, _ = su.load_lm("Tiny", dtype="bfloat16")
     assert half.dtype == torch.bfloat16
-    assert (
-        su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
-    )  # no folder of a cache
+    # no folder of a cache
+    assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
 
 
 def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
@@ -242,9 +236,8 @@ def test_all_sections_of_a_record_are_made(made, corpus):
         and sections["lengths"][TEXT]["32"]["T"] == 32
     )
     hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
-    assert sections["operations"]["hide"]["loss"] == pytest.approx(
-        hidden.loss, rel=1e-3
-    )  # four digits stay
+    # four digits stay
+    assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)
     # The same BOS stands first in every text, so its transplant is what it was.
     moved, plain = (sections["operations"][name] for name in ("transplant", "untouched"))
     assert moved["sink_star"] == pytest.approx(plain["sink_1"], abs=8)

@@ -216,9 +216,8 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
             "probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
         )
     bos = options.get("bos", False)
-    count = (
-        len(ids) if options["n"] is None else options["n"]
-    )  # None: a hundred, or all that the texts hold
+    # None: a hundred, or all that the texts hold
+    count = len(ids) if options["n"] is None else options["n"]
     assert ids.shape == (count, options["length"]) and count > 0 and ids.dtype == torch.int64
     assert torch.equal(ids, probe(kind, made, texts=texts, **options))
     assert not bos or (ids[:, 0] == 1).all()
@@ -399,9 +398,8 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
     )
     assert (own_weights.masked_fill(seen, 0) == 0).all()
     if spec.similarity == "exp" and spec.normalizer not in ("sum", "p_norm") and size > 1:
-        return answered(
-            "attend"
-        )  # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
+        # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
+        return answered("attend")
     assert weights.isfinite().all() and out.isfinite().all()
     torch.testing.assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
     if spec.is_softmax and not spec.differential:

@@ -82,9 +82,8 @@ def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family, side):
     close(
         report.hidden_norms[:, 10], torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
     )
-    close(
-        report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1]
-    )  # only one sequence is that long
+    # only one sequence is that long
+    close(report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1])
     mask[[1, 3]] = 0
     mask[1, :4] = mask[3, :5] = 1  # the largest target is 5
     short = measure(model, padded, TARGETS, attention_mask=mask)
@@ -138,9 +137,8 @@ def test_the_model_is_left_as_it_was_also_after_an_exception_and_its_own_outputs
 def test_positions_that_are_not_learned_are_refused_before_they_are_looked_up(monkeypatch):
     for family in ("gpt2", "opt"):
         model = build(family)
-        monkeypatch.setattr(
-            type(model.base_model), "forward", None
-        )  # as on a GPU, where a look-up is an assert
+        # as on a GPU, where a look-up is an assert
+        monkeypatch.setattr(type(model.base_model), "forward", None)
         refuses("321 positions, and the model has learned 320", measure, model, tokens(1, 321))
 
 

@@ -130,9 +130,8 @@ def test_list_says_how_many_records_do_not_count_and_shows_whole_titles(
     monkeypatch.setenv("COLUMNS", "80")
     record = made_up(tmp_path, "k_bias")
     made_up(tmp_path, "nope")
-    shutil.move(
-        record.folder, tmp_path / "smoke" / "nope" / "7"
-    )  # another run than its folder says
+    # another run than its folder says
+    shutil.move(record.folder, tmp_path / "smoke" / "nope" / "7")
     (tmp_path / "smoke" / "k_bias" / "1").mkdir(parents=True)
     out = said(capsys, "list", "--preset", "smoke", "--runs", tmp_path)
     assert (

@@ -93,9 +93,8 @@ def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_spl
         load(f"path:{tmp_path}/{name}.jsonl", tmp_path / "cache") for name in ("all", "half")
     )
     documents = {split: len(list(whole.documents(split))) for split in SPLITS}
-    assert all(
-        240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid")
-    )  # of 12,000, 4 sigma
+    # of 12,000, 4 sigma
+    assert all(240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid"))
     for split in SPLITS:
         assert {*map(half.decode, half.documents(split))} < {
             *map(whole.decode, whole.documents(split))
@@ -158,9 +157,8 @@ def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing_behind(
     with pytest.raises(OSError, match=r"cannot write token files below .*file.*SINKUTILS_CACHE"):
         load(f"path:{text_folder}", tmp_path / "file" / "cache")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (20_000, before[1])
-    )  # the tokenizer fits, the tokens do not
+    # the tokenizer fits, the tokens do not
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(
             OSError, match=r"cannot write token files below .*File too large.*SINKUTILS_CACHE"
@@ -212,9 +210,8 @@ def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp
     corpus = load(f"path:{folder}", tmp_path / "cache")
     texts = all_texts(corpus)
     assert all(any(piece in novel for novel in novels) for piece in texts)
-    assert sum(map(len, texts)) == sum(map(len, novels)) - 2 * (
-        len(texts) - 3
-    )  # nothing lost but what divides them
+    # nothing lost but what divides them
+    assert sum(map(len, texts)) == sum(map(len, novels)) - 2 * (len(texts) - 3)
     assert probe("natural", corpus.tokenizer, 100, 64, corpus=corpus).shape == (100, 64)
 
 
@@ -457,9 +454,8 @@ def test_the_fast_scan_finds_what_the_parser_finds():
             if isinstance(node, nodes)
         )
         parsed |= {text for text in found if text and text.strip()}
-    common = sum(
-        map(len, scanned & parsed)
-    )  # in characters: escapes differ, one-quote docstrings are left out
+    # in characters: escapes differ, one-quote docstrings are left out
+    common = sum(map(len, scanned & parsed))
     assert len(parsed) > 3000
     assert common > 0.95 * sum(map(len, parsed)) and common > 0.95 * sum(map(len, scanned))
 

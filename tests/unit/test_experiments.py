@@ -100,16 +100,13 @@ def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
     ]
     for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
         assert config(name, "laptop").data.fixed_position == position
-    for (
-        name,
-        with_it,
-    ) in DEFAULT.items():  # variants without a fixed token change the default and not the base
+    # variants without a fixed token change the default and not the base
+    for name, with_it in DEFAULT.items():
         assert config(name, "laptop").data.fixed_position is None
         assert config(name, "laptop").model == config(with_it, "laptop").model
         assert config(with_it, "laptop").data.fixed_position == 1
-    for data in (
-        config(e.name, "laptop").data for e in of("laptop")
-    ):  # which hides no redrawn token
+    # which hides no redrawn token
+    for data in (config(e.name, "laptop").data for e in of("laptop")):
         assert data.fixed_position not in data.random_positions
 
 
@@ -222,9 +219,8 @@ def test_every_item_of_the_paper_is_covered_once_and_every_row_names_an_experime
     rows = pd.read_csv(PAPER / "items.csv")
     assert set(REPORTED.item) == set(rows.item) and not REPORTED.duplicated(["item", "row"]).any()
     named = set(REPORTED.experiment) - {"base"}
-    assert named == {
-        e.name for e in EXPERIMENTS.values() if e.section != "8"
-    }  # of later papers: after_paper.csv
+    # of later papers: after_paper.csv
+    assert named == {e.name for e in EXPERIMENTS.values() if e.section != "8"}
 
 
 def test_an_experiment_has_the_same_numbers_wherever_the_paper_repeats_it():

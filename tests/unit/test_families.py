@@ -45,10 +45,8 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     assert result.path == MEASURED[name]
     report = measure(build(name), tokens(24), families.TARGETS)
     assert report.alpha.std() > 0.005  # otherwise the comparison would say nothing
-    if name in (
-        "jamba",
-        "qwen3_next",
-    ):  # the true index of the attention layer; norms are of every block
+    # the true index of the attention layer; norms are of every block
+    if name in ("jamba", "qwen3_next"):
         assert (
             report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
         )

@@ -56,9 +56,8 @@ def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(flash, "flex_attention", traced)
     monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
-    monkeypatch.setattr(
-        flex_attention, "_validate_device", lambda *tensors: None
-    )  # which refuses gradients there
+    # which refuses gradients there
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
 
 
 def assert_same_as_dense(
@@ -80,9 +79,8 @@ def assert_same_as_dense(
     gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
     torch.testing.assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
-        zero = torch.zeros_like(
-            leaf
-        )  # an input that one form does not touch has no gradient, or zeros
+        # an input that one form does not touch has no gradient, or zeros
+        zero = torch.zeros_like(leaf)
         torch.testing.assert_close(
             zero if got is None else got,
             zero if expected is None else expected,
@@ -163,9 +161,8 @@ def test_neighbouring_distances_differ_in_bfloat16():
         spec = AttentionSpec(**fields)
         q = torch.zeros(1, 2, length, 8, dtype=torch.bfloat16)
         v = torch.zeros_like(q)
-        v[:, :, :2, 0] = torch.tensor(
-            [1.0, -1.0]
-        )  # the last query sees the difference of its two farthest keys
+        # the last query sees the difference of its two farthest keys
+        v[:, :, :2, 0] = torch.tensor([1.0, -1.0])
         g = torch.arange(length).float()[None]
         share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (
             1 / spec.p
@@ -210,11 +207,8 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
         return x + 1 if flash.trusted("fused", "window", x.device, x.dtype, x.shape[-1]) else x - 1
 
     x = torch.zeros(3, 16)
-    for kind, expected in (
-        (None, -1),
-        ("causal", -1),
-        ("window", 1),
-    ):  # the second is another kind of mask
+    # the second is another kind of mask
+    for kind, expected in ((None, -1), ("causal", -1), ("window", 1)):
         if kind:
             flash.TRUST["fused", kind, x.device, x.dtype, 16] = True
         torch.compiler.reset()
@@ -330,9 +324,8 @@ def test_cuda_equals_the_reference(operation, no_gpu):
             torch.autograd.grad(x.float().sum(), i) for x, i in ((out, inputs), (expected, wide))
         )
         by_row = [(out.detach(), expected.detach())]
-        whole = [
-            (x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)
-        ]  # some rows of them are near zero
+        # some rows of them are near zero
+        whole = [(x.flatten(), y.flatten()) for x, y in zip(*gradients, strict=True)]
         if spec.signed and dtype == torch.bfloat16:
             continue  # signed sums cancel: 8 bits of each logit leave none of a small sum
         for got, want in by_row + whole:

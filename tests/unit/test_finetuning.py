@@ -111,9 +111,8 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
     assert layout.tokenizer.decode(kept) == " attention the first"
     ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)  # cut
     assert len(ids) == len(targets) == layout.context_length + 1 and layout.eos_id not in targets
-    assert (
-        encode_conversation(chat("sink " * 100, "attention"), layout) is None
-    )  # no answer is within reach
+    # no answer is within reach
+    assert encode_conversation(chat("sink " * 100, "attention"), layout) is None
 
 
 def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
@@ -231,9 +230,8 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
             before = config(run.start, "smoke", run.seed)
             assert _next([run], [before]) is None, "its start is being trained"
             assert _next([run, before], []) == before and _next([run], []) == run
-            other = dataclasses.replace(
-                run, experiment="other"
-            )  # which trains a start that is missing
+            # which trains a start that is missing
+            other = dataclasses.replace(run, experiment="other")
             assert (
                 _next([run], [other]) is None
                 and _next([run], [dataclasses.replace(other, seed=9)]) == run
@@ -298,9 +296,8 @@ def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(
     clipped.advance(clipped.loss)
     assert float(clipped.passed[0][1]) > 1e-3  # the norm before clipping
     held_out = state_of(small("sft_softmax", chats, valid_chunks=40), started, corpus)
-    with (
-        torch.no_grad()
-    ):  # a token of the last 8 conversations counts as much as one of the 32 before
+    # a token of the last 8 conversations counts as much as one of the 32 before
+    with torch.no_grad():
         loss = float(answer_loss(held_out.model, held_out.valid))
     assert held_out.valid_loss() == pytest.approx(loss, rel=1e-6)
     assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)

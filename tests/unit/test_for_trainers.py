@@ -78,9 +78,8 @@ def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, capl
 
 def test_a_comparison_is_paired_over_the_texts():
     first, second = (su.measure(build(name), IDS, targets=(1, 2)) for name in ("llama", "qwen2"))
-    difference = (
-        (second.alpha - first.alpha)[:, 0].double().mean(dim=-1).numpy()
-    )  # (samples, layers)
+    # (samples, layers)
+    difference = (second.alpha - first.alpha)[:, 0].double().mean(dim=-1).numpy()
     table = su.compare(first, second)
     assert table["mean"].to_numpy() == pytest.approx(difference.mean(axis=0))
     for block, row in enumerate(table.itertuples()):

@@ -55,9 +55,8 @@ def test_without_a_prior_a_level_is_that_of_a_t_test():
 def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
     # Own variance of 1, 2, 3: 1 with 2 degrees of freedom; common 0.25 with 6: (6 * 0.25 + 2 * 1) / 8 = 0.4375.
     assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 100.0)) == pytest.approx((0.4375, 8))
-    assert (
-        moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5
-    )  # no more than all settings have together
+    # no more than all settings have together
+    assert moderated([1.0, 2.0, 3.0], (6.0, 0.25, 5.0))[1] == 5
 
 
 def samples(variances, seeds):
@@ -168,9 +167,8 @@ def test_agreement_is_compared_with_that_of_chance():
     assert agreement(first, second) == pytest.approx((2 / 3, 1 / 3, 1 / 2))
     assert agreement(first, first)[2] == 1
     assert agreement(["holds", "fails"], ["fails", "holds"]) == pytest.approx((0, 1 / 2, -1))
-    assert math.isnan(
-        agreement(["holds"] * 3, ["holds"] * 3)[2]
-    )  # chance alone would agree as well
+    # chance alone would agree as well
+    assert math.isnan(agreement(["holds"] * 3, ["holds"] * 3)[2])
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -214,10 +212,8 @@ def test_no_effect_says_the_largest_effect_that_would_still_pass():
     )
     assert outcome.bar == pytest.approx(0.3 * rules.MARGIN)
     reaches = []
-    for share in (
-        1 - rules.MARGIN,
-        1 + rules.MARGIN,
-    ):  # x - share * b; variances 0.01^2 and the base's 0.002^2
+    # x - share * b; variances 0.01^2 and the base's 0.002^2
+    for share in (1 - rules.MARGIN, 1 + rules.MARGIN):
         a, b = 0.01**2 / 3, share**2 * 0.002**2 / 3
         t = stats.t.ppf(0.95, (a + b) ** 2 / (a**2 / 2 + b**2 / 2))
         reaches.append(t * math.sqrt(a + b))
@@ -357,9 +353,8 @@ def test_uniform_attention_has_no_excess_whatever_the_mask():
         for target in (1, 2, 3, 40):
             alpha = weights[target - 1 :, target - 1].mean()
             assert excess(alpha, uniform_alpha(64, target, window)) == pytest.approx(0)
-    assert uniform_alpha(4, "star") == pytest.approx(
-        np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5])
-    )  # one key more
+    # one key more
+    assert uniform_alpha(4, "star") == pytest.approx(np.mean([1 / 2, 1 / 3, 1 / 4, 1 / 5]))
 
 
 def even(own_keys=0):
@@ -425,9 +420,10 @@ def test_a_run_is_read_by_block():
     )
     assert numbers["onset"] == 1.0 and "learned_star" not in numbers
     points[1]["sink_1"] = 1.0
+    # it never came
     assert "onset" not in of_run(
         config, {"status": "done", "final": points[1], "curve": points}, None
-    )  # it never came
+    )
 
 
 def test_a_ratio_of_nothing_is_not_held():

@@ -33,9 +33,8 @@ def test_every_variant_is_causal_and_its_fast_path_equals_the_reference(name):
     seen = DenseMaps(model, ids)
     assert torch.equal(model(ids, seen), fast) and len(seen.maps) == 4  # of two layers, seen twice
     names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = [
-        torch.autograd.grad(x.square().mean(), parameters) for x in (fast, dense)
-    ]  # raises where one has none
+    # raises where one has none
+    gradients = [torch.autograd.grad(x.square().mean(), parameters) for x in (fast, dense)]
     for parameter, got, expected in zip(names, *gradients, strict=True):
         torch.testing.assert_close(
             got, expected, rtol=0, atol=1e-10, msg=lambda text, p=parameter: f"{p}: {text}"
@@ -351,10 +350,8 @@ def test_a_differential_layer_is_that_of_ye_et_al_from_its_weights():
         own_model(attention=AttentionSpec(differential=True)).double(),
         torch.randn(2, 6, 16).double(),
     )
-    layer, tables = (
-        model.blocks[1].attention,
-        rotary_tables(6, 4),
-    )  # each map's own, of half the size
+    # each map's own, of half the size
+    layer, tables = (model.blocks[1].attention, rotary_tables(6, 4))
     q, k, v = layer.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
     first, second = (
         attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1)

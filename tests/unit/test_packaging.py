@@ -158,9 +158,8 @@ def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other(
 def test_the_scripts_of_a_study_call_commands_that_there_are():
     stubs = 'make() { :; }; python() { echo "$*"; }; torchrun() { echo "$*"; }; . "$0"'
     lines = []
-    for script in sorted(
-        (ROOT / "studies").glob("[!c]*.sh")
-    ):  # those for a lent card call scripts of their own
+    # those for a lent card call scripts of their own
+    for script in sorted((ROOT / "studies").glob("[!c]*.sh")):
         lines += subprocess.check_output(["bash", "-c", stubs, script], text=True).splitlines()
     assert len(lines) > 10
     for line in lines:
@@ -186,9 +185,8 @@ def test_each_number_of_ours_is_what_the_records_say():
         for name in ("smollm2", "gemma-3-270m")
     }
     smol = real["smollm2"]["probes"]["natural"]["text"]["sink"]["1"]["0.3"]
-    third = {
-        name: kept["moved"]["alpha"]["3"] for name, kept in real.items()
-    }  # the BOS at the third place
+    # the BOS at the third place
+    third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}
     gemma = {
         name: kept["sink"]["1"]["0.3"]
         for name, kept in real["gemma-3-270m"]["probes"]["natural"].items()

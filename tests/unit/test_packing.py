@@ -20,9 +20,8 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     ids, tokens = all_of(corpus), torch.from_numpy(corpus.tokens("train").astype(np.int64))
     assert ids.dtype == torch.int64 and ids.shape[1] == C + 1
     assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
-    assert torch.equal(
-        ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1]
-    )  # targets: all but the first, once
+    # targets: all but the first, once
+    assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):

@@ -292,9 +292,8 @@ def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_ano
         blocks = [float(row["excess in block 1"]), float(row["excess in later blocks"])]
         assert np.mean(blocks) == pytest.approx(report.excess(1), abs=0.01)
         assert su.report_page(report, "ours")
-    assert "excess in block 3" in _row(
-        dataclasses.replace(report, layers=(2, 3))
-    )  # of a hybrid model
+    # of a hybrid model
+    assert "excess in block 3" in _row(dataclasses.replace(report, layers=(2, 3)))
 
 
 def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():

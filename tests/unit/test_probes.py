@@ -25,9 +25,8 @@ def test_probes_differ_between_seeds_and_between_rows(kind):
     """Their shape, BOS and tokens: tests/property/test_inputs.py."""
     ids = probe(kind, RAW, 8, 20, texts=TEXTS)
     assert not torch.equal(ids, probe(kind, RAW, 8, 20, seed=1, texts=TEXTS))
-    least = {"natural": 8, "random": 8, "repeat": 5}[
-        kind
-    ]  # no document twice, but now and then a token
+    # no document twice, but now and then a token
+    least = {"natural": 8, "random": 8, "repeat": 5}[kind]
     assert len(ids.unique(dim=0)) >= least
 
 
@@ -43,9 +42,8 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
     assert all(row in starts for row in ids.tolist())
     again = Tokenizer.from_str(corpus.tokenizer.to_str())
     again.encode_special_tokens = True
-    assert torch.equal(
-        probe("natural", again, 3, 16, corpus=corpus), ids
-    )  # tokenised again, the same
+    # tokenised again, the same
+    assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)
 
 
 def test_bad_requests_are_clear():

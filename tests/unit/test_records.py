@@ -586,10 +586,8 @@ def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(stud
     assert (row.block_1 + 3 * row.later_blocks) / 4 == pytest.approx(row.excess_1, abs=1e-4)
     assert row.element == max(block[0] for block in final["report"]["hidden_peaks"])
     by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
-    for name in (
-        "excess_1",
-        "excess_star",
-    ):  # also under a window, and where there is a key of its own
+    # also under a window, and where there is a key of its own
+    for name in ("excess_1", "excess_star"):
         assert by_block[name].mean().tolist() == pytest.approx(
             table[name].tolist(), abs=1e-5, nan_ok=True
         )

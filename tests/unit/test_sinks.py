@@ -130,9 +130,8 @@ def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_posi
 
 
 def test_an_interval_is_over_texts_not_heads_at_95_percent():
-    two = report_of(
-        [[[0.9] * 50], [[0.1] * 50]]
-    )  # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    # of two texts a draw has 0, 1 or 2 with a sink, in all heads
+    two = report_of([[[0.9] * 50], [[0.1] * 50]])
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)

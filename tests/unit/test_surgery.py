@@ -313,9 +313,8 @@ def test_a_key_hidden_late_is_seen_until_then(ids):
     model = build("llama")
     model.set_attn_implementation("sdpa")
     late, plain = hide(model, ids, since=8), untouched(model, ids)
-    torch.testing.assert_close(
-        late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5
-    )  # tokens 2..7
+    # tokens 2..7
+    torch.testing.assert_close(late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5)
     mask = torch.ones(LENGTH, LENGTH).tril().bool()
     mask[7:, 0] = False
     additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[

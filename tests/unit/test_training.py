@@ -179,9 +179,8 @@ def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_
     text = Chunks(corpus, "valid", 32, DataConfig(fixed_position=2)).take(np.arange(40))
     assert torch.equal(run.valid, text), "nothing of it is redrawn"
     each = [float(next_token_loss(run.model, chunk[None], (1,))) for chunk in text]
-    assert run.valid_loss() == pytest.approx(
-        np.mean(each), rel=1e-6
-    )  # though 40 are a pass of 32 and one of 8
+    # though 40 are a pass of 32 and one of 8
+    assert run.valid_loss() == pytest.approx(np.mean(each), rel=1e-6)
     assert run.probe[:, 1].eq(corpus.fix_id).all()
 
 
@@ -217,9 +216,8 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
     )
     last, peaks = record.metrics["curve"][-1], final["report"]["hidden_peaks"]
     assert last["peak_1"] == pytest.approx([row[0] for row in peaks], rel=5e-3)
-    ratios = norm_ratio(
-        final["report"]["value_norms"]
-    )  # of norms with three digits, to three digits
+    # of norms with three digits, to three digits
+    ratios = norm_ratio(final["report"]["value_norms"])
     assert last["value_ratio_1"] == pytest.approx(ratios, rel=1.5e-2)
     assert final["destinations"] == destinations(model, ids, line_breaks(tokenizer))
     np.testing.assert_allclose(final["gradients"]["input"], gradient_norms(model, ids), rtol=1e-2)
@@ -389,9 +387,8 @@ def test_a_run_is_compiled_where_its_preset_says_so_and_it_works(
     tiny, corpus, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
-    monkeypatch.setattr(
-        trainer, "compiles", compiles := trainer.compiles.__wrapped__
-    )  # no answer from before
+    # no answer from before
+    monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)
     compared = Mock()
     monkeypatch.setattr(trainer, "flex_serves", compared)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
@@ -457,9 +454,8 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
     )
     for file in ("config.json", "provenance.json"):
-        assert (
-            str(text_folder.parent) not in (apart.folder / file).read_text()
-        )  # nothing of the machine
+        # nothing of the machine
+        assert str(text_folder.parent) not in (apart.folder / file).read_text()
     small = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
     refuses("raise vocab_size", train, small, tmp_path, corpus=corpus, progress=False)
 
