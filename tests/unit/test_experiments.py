@@ -5,7 +5,7 @@ import json
 
 import pandas as pd
 import pytest
-from helpers import refuses
+from helpers import refused, refuses
 
 from sinkutils import claim_checks
 from sinkutils.paths import PAPER
@@ -173,11 +173,8 @@ def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(
     )
     monkeypatch.setitem(EXPERIMENTS, "wrong", wrong)
     grid._all.cache_clear()
-    refuses(
-        "'wrong' is not available at preset 'minute': similarity must be one of",
-        unavailable,
-        "minute",
-    )
+    with refused("'wrong' is not available at preset 'minute': similarity must be one of"):
+        unavailable("minute")
     grid._all.cache_clear()
 
 

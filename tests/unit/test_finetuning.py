@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, interrupted, made_up, refuses
+from helpers import CPU, interrupted, made_up, refused, refuses
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -135,9 +135,7 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
         }
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
-    with pytest.raises(
-        ValueError, match=r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"
-    ):
+    with refused(r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
         make_pairs(iter(few), layout, (1, 3), "made up")
 
 
@@ -174,12 +172,8 @@ def test_unknown_or_absent_conversations_say_so(monkeypatch, tmp_path):
         list(conversations(f"path:{tmp_path / 'none.jsonl'}"))
     unreachable = Mock(side_effect=datasets.exceptions.DatasetNotFoundError("could not\nbe found"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    refuses(
-        "'HuggingFaceH4/ultrachat_200k' could not be read",
-        next,
-        conversations("ultrachat"),
-        kind=ConnectionError,
-    )
+    with refused("'HuggingFaceH4/ultrachat_200k' could not be read", ConnectionError):
+        next(conversations("ultrachat"))
     assert unreachable.call_args.args[0] == "HuggingFaceH4/ultrachat_200k"
     assert unreachable.call_args.kwargs == {"split": "train_sft", "streaming": True}
 
@@ -366,7 +360,5 @@ def test_a_missing_start_is_trained_first_and_a_failed_one_is_refused(
     )
     assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
     made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
-    with pytest.raises(
-        ValueError, match=r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"
-    ):
+    with refused(r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):
         train(config("sft_sigmoid", "smoke", 1), tmp_path, corpus=corpus, progress=False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import alpha_by_definition, refuses
+from helpers import alpha_by_definition, refused, refuses
 from small_models import build, eager_alpha, state_of, tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -89,9 +89,7 @@ def test_a_registered_attention_function_is_measured_as_it_is(family, mask):
 
 @pytest.mark.parametrize("returns", ["nothing", "others"])
 def test_one_that_does_not_show_its_weights_is_refused_by_name(returns):
-    with pytest.raises(
-        ValueError, match="attention 'mine' is none of transformers': it must return its weights"
-    ):
+    with refused("attention 'mine' is none of transformers': it must return its weights"):
         measure(registered(Registered(returns)), tokens())
 
 
@@ -296,10 +294,7 @@ def test_a_model_without_use_cache_and_named_embeddings_is_measured_where_its_we
     maps = [module.maps for module in model.modules() if isinstance(module, TinyAttention)]
     torch.testing.assert_close(report.alpha, alpha_by_definition(maps, TARGETS).detach(), **close)
     refuses("AttentionInterface, or weights", measure, TinyLM(config, shows=False).eval(), ids)
-    with pytest.raises(
-        ValueError,
-        match=r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf",
-    ):
+    with refused(r"out of any wrapper; got TinyAttention: what is read are .* AttentionInterf"):
         measure(TinyAttention(True), ids)
 
 
@@ -576,9 +571,8 @@ def test_what_is_not_finite_is_said_to_be_the_weights_or_the_activations():
         for name in ("up_proj", "down_proj"):
             getattr(model.model.layers[0].mlp, name).weight.mul_(5000)
     assert measure(model, tokens()).alpha.isfinite().all()
-    refuses(
-        "every weight is finite and activations overflow float16", measure, model.half(), tokens()
-    )
+    with refused("every weight is finite and activations overflow float16"):
+        measure(model.half(), tokens())
     with torch.no_grad():
         model.lm_head.weight[0, 0] = model.model.norm.weight[0] = model.model.layers[
             0
@@ -627,12 +621,8 @@ def test_numpys_integers_are_integers_and_what_holds_no_ids_is_refused():
 
 
 def test_an_old_transformers_is_told_apart():
-    refuses(
-        r"needs transformers 5\.4 or later",
-        masks.mask,
-        cache_position=torch.arange(3),
-        kind=ImportError,
-    )
+    with refused(r"needs transformers 5\.4 or later", ImportError):
+        masks.mask(cache_position=torch.arange(3))
 
 
 def test_attention_that_runs_twice_or_shows_no_weights_is_told_what_to_do():

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers as tf
-from helpers import DONE, refuses, word_tokenizer
+from helpers import DONE, refused, refuses, word_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import build
 from tokenizers import processors
@@ -172,12 +172,8 @@ def test_a_layer_that_predicts_further_tokens_is_unused_and_warned_of(tmp_path):
 
 def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_path):
     for dtype in (3, torch.int64, "float8_e4m3fn", ""):
-        refuses(
-            "dtype must be one of float32, bfloat16, float16, float64",
-            load_lm,
-            tmp_path,
-            dtype=dtype,
-        )
+        with refused("dtype must be one of float32, bfloat16, float16, float64"):
+            load_lm(tmp_path, dtype=dtype)
     for device in ("banana", "meta", 3.5, ""):
         refuses("device ", load_lm, tmp_path, device=device)
     refuses("revision is of a hub id", load_lm, tmp_path, revision="step1000")
@@ -241,9 +237,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way
     }
     weights.pop(None, None)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ModelUnavailable, match=f"weights of .* are not those of its config.json: .*{says}"
-    ):
+    with refused(f"weights of .* are not those of its config.json: .*{says}", ModelUnavailable):
         load_lm(tmp_path)
     assert cli.main(["measure", str(tmp_path), "--probe", "random", "-n", "2", "-T", "8"]) == 2
     assert "are not those of its config.json" in capsys.readouterr().err

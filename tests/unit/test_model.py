@@ -5,7 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, by_the_reference, own_model, refuses, tokens
+from helpers import (
+    SHAPE,
+    DenseMaps,
+    architectures,
+    by_the_reference,
+    own_model,
+    refused,
+    refuses,
+    tokens,
+)
 from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -286,19 +295,11 @@ def test_shapes_that_make_no_sense_are_refused_with_the_reason():
     refuses("attention must be of type AttentionSpec", own_model, attention="softmax")
     refuses("prefix must be at most", own_model, attention=AttentionSpec(prefix=33))
     refuses("bias_dims", own_model, attention=AttentionSpec(bias="k", bias_dims=9))
-    refuses(
-        "no bias for keys after the query",
-        own_model,
-        attention=AttentionSpec(prefix=2),
-        position="alibi",
-    )
+    with refused("no bias for keys after the query"):
+        own_model(attention=AttentionSpec(prefix=2), position="alibi")
     refuses("head dimension must be a multiple of 2", own_model, num_heads=16)
-    refuses(
-        "must be a multiple of 4 with",
-        own_model,
-        num_heads=8,
-        attention=AttentionSpec(differential=True),
-    )
+    with refused("must be a multiple of 4 with"):
+        own_model(num_heads=8, attention=AttentionSpec(differential=True))
 
 
 def test_ids_that_do_not_fit_are_refused_with_the_allowed_values():

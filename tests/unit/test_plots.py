@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from helpers import own_model, refuses, word_tokenizer
+from helpers import own_model, refused, refuses, word_tokenizer
 
 import sinkutils as su
 from sinkutils import measure, plots
@@ -179,13 +179,8 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
         chosen.data["head"] == 3  # the first of block 2
         and "block 2, head 1" in chosen.figure.get_suptitle()
     )
-    refuses(
-        r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)",
-        su.explore,
-        model,
-        ids,
-        head=(3, 1),
-    )
+    with refused(r"head must be \(block, head\), up to \(2, 3\), got \(3, 1\)"):
+        su.explore(model, ids, head=(3, 1))
     refuses("length must be at least 1, got 0", su.explore, model, ids, length=0)
     refuses("length must be an int", su.explore, model, ids, length="a")
 

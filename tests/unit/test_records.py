@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import DONE, END, interrupted, made_up, refuses
+from helpers import DONE, END, interrupted, made_up, refused, refuses
 from safetensors.torch import save
 
 import sinkutils as su
@@ -86,9 +86,7 @@ def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=full))
-        with pytest.raises(
-            OSError, match=r"could not save record test/tiny/0 \(No space .*: free some space"
-        ):
+        with refused(r"could not save record test/tiny/0 \(No space .*: free some space", OSError):
             write_record(folder, tiny, DONE, {})
     assert read_record(folder).metrics["final"] == END | {"sink_1": 1.5}
     replaced = write_record(folder, tiny, DONE | {"status": "failed", "reason": "x"}, {})
@@ -203,10 +201,8 @@ def test_what_is_no_record_is_not_replaced_and_that_is_said_before_a_step_is_tra
     foreign(kind, target, tmp_path / "elsewhere")
     before = sorted(path for path in tmp_path.rglob("*"))
     with interrupted(0):  # a step would raise KeyboardInterrupt
-        refuses(
-            "and is not replaced: move it away", su.train, tiny, tmp_path / "runs", corpus=corpus, progress=False,
-            kind=FileExistsError,
-        )  # fmt: skip
+        with refused("and is not replaced: move it away", FileExistsError):
+            su.train(tiny, tmp_path / "runs", corpus=corpus, progress=False)
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
@@ -500,9 +496,8 @@ def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_
         match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed",
     ):
         record.load_weights()
-    refuses(
-        r"model\.safetensors is missing, truncated", load_lm, folder, "cpu", kind=ModelUnavailable
-    )
+    with refused(r"model\.safetensors is missing, truncated", ModelUnavailable):
+        load_lm(folder, "cpu")
     path.unlink()
     assert Runs(tmp_path).of(tiny).record().weights is None
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refuses, tokens
+from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refused, refuses, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -282,11 +282,5 @@ def test_layers_with_different_numbers_of_heads_are_refused():
     tally = Tally((1,), 4, norms=False)
     for layer, heads in enumerate((2, 3)):
         tally.add_shares(layer, torch.full((1, heads, 4, 1), 0.5))
-    refuses(
-        "different numbers of heads",
-        tally.report,
-        None,
-        torch.tensor([0]),
-        torch.tensor([4]),
-        (0.3,),
-    )
+    with refused("different numbers of heads"):
+        tally.report(None, torch.tensor([0]), torch.tensor([4]), (0.3,))

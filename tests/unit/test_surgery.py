@@ -8,7 +8,7 @@ import any_first_token
 import pytest
 import recall
 import torch
-from helpers import own_model, refuses, tokens
+from helpers import own_model, refused, refuses, tokens
 from open_lms import rounded
 from small_models import build, eager_maps
 from transformers import DynamicCache
@@ -160,29 +160,18 @@ def test_rounded_keys_and_values_are_those_of_the_nearest_of_their_texts_levels(
 
 
 def test_models_without_a_cache_of_keys_and_values_say_so(ids):
-    refuses(
-        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit",
-        hide,
-        own_model(),
-        ids,
-    )
-    refuses(
-        "BloomForCausalLM has attention outside transformers' interface", hide, build("bloom"), ids
-    )
-    with pytest.raises(
-        ValueError, match="needs a TransformerLM or a causal LM of transformers, got LlamaModel"
+    with refused(
+        "hide, stream and transplant need a KV cache, and TransformerLM has none: use edit"
     ):
+        hide(own_model(), ids)
+    with refused("BloomForCausalLM has attention outside transformers' interface"):
+        hide(build("bloom"), ids)
+    with refused("needs a TransformerLM or a causal LM of transformers, got LlamaModel"):
         untouched(build("llama").model, ids)
     refuses(r"block must be in 0\.\.1, got 3", set_back, build("llama"), ids, 3, (0,))
     for dimension in (-1, 999):
-        refuses(
-            f"dimension must be in 0..31, got {dimension}",
-            set_back,
-            build("llama"),
-            ids,
-            0,
-            (dimension,),
-        )
+        with refused(f"dimension must be in 0..31, got {dimension}"):
+            set_back(build("llama"), ids, 0, (dimension,))
 
 
 # --- edit, on models of ours against the equations, written out here

@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import interrupted, made_up, refuses
+from helpers import interrupted, made_up, refused, refuses
 
 from sinkutils import config, load_corpus, paths, train
 from sinkutils.__main__ import main
@@ -156,12 +156,8 @@ def test_another_text_is_found_first_and_has_records_of_its_own(
     quick, runs, tmp_path, text_folder, monkeypatch
 ):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
-    refuses(
-        "no such folder or file",
-        of_smoke,
-        corpus=f"path:{tmp_path}/nowhere",
-        kind=FileNotFoundError,
-    )
+    with refused("no such folder or file", FileNotFoundError):
+        of_smoke(corpus=f"path:{tmp_path}/nowhere")
     monkeypatch.chdir(text_folder.parent)
     (outcome,) = of_smoke("k_bias", corpus=f"path:{text_folder.name}")
     assert outcome.status == "done"

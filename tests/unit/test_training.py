@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CPU, interrupted, own_model, refuses
+from helpers import CPU, interrupted, own_model, refused, refuses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
@@ -347,9 +347,8 @@ def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process(
     ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
     named = dict(model.named_parameters())
-    refuses(
-        r"muon.*one process", make_optimizers, named, TrainConfig(optimizer="muon"), Group(size=2)
-    )
+    with refused(r"muon.*one process"):
+        make_optimizers(named, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
@@ -464,9 +463,8 @@ def test_settings_that_make_no_sense_are_refused(tiny):
     refuses("steps must be at least 1", change, tiny, steps=0)
     refuses("steps must be an integer", change, tiny, steps=1.5)
     refuses("optimizer must be one of adamw, sgd, muon", change, tiny, optimizer="adam")
-    refuses(
-        "learning_rate must be finite and not negative", change, tiny, learning_rate=float("nan")
-    )
+    with refused("learning_rate must be finite and not negative"):
+        change(tiny, learning_rate=float("nan"))
     refuses("beta2 must be at most 1", change, tiny, beta2=1.5)
     refuses("lr_floor must be at most 1", change, tiny, lr_floor=2.0)
     refuses("micro_batch must divide batch_size", change, tiny, micro_batch=3)
