@@ -256,6 +256,7 @@ def test_positions_turn_and_are_embedded_at_the_papers_frequencies():
     )
     turn = rotate(torch.eye(8)[3], cos[7], sin[7])  # pairs are (i, i + 4)
     assert (float(turn[3]), float(turn[7])) == pytest.approx((math.cos(turned), math.sin(turned)))
+    assert absolute_embedding(9, 6).shape == (9, 6)
     angle = 5 / 10_000 ** (2 / 6)  # of p_5, the first position being p_1
     assert absolute_embedding(9, 6)[4, 2:4].tolist() == pytest.approx(
         [math.sin(angle), math.cos(angle)]

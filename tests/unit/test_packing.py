@@ -1,5 +1,7 @@
 """Packing: chunks are consecutive pieces of the joined documents, and each intervention changes what it says."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,18 @@ def test_chunks_are_the_joined_documents_cut_at_every_context_length(corpus):
     assert torch.equal(ids[:, :-1].flatten(), tokens[: len(ids) * C])  # inputs
     # targets: all but the first, once
     assert torch.equal(ids[:, 1:].flatten(), tokens[1 : len(ids) * C + 1])
+
+
+def test_a_chunk_takes_one_token_more_than_its_inputs():
+    def chunks(count):
+        tokens = np.arange(count, dtype=np.uint16)
+        text = SimpleNamespace(
+            tokens=lambda split: tokens, name="made up", fix_id=2, first_text_id=3, vocab_size=300
+        )
+        return Chunks(text, "train", C, DataConfig())
+
+    assert [len(chunks(n)) for n in (C + 1, 2 * C, 2 * C + 1)] == [1, 1, 2]
+    refuses("less than one chunk", chunks, C)
 
 
 def test_a_share_keeps_the_first_part_of_the_training_tokens_and_all_of_validation(corpus):

@@ -46,6 +46,8 @@ def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     sizes = dense.hidden[1][:, first:].abs()
     peaks = sizes.amax(dim=-1) / sizes.flatten(1).median(dim=1).values[:, None]
     torch.testing.assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
+    firsts = sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]
+    torch.testing.assert_close(report.first_elements[1], firsts.mean(dim=0))
     torch.testing.assert_close(
         report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0)
     )
@@ -135,6 +137,7 @@ def test_an_interval_is_over_texts_not_heads_at_95_percent():
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)
+    assert hundred.interval() == hundred.interval()
 
 
 def test_questions_a_report_cannot_answer_are_clear_errors():
@@ -218,8 +221,28 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
         "eps=0.22",
         "eps=0.3",
         f"{live.floor:.3f}",
+        f"{live.sink(1, 0.22):.2f} % [",
     ):
         assert said in str(live)
+    assert ("\n*" in str(live)) == (live.star is not None)
+
+
+def test_the_summary_of_a_report_has_its_numbers_by_their_names():
+    report = measure(build("k_bias"), tokens(), (1, 2), (0.22, 0.3))
+    first, later = report.excess_by_layer()
+    block, dimension = (report.first_elements == report.first_elements.max()).nonzero()[0]
+    ratios = norm_ratio(report.value_norms)
+    assert report.summary() == pytest.approx(
+        {
+            "sink_1": report.sink(1, 0.22), "block_1": first, "later_blocks": later,
+            "element": float(report.first_elements.max()), "element_block": int(block) + 1,
+            "element_dimension": int(dimension), "value_ratio": min(ratios),
+        }
+    )  # fmt: skip
+    assert report.sink_star(0.22) == report.sink("star", 0.22) != report.sink("star", 0.05)
+    bare = measure(own_model(num_layers=1), tokens(length=2), norms=False)
+    assert [*bare.summary()] == ["sink_1", "block_1"]
+    assert "value_ratio" in measure(build("default"), tokens(length=2)).summary()
 
 
 def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -30,7 +31,7 @@ from sinkutils.training import trainer
 from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import Group, joined
-from sinkutils.training.optimizers import make_optimizers
+from sinkutils.training.optimizers import make_optimizers, set_rate
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
 from sinkutils.training.trainer import divergence, reproducible, train
 
@@ -349,6 +350,13 @@ def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process(
     named = dict(model.named_parameters())
     with refused(r"muon.*one process"):
         make_optimizers(named, TrainConfig(optimizer="muon"), Group(size=2))
+
+
+def test_a_rate_is_set_where_it_stands_also_where_a_cuda_graph_reads_it():
+    there = torch.tensor(0.1)
+    group = {"lr": there}
+    set_rate([SimpleNamespace(param_groups=[group, other := {"lr": 0.1}])], 0.5)
+    assert group["lr"] is there and float(there) == other["lr"] == 0.5
 
 
 def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, corpus, tmp_path):
