@@ -135,6 +135,9 @@ def test_the_p_norm_of_small_similarities_is_not_lost(p):
             ones, logit * ones, ones, AttentionSpec(similarity=f, normalizer="p_norm", p=p)
         )[1]
         assert weights[0, 0, -1].sum().item() == pytest.approx(4 ** (1 - 1 / p), rel=1e-5)
+    small = torch.tensor([1e-20, 1, 1, 1])[None, None, :, None]  # a row beside much larger ones
+    weights = attend(small, ones, ones, AttentionSpec(similarity="relu", normalizer="p_norm", p=p))
+    assert weights[1][0, 0, 0, 0] == 1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

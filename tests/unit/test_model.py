@@ -160,6 +160,13 @@ def test_ffns_are_those_of_table_11():
         )
 
 
+def test_the_learned_kernel_is_two_maps_with_a_relu_between():
+    spec = AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")
+    mlp, x = own_model(attention=spec).blocks[0].attention.mlp, torch.randn(5, 8)
+    first, second = mlp.parameters()
+    torch.testing.assert_close(mlp(x), (x @ first.T).clamp(min=0) @ second.T)
+
+
 def test_added_heads_are_joined_ones_with_one_output_map_for_all():
     added, joined = (own_model(head_merge=merge).blocks[0].attention for merge in ("add", "concat"))
     x = torch.randn(2, 5, 16)
