@@ -162,10 +162,8 @@ def dense_shares(q: Tensor, k: Tensor, spec: AttentionSpec, extras: dict[str, An
     From the formulas, without the package's own attention, in float64.
     """
     if spec.differential:
-        plain, given = (
-            replace(spec, differential=False),
-            {n: x for n, x in extras.items() if n != "mix"},
-        )
+        plain = replace(spec, differential=False)
+        given = {n: x for n, x in extras.items() if n != "mix"}
         first, second = (dense_shares(q[..., n::2], k[..., n::2], plain, given) for n in (0, 1))
         shares = (first - extras["mix"] * second).abs()
         return shares / shares.sum(dim=-1, keepdim=True)

@@ -142,9 +142,7 @@ def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
     )
 
 
-def test_a_failing_notebook_is_named_and_a_parameter_that_it_has_not_is_refused_before_anything_runs(
-    tmp_path,
-):
+def test_a_failing_notebook_is_named_and_an_unknown_parameter_refused_before_it_runs(tmp_path):
     assert run_notebooks({"length": 0}, tmp_path, ["B"]) == ["B_repeated_tokens"]
     with refused("B_repeated_tokens has no parameter lenght; it has length, seed"):
         run_notebooks({"lenght": 100}, tmp_path / "out", ["B"])
@@ -193,9 +191,8 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     assert table.data["text/html"] == "<table id=T_ID><td id=T_ID_row0>".replace(
         "ID", after.cells[1].id
     )
-    assert (output.output_type, output.text) == ("stream", "what it says\n") and after.cells[
-        1
-    ].execution_count == 1
+    assert (output.output_type, output.text) == ("stream", "what it says\n")
+    assert after.cells[1].execution_count == 1
     after.cells[1] |= {"outputs": [], "execution_count": None}
     assert (book_of(folder, "01"), after) == before
     assert [path.name for path in (folder / "figures").iterdir()] == ["of_02.svg"]

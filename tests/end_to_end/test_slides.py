@@ -26,10 +26,8 @@ def test_the_lecture_takes_45_minutes_and_needs_no_network(slides, tmp_path, cap
     one_by_one = re.findall(r"<section>.*?</section>", lecture, flags=re.DOTALL)
     assert len(one_by_one) > 20 and not re.search(r"""(src|href)=["']?(https?:)?//""", lecture)
     for slide in one_by_one:
-        question, notes = (
-            re.search(r"<h2>(.+?)</h2>", slide),
-            re.search(r"<aside>(.*?)</aside>", slide, re.DOTALL),
-        )
+        question = re.search(r"<h2>(.+?)</h2>", slide)
+        notes = re.search(r"<aside>(.*?)</aside>", slide, re.DOTALL)
         assert question and len(notes[1].split()) > 10, slide[:100]
     pictures = re.findall(r'<img alt="(.*?)" src="data:image/png;base64,[A-Za-z0-9+/]{40}', lecture)
     assert len(pictures) >= 15 and all(pictures)

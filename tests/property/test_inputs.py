@@ -19,6 +19,7 @@ from helpers import SHAPE, DenseMaps, by_the_reference, draw, own_model, word_to
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import build, eager_alpha
+from torch.testing import assert_close
 
 from sinkutils import LMConfig, TransformerLM, measure
 from sinkutils.data import corpus as corpora
@@ -144,7 +145,7 @@ RUN = {"experiment": st.just("x"), "preset": st.just("y"), "seed": st.integers(-
     changes(RUN, 1),
     st.integers(0, 9),
 )
-def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused(
+def test_a_config_is_a_model_equal_to_the_reference_or_is_refused(
     spec, model, data, train, run, seed
 ):
     try:
@@ -168,11 +169,9 @@ def test_a_config_is_a_model_that_computes_what_the_reference_does_or_is_refused
     with torch.no_grad():
         logits, reference = net(ids), by_the_reference(net, ids)
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
-    torch.testing.assert_close(
-        logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6
-    )
+    assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    torch.testing.assert_close(
+    assert_close(
         report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4
     )
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
@@ -221,10 +220,8 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     assert ids.shape == (count, options["length"]) and count > 0 and ids.dtype == torch.int64
     assert torch.equal(ids, probe(kind, made, texts=texts, **options))
     assert not bos or (ids[:, 0] == 1).all()
-    text, words = (
-        ids[:, int(bos) :],
-        TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3,
-    )
+    text = ids[:, int(bos) :]
+    words = TOKENIZERS["one word" if name == "one word" else "plain"].get_vocab_size() - 3
     first = 1 if name == "without BOS" else 3
     assert ((text >= first) & (text < first + words)).all()
     if kind == "repeat":
@@ -315,7 +312,7 @@ def alpha_of(model: torch.nn.Module, row: torch.Tensor, targets) -> torch.Tensor
     changes(ASKED, 3),
     st.integers(0, 99),
 )
-def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
+def test_measure_gives_numbers_of_whole_maps_or_refuses(
     name, shape, dtype, vocabulary, masked, asked, seed
 ):
     model = MODELS[name]
@@ -354,7 +351,7 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
     )
     rows = [row for row in rows if len(row) >= max(report.targets)]
     expected = torch.stack([alpha_of(model, row, report.targets).float() for row in rows])
-    torch.testing.assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
+    assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k, eps) <= 100 for k in report.targets for eps in report.epsilons)
     assert str(report) and json.dumps(report.to_dict(), allow_nan=False)
     answered("measure")
@@ -368,9 +365,7 @@ def test_measure_gives_the_numbers_of_whole_maps_or_is_refused(
     st.sampled_from([0.1, 1, 30, 1000]),
     st.integers(0, 9),
 )
-def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores_are(
-    fields, wrong, length, size, seed
-):
+def test_weights_are_finite_and_causal_however_large_the_scores(fields, wrong, length, size, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 2, length, 4, generator=generator) for _ in range(3))
     try:
@@ -401,9 +396,9 @@ def test_weights_of_any_operation_are_finite_and_causal_however_large_the_scores
         # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports
         return answered("attend")
     assert weights.isfinite().all() and out.isfinite().all()
-    torch.testing.assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
+    assert_close(quick, out, rtol=2e-3, atol=1e-3 * float(out.abs().max()) + 1e-6)
     if spec.is_softmax and not spec.differential:
-        torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
+        assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), spec.scale))
     answered("attend")
 
 
@@ -420,16 +415,14 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
     except ValueError as error:
         return refused("forms", error, names_of(AttentionSpec))
     inputs, extras = draw(spec, length, position)
-    quick, dense = (
-        fast.attention_output(*inputs[:3], spec, **extras),
-        attend(*inputs[:3], spec, **extras)[0],
-    )
+    quick = fast.attention_output(*inputs[:3], spec, **extras)
+    dense = attend(*inputs[:3], spec, **extras)[0]
     pairs = [
         (quick, dense),
         *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True),
     ]
     for got, expected in pairs:
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        assert_close(got, expected, rtol=1e-9, atol=1e-9)
     answered("forms")
 
 
@@ -440,16 +433,14 @@ def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
         [f for f in fractions if low <= f < high]
         for low, high in ((0, probe_below), (probe_below, valid_below))
     )
-    assert len(probes) == len(valid) == max(1, len(fractions) // 5) and len(probes) + len(
-        valid
-    ) < len(fractions)
+    assert len(probes) == len(valid) == max(1, len(fractions) // 5)
+    assert len(probes) + len(valid) < len(fractions)
 
 
 @given(st.lists(st.sampled_from(["x" * 50, "y" * 900, "z" * 5000, "\n", "\n\n"]), max_size=40))
 def test_a_text_without_paragraphs_is_cut_where_it_can_be(words):
     text = " ".join(words)
     pieces = external.PIECE.findall(text)
-    assert "".join(pieces) == text and all(
-        len(piece) <= external.PIECE_CHARACTERS for piece in pieces
-    )
+    assert "".join(pieces) == text
+    assert all(len(piece) <= external.PIECE_CHARACTERS for piece in pieces)
     assert all(len(piece) >= external.PIECE_CHARACTERS / 2 for piece in pieces[:-1])

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from helpers import Largest, refused, refuses, spoil
 from small_models import build, eager_alpha, eager_maps, state_of, tokens
+from torch.testing import assert_close
 
 from sinkutils.measuring import masks, passes
 from sinkutils.measuring.families import attention_layers
@@ -18,7 +19,7 @@ from sinkutils.model import flash
 T, VOCAB = 24, families.VOCAB
 TARGETS = (1, 2, 5)
 WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma2+softcap", "llama4_text+chunks")
-close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+close = functools.partial(assert_close, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neo"])
@@ -178,7 +179,7 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch)
     else:
         report = measure(model, ids, TARGETS)
     assert report.path == "exact"
-    torch.testing.assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
+    assert_close(report.alpha, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:the fused kernel .*window attention")
@@ -197,9 +198,7 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monke
 
     monkeypatch.setattr(flash, "fused", wrong)
     report = measure(model, ids, TARGETS, attention_mask=mask)
-    torch.testing.assert_close(
-        report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5
-    )
+    assert_close(report.alpha[1:], eager_alpha(model, ids[1:], TARGETS), atol=1e-6, rtol=1e-5)
     assert report.path == "exact" and report.windows == (7, 7)
 
 
@@ -215,9 +214,7 @@ def test_a_window_without_a_mask_has_the_numbers_of_one_with_it(family, exact, m
     monkeypatch.setattr(flash, "ROWS", 5)
     report = measure(model, ids, **asked)
     for name in ("alpha", "hidden_norms"):
-        torch.testing.assert_close(
-            getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4
-        )
+        assert_close(getattr(report, name), getattr(expected, name), atol=1e-5, rtol=1e-4)
     assert report.path == expected.path
 
 
@@ -231,7 +228,7 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
         over = torch.stack(
             [m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1
         )
-        torch.testing.assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
+        assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
     assert min(report.caps()) == pytest.approx(7 / T)
     assert "in layers with a window alpha_1 is at most 0.292: see caps(1)" in str(report)
 
@@ -253,12 +250,8 @@ def test_chunks_of_queries_change_nothing(monkeypatch):
             patch.setattr(passes, "EXACT_ELEMENTS", 3 * 4 * T * 5)  # five queries at a time
             pieces = measure(model, ids, TARGETS, exact=True, heads=((0, 1),))
         for name in ("alpha", "hidden_norms"):
-            torch.testing.assert_close(
-                getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5
-            )
-        torch.testing.assert_close(
-            pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5
-        )
+            assert_close(getattr(pieces, name), getattr(whole, name), atol=1e-6, rtol=1e-5)
+        assert_close(pieces.kept[0, 1].map, whole.kept[0, 1].map, atol=1e-6, rtol=1e-5)
 
 
 NONE = {

@@ -124,7 +124,7 @@ def test_a_folder_without_records_is_named(capsys, tmp_path, command):
     assert f"there are no records in {tmp_path / 'nowhere'}: give --runs" in capsys.readouterr().err
 
 
-def test_list_says_how_many_records_do_not_count_and_shows_whole_titles(
+def test_list_counts_records_that_do_not_count_and_shows_whole_titles(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "80")
@@ -134,10 +134,8 @@ def test_list_says_how_many_records_do_not_count_and_shows_whole_titles(
     shutil.move(record.folder, tmp_path / "smoke" / "nope" / "7")
     (tmp_path / "smoke" / "k_bias" / "1").mkdir(parents=True)
     out = said(capsys, "list", "--preset", "smoke", "--runs", tmp_path)
-    assert (
-        "not counted: 1 records that are stale" in out
-        and "not counted: 1 records that are corrupt" in out
-    )
+    assert "not counted: 1 records that are stale" in out
+    assert "not counted: 1 records that are corrupt" in out
     assert [
         row.title for row in experiments() if "".join(row.title.split()) not in "".join(out.split())
     ] == []
@@ -187,9 +185,7 @@ def runs(tmp_path_factory, corpus):
 
 
 @pytest.mark.slow
-def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its_training(
-    capsys, runs
-):
+def test_measure_prints_a_table_or_json_for_a_record_with_its_first_token(capsys, runs):
     command = "measure smoke/k_bias/0 -n 5 -T 32 --probe random repeat"
     arguments = (*command.split(), "--runs", runs)
     table = said(capsys, *arguments, "--batch-size", 2)
@@ -221,14 +217,12 @@ def test_measure_prints_a_table_or_json_for_a_record_with_the_first_token_of_its
         "random",
     )
     header, *rows = both.strip().splitlines()[-3:]
-    assert "later_blocks" in header and [row.split()[0] for row in rows] == [
-        "smoke/k_bias/0",
-        "smoke/fixed_1/0",
-    ]
+    assert "later_blocks" in header
+    assert [row.split()[0] for row in rows] == ["smoke/k_bias/0", "smoke/fixed_1/0"]
 
 
 @pytest.mark.slow
-def test_what_measure_is_asked_for_is_what_the_function_gives(
+def test_the_command_measure_gives_what_it_is_asked(
     capsys, runs, text_folder, tmp_path, monkeypatch
 ):
     """Of other positions, thresholds, seeds, precision and first tokens, and of other text."""
@@ -258,9 +252,7 @@ def test_what_measure_is_asked_for_is_what_the_function_gives(
 
 
 @pytest.mark.slow
-def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(
-    capsys, corpus, tmp_path, monkeypatch
-):
+def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp_path, monkeypatch):
     texts = []
     monkeypatch.setattr(
         "sinkutils.training.trainer.load_corpus",
@@ -270,10 +262,8 @@ def test_train_takes_the_seed_the_text_and_whether_weights_are_kept(
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
         said(capsys, *usual, "--seed", seed, *options)
     found = [Runs(tmp_path).of(config("v_bias", "smoke", seed)).record() for seed in (0, 1)]
-    assert [record.weights is not None for record in found] == [False, True] and texts == [
-        "docstrings",
-        "path:mine",
-    ]
+    assert [record.weights is not None for record in found] == [False, True]
+    assert texts == ["docstrings", "path:mine"]
 
 
 def test_run_takes_what_it_is_given(capsys, monkeypatch):
@@ -285,9 +275,7 @@ def test_run_takes_what_it_is_given(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "goes_on"), [("run", False), ("sweep --dry-run", True)])
-def test_only_what_goes_on_where_it_was_says_so_when_it_is_stopped(
-    command, goes_on, capsys, monkeypatch
-):
+def test_what_goes_on_where_it_was_says_so_when_stopped(command, goes_on, capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -374,11 +362,9 @@ def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp
     assert short.splitlines()[0].startswith("not reproduced  sink")
     assert short.splitlines()[-1] == "3 claims at laptop: 1 not reproduced, 2 partly"
     long = said(capsys, "claims", "--runs", tmp_path, "--long")
-    assert (
-        all(len(line) <= 80 for line in long.splitlines())
-        and "paper: 18.18" in long
-        and "remark: by hand" in long
-    )
+    assert all(len(line) <= 80 for line in long.splitlines())
+    assert "paper: 18.18" in long
+    assert "remark: by hand" in long
 
 
 @pytest.mark.slow

@@ -73,9 +73,8 @@ def test_documents_are_what_stands_before_each_eos(corpus):
     for split in SPLITS:
         documents = list(corpus.documents(split))
         joined = np.concatenate([[*document, corpus.eos_id] for document in documents])
-        assert np.array_equal(joined, corpus.tokens(split)) and isinstance(
-            corpus.tokens(split), np.memmap
-        )
+        assert np.array_equal(joined, corpus.tokens(split))
+        assert isinstance(corpus.tokens(split), np.memmap)
         assert all(document.min() >= corpus.first_text_id for document in documents)
     assert (corpus.eos_id, corpus.bos_id, corpus.fix_id, corpus.first_text_id) == (0, 1, 2, 3)
     trained_on = map(corpus.decode, corpus.documents("train"))
@@ -101,9 +100,7 @@ def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_spl
         }
 
 
-def test_the_same_text_gives_the_same_tokens_and_fingerprint_elsewhere(
-    text_folder, corpus, tmp_path
-):
+def test_the_same_text_has_the_same_tokens_and_fingerprint_elsewhere(text_folder, corpus, tmp_path):
     elsewhere = shutil.copytree(text_folder, tmp_path / "elsewhere")
     there = load(f"path:{elsewhere}", tmp_path / "cache")
     assert there.fingerprint == corpus.fingerprint
@@ -144,7 +141,7 @@ def test_a_damaged_cache_is_noticed_and_built_again(text_folder, corpus, tmp_pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_named_and_leaves_nothing_behind(
+def test_an_unwritable_cache_is_named_and_leaves_nothing(
     text_folder, corpus, tmp_path, monkeypatch
 ):
     (tmp_path / "file").write_text("in the way")
@@ -228,7 +225,7 @@ ON_THE_HUB = {
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)
-def test_a_hub_data_set_is_read_as_owner_name_and_config_and_its_text_field_found(
+def test_a_hub_data_set_is_read_by_name_and_its_text_field_found(
     monkeypatch, corpus, tmp_path, name
 ):
     texts, field = all_texts(corpus)[:60], "content" if name == "hub:single" else "text"
@@ -301,18 +298,14 @@ def lost():
 
 
 @pytest.mark.parametrize("stream", [unreachable, lost])
-def test_without_network_one_line_says_what_to_do_and_no_cache_is_left(
-    monkeypatch, tmp_path, stream
-):
+def test_without_network_one_line_says_what_to_do_and_none_is_cached(monkeypatch, tmp_path, stream):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream())
     with refused(r"could not be read \(.*could not.*\).* 'docstrings'", ConnectionError):
         load("pile", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_tokenizer_brings_its_own_eos_and_fixed_token(
-    text_folder, corpus, tmp_path, monkeypatch
-):
+def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_path, monkeypatch):
     def read_with(vocab_size, *specials):
         """The texts by a tokenizer like GPT-NeoX's, which has these special tokens and no BOS."""
         said = corpus.tokenizer.to_str()
@@ -389,9 +382,7 @@ def installed(tmp_path, monkeypatch):
     return make
 
 
-def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_is_installed(
-    installed, tmp_path
-):
+def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_stands(installed, tmp_path):
     found = []
     for place, more in (("one", False), ("two/deep", True)):
         installed(tmp_path / place, more)
@@ -403,9 +394,7 @@ def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_is_installed(
     assert not any("must not be read" in text for texts in found[0] for text in texts)
 
 
-def test_the_docstring_corpus_holds_docstrings_and_no_code_and_a_package_that_is_missing_is_named(
-    installed, tmp_path
-):
+def test_the_docstring_corpus_holds_no_code_and_names_a_missing_package(installed, tmp_path):
     folder = installed(tmp_path / "one")
     texts = all_texts(load("docstrings", tmp_path / "cache"))
     assert len(texts) == 39
@@ -472,9 +461,7 @@ def test_the_embedded_text_has_the_hash_that_records_name():
     assert load_corpus("docstrings", 1024).fingerprint == recorded
 
 
-def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refused(
-    corpus, tmp_path, monkeypatch
-):
+def test_a_packed_corpus_opens_anywhere_and_a_damaged_one_is_refused(corpus, tmp_path, monkeypatch):
     file = tmp_path / "corpus.tar.xz"
     pack_corpus(corpus, file)
     opened = load(f"packed:{file}", tmp_path / "cache")
@@ -498,9 +485,7 @@ def test_a_packed_corpus_opens_from_any_folder_and_one_that_is_not_whole_is_refu
     assert list((tmp_path / "none").iterdir()) == []
 
 
-def test_a_damaged_cache_that_cannot_be_written_is_named_with_what_to_do(
-    text_folder, tmp_path, monkeypatch
-):
+def test_a_damaged_cache_that_cannot_be_written_says_what_to_do(text_folder, tmp_path, monkeypatch):
     folder = load(f"path:{text_folder}", tmp_path).folder
     (folder / "valid.bin").write_bytes(b"")
     refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".build-x"))

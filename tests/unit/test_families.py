@@ -47,9 +47,9 @@ def test_alpha_is_that_of_dense_attention_and_logits_stay(name):
     assert report.alpha.std() > 0.005  # otherwise the comparison would say nothing
     # the true index of the attention layer; norms are of every block
     if name in ("jamba", "qwen3_next"):
-        assert (
-            report.layers == (1,) and report.alpha.shape[2] == 1 and len(report.hidden_norms) == 2
-        )
+        assert report.layers == (1,)
+        assert report.alpha.shape[2] == 1
+        assert len(report.hidden_norms) == 2
 
 
 @pytest.mark.parametrize("family", REASONS)

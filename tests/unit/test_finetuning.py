@@ -1,7 +1,7 @@
 """Fine-tuning: pairs made of sources and chats, loss on answers only, and a run that is recorded like any other."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from functools import lru_cache
 from unittest.mock import Mock
 
@@ -93,9 +93,8 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
     assert ids[0] == layout.first[0] and ids[-1] == layout.eos_id and len(ids) == len(targets)
     kept = [token for token, target in zip(ids, targets, strict=True) if target != IGNORED]
     assert kept == [target for target in targets if target != IGNORED]
-    assert (
-        layout.tokenizer.decode(kept[:-1]) == " attention shows where" and kept[-1] == layout.eos_id
-    )
+    assert layout.tokenizer.decode(kept[:-1]) == " attention shows where"
+    assert kept[-1] == layout.eos_id
     asked = [token for token, target in zip(ids[1:], targets[1:], strict=True) if target == IGNORED]
     assert layout.tokenizer.decode(asked) == "Q: the sink ?\nA:"
     messages = [
@@ -103,10 +102,9 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
         *chat("the sink", "attention"),
         *chat("when", "the first"),
     ]
-    ids, targets = encode_conversation(messages, dataclasses.replace(layout, context_length=200))
-    assert targets.count(layout.eos_id) == 2 and layout.tokenizer.decode(ids[1:4]).startswith(
-        "a\nQ"
-    )
+    ids, targets = encode_conversation(messages, replace(layout, context_length=200))
+    assert targets.count(layout.eos_id) == 2
+    assert layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
     kept = [target for target in targets if target not in (IGNORED, layout.eos_id)]
     assert layout.tokenizer.decode(kept) == " attention the first"
     ids, targets = encode_conversation(chat("the sink", "attention " * 100), layout)  # cut
@@ -127,12 +125,10 @@ def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(la
     rows = torch.cat([held_out.take(np.arange(1)), pairs.take(np.arange(2))])
     expected = [encode_conversation(source[index], layout) for index in (0, 2, 3)]
     for row, (ids, targets) in zip(rows, expected, strict=True):
-        assert row[0, : len(ids)].tolist() == ids and set(row[0, len(ids) :].tolist()) == {
-            layout.eos_id
-        }
-        assert row[1, : len(ids)].tolist() == targets and set(row[1, len(ids) :].tolist()) == {
-            IGNORED
-        }
+        assert row[0, : len(ids)].tolist() == ids
+        assert set(row[0, len(ids) :].tolist()) == {layout.eos_id}
+        assert row[1, : len(ids)].tolist() == targets
+        assert set(row[1, len(ids) :].tolist()) == {IGNORED}
     assert pairs.tokens.tolist() == expected[1][0] + expected[2][0]
     few = [chat("the", "sink"), chat("of", "sink"), chat("sink " * 100, "key")]
     with refused(r"'made up' have 1 conversations .* C = 32 tokens, and 4 are needed"):
@@ -152,9 +148,7 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny, layout):
 # ---- where conversations come from
 
 
-def test_a_local_file_gives_the_chats_of_a_hub_data_set_of_the_same_shape(
-    chats, tmp_path, monkeypatch
-):
+def test_a_local_file_gives_the_chats_of_a_hub_data_set_like_it(chats, tmp_path, monkeypatch):
     local = list(conversations(f"path:{chats}"))
     assert len(local) == 120 and [message["role"] for message in local[0]] == ["user", "assistant"]
     (tmp_path / "data").mkdir()
@@ -211,8 +205,8 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
 def test_starts_that_make_no_sense_are_refused():
     run = config("sft_softmax", "smoke")
     with pytest.raises(ValueError, match="a fixed token at position 2 cannot be fine-tuned"):
-        dataclasses.replace(run, data=dataclasses.replace(run.data, fixed_position=2))
-    refuses("pairs must be at least the batch size 8", dataclasses.replace, run, pairs=7)
+        replace(run, data=replace(run.data, fixed_position=2))
+    refuses("pairs must be at least the batch size 8", replace, run, pairs=7)
 
 
 def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
@@ -225,11 +219,9 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
             assert _next([run], [before]) is None, "its start is being trained"
             assert _next([run, before], []) == before and _next([run], []) == run
             # which trains a start that is missing
-            other = dataclasses.replace(run, experiment="other")
-            assert (
-                _next([run], [other]) is None
-                and _next([run], [dataclasses.replace(other, seed=9)]) == run
-            )
+            other = replace(run, experiment="other")
+            assert _next([run], [other]) is None
+            assert _next([run], [replace(other, seed=9)]) == run
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
     assert not any("ultrachat" in name for name, _ in order), (
         "what needs the network is trained where it is named"
@@ -242,14 +234,12 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
 def shortened(run, steps=8, **changes):
     """A config with the training of a second or two."""
     settings = dict(steps=steps, eval_every=2, eval_sequences=2, valid_chunks=16) | changes
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, **settings))
+    return replace(run, train=replace(run.train, **settings))
 
 
 def small(name, chats, **changes):
     run = shortened(config(name, "smoke"), **changes)
-    return dataclasses.replace(
-        run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}"
-    )
+    return replace(run, pairs=run.train.steps * run.train.batch_size, instructions=f"path:{chats}")
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +266,7 @@ def state_of(run, runs, corpus) -> FinetuneRun:
 
 
 @pytest.mark.slow
-def test_a_fine_tuning_starts_from_the_records_weights_sink_and_tokenizer(
+def test_a_fine_tuning_starts_from_a_records_weights_and_tokenizer(
     started, chats, corpus, tmp_path
 ):
     state = state_of(small("sft_softmax", chats), started, corpus)
@@ -324,9 +314,7 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
 
 
 @pytest.mark.slow
-def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
-    started, chats, corpus, tmp_path
-):
+def test_two_fine_tunings_and_a_broken_one_that_goes_on_are_equal(started, chats, corpus, tmp_path):
     run, outcomes = small("sft_softmax", chats), []
     for number in range(3):
         copy = tmp_path / str(number)
@@ -342,12 +330,8 @@ def test_two_fine_tunings_are_equal_and_a_broken_one_goes_on_to_the_same_record(
 
 
 @pytest.mark.slow
-def test_a_missing_start_is_trained_first_and_a_failed_one_is_refused(
-    tmp_path, chats, corpus, monkeypatch
-):
-    quick = dataclasses.replace(
-        PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train
-    )
+def test_a_missing_start_is_trained_and_a_failed_one_refused(tmp_path, chats, corpus, monkeypatch):
+    quick = replace(PRESETS["smoke"], train=shortened(config("sigmoid", "smoke"), 4).train)
     monkeypatch.setitem(PRESETS, "smoke", quick)
     for name in ("_all", "_named", "resolve"):  # with caches of their own
         monkeypatch.setattr(grid, name, lru_cache(getattr(grid, name).__wrapped__))

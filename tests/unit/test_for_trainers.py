@@ -60,9 +60,8 @@ def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
         measured[0]
     )
     losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
-    assert losses[0] == losses[1] and all(
-        torch.equal(weights[name], same[name]) for name in weights
-    )
+    assert losses[0] == losses[1]
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
 def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, caplog):
@@ -70,9 +69,8 @@ def test_what_cannot_be_measured_is_said_and_the_training_goes_on(tmp_path, capl
         log, _ = trained(tmp_path, su.SinkCallback(IDS + 1000, every=2))
     assert caplog.text.count("the sink was not measured at step 0: ids must be in") == 1
     assert len(caplog.records) == 1
-    assert len([row for row in log if "loss" in row]) == 4 and not any(
-        "sink/sink_1" in row for row in log
-    )
+    assert len([row for row in log if "loss" in row]) == 4
+    assert not any("sink/sink_1" in row for row in log)
     refuses(r"shape \(samples, T\)", su.SinkCallback, IDS[0])
 
 
@@ -111,16 +109,14 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     config = tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES)
-    known, load = (
-        {
-            "su": su,
-            "pd": pd,
-            "torch": torch,
-            "model": tf.LlamaForCausalLM(config),
-            "tokenizer": tokenizer,
-        },
-        su.load_lm,
-    )
+    known = {
+        "su": su,
+        "pd": pd,
+        "torch": torch,
+        "model": tf.LlamaForCausalLM(config),
+        "tokenizer": tokenizer,
+    }
+    load = su.load_lm
     for step in (500, 1000, 1500):
         for part in ("model", "tokenizer"):
             known[part].save_pretrained(f"run/checkpoint-{step}")
@@ -130,7 +126,5 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     )
     for code in re.findall(r"```python\n(.*?)```", README + "".join(DOCS), flags=re.DOTALL):
         exec(code, known)
-    assert (
-        known["table"].index.tolist() == [500, 1000, 1500]
-        and known["table"].later_blocks.nunique() == 1
-    )
+    assert known["table"].index.tolist() == [500, 1000, 1500]
+    assert known["table"].later_blocks.nunique() == 1

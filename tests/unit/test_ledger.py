@@ -1,7 +1,7 @@
 """The ledger: its statistics against numbers by hand, its rules on made-up readings, its claims on the records."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,10 +39,8 @@ def made(excesses, quantity="excess", least=3, preset="laptop", **more):
 
 def test_without_a_prior_a_level_is_that_of_a_t_test():
     values = [0.21, 0.25, 0.17, 0.2]
-    found, known = (
-        made({"elu": values}).estimate(["elu"], "excess"),
-        stats.ttest_1samp(values, 0).confidence_interval(0.95),
-    )
+    found = made({"elu": values}).estimate(["elu"], "excess")
+    known = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found.mean, found.low, found.high) == pytest.approx(
         (np.mean(values), known.low, known.high)
     )
@@ -91,12 +89,7 @@ def test_few_settings_have_no_common_variance_and_none_is_no_error():
     assert fit_prior(samples(np.zeros(9), 3))[0] == 0
     assert fit_prior(samples(np.exp([0.0, 1, 2, 3, 4]), 2))[2] == 5  # two seeds are some
     same = Estimate(0.25, 0.0, 2.0, 3)  # in all seeds
-    assert (same.p, same.low, same.high, dataclasses.replace(same, mean=0.0).p) == (
-        0,
-        0.25,
-        0.25,
-        1,
-    )
+    assert (same.p, same.low, same.high, replace(same, mean=0.0).p) == (0, 0.25, 0.25, 1)
     for x in (1e-3, 0.6, 50.0):
         assert special.polygamma(1, inverse_trigamma(x)) == pytest.approx(x)
 
@@ -116,7 +109,7 @@ def test_results_that_differ_share_no_prior():
     )
     before = ours.estimate(["k_bias"], "excess")
     quiet = {name: {seed: {"excess": 0.1} for seed in range(3)} for name in ours.runs}
-    other = dataclasses.replace(ours, runs=quiet)
+    other = replace(ours, runs=quiet)
     assert other.estimate(["k_bias"], "excess").error != before.error
     assert ours.estimate(["k_bias"], "excess") == before
 
@@ -273,10 +266,8 @@ def test_an_onset_that_never_comes_is_left_out_and_said():
     for seed in (1, 2):
         ours.runs["lr_quarter"][seed] = {"excess": 0.0}
     outcome = judge(Check("more", ("lr_quarter", "lr_half"), "onset"), ours)
-    assert (
-        outcome.state == "open"
-        and outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
-    )
+    assert outcome.state == "open"
+    assert outcome.words == "seeds without an onset: 2 of lr_quarter, 0 of lr_half"
     for seed in (7, 8):  # enough of them, of which only one is of a seed that the other has
         ours.runs["lr_quarter"][seed] = {"onset": 0.9, "excess": 0.2}
     assert judge(Check("more", ("lr_quarter", "lr_half"), "onset"), ours).state == "open"
@@ -320,7 +311,7 @@ def test_present_and_absent_are_corrected_as_more_is(kind, quantity, value):
     p = judge(check, ours).p
     assert 0.0125 < p < 0.05
     assert judge_claims([claim], ours)[0].verdict == "reproduced"
-    more = dataclasses.replace(claim, id="b", checks=tuple(others))
+    more = replace(claim, id="b", checks=tuple(others))
     judged = judge_claims([claim, more], ours)[0]
     assert judged.verdict == "inconclusive" and judged.outcomes[0].p == pytest.approx(4 * p)
     assert judge_claims([claim, more], ours, corrected=False)[0].verdict == "reproduced"
@@ -535,11 +526,9 @@ def test_the_ledger_on_the_records():
 @pytest.mark.slow
 def test_live_is_a_column_of_the_records():
     runs = su.runs("laptop").set_index("experiment").live
-    assert (
-        (runs["fixed_1"] > 0.5).all()
-        and (runs["weight_decay_10"] == 0).all()
-        and runs["window_1_64"].isna().all()
-    )
+    assert (runs["fixed_1"] > 0.5).all()
+    assert (runs["weight_decay_10"] == 0).all()
+    assert runs["window_1_64"].isna().all()
     blocks = su.blocks("laptop").query("experiment == 'weight_decay_1' and seed == 0").live
     assert blocks.iloc[1] == 0 and blocks.iloc[3] > 0
 

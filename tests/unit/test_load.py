@@ -179,9 +179,7 @@ def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_pa
     refuses("revision is of a hub id", load_lm, tmp_path, revision="step1000")
 
 
-def test_what_the_hub_says_comes_on_one_line_and_remote_code_is_never_run_unless_asked_for(
-    monkeypatch,
-):
+def test_what_the_hub_says_is_one_line_and_remote_code_runs_only_if_asked_for(monkeypatch):
     refuse = Mock(
         side_effect=OSError(
             "You are trying to access a gated repo.\nMake sure to have access to it"
@@ -273,9 +271,7 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_model_that_was_trained_with_a_bos_is_shown_with_and_without_it_unasked(
-    adds, tmp_path, capsys
-):
+def test_a_model_trained_with_a_bos_is_shown_with_and_without_it_unasked(adds, tmp_path, capsys):
     raw = word_tokenizer(90)
     if adds:
         raw.post_processor = processors.TemplateProcessing(

@@ -122,10 +122,8 @@ def test_what_contributing_says_to_paste_is_an_experiment():
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
-    package, rooms = (
-        ROOT / "sinkutils",
-        ("model", "data", "study", "measuring", "training", "ledger", "plots"),
-    )
+    package = ROOT / "sinkutils"
+    rooms = ("model", "data", "study", "measuring", "training", "ledger", "plots")
     paths = {
         ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
         for path in package.rglob("*.py")
@@ -243,11 +241,9 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
 
     before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
     listing = call("-m", "sinkutils", "list", "--section", "6")
-    assert (
-        listing.returncode == 0
-        and "weight_decay_0.5" in listing.stdout
-        and "41.08" in listing.stdout
-    )
+    assert listing.returncode == 0
+    assert "weight_decay_0.5" in listing.stdout
+    assert "41.08" in listing.stdout
     assert f"there are no records in {elsewhere / 'runs'}" in listing.stderr
     ledger = call("-m", "sinkutils", "claims", "--preset", "minute")
     assert ledger.returncode == 0 and "claims at minute" in ledger.stdout, ledger.stderr

@@ -51,13 +51,10 @@ def test_a_fixed_token_stands_at_its_position_and_nowhere_else(corpus):
     ids[:, 1] = plain[:, 1]
     assert torch.equal(ids, plain)
     ids = torch.arange(6).reshape(2, 3)
-    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]] and ids.tolist() == [
-        [0, 1, 2],
-        [3, 4, 5],
-    ]
-    assert torch.equal(fix_position(ids, None, 9), ids) and torch.equal(
-        fix_position(ids, 4, 9), ids
-    )
+    assert fix_position(ids, 3, 9).tolist() == [[0, 1, 9], [3, 4, 9]]
+    assert ids.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert torch.equal(fix_position(ids, None, 9), ids)
+    assert torch.equal(fix_position(ids, 4, 9), ids)
 
 
 def test_random_positions_are_redrawn_once_for_each_chunk_from_all_text_tokens(corpus):

@@ -63,11 +63,9 @@ def test_the_same_figure_is_saved_as_the_same_small_file(tmp_path, monkeypatch):
     ax.plot([1, 2, 3], color=colors["first"])
     first = su.save(ax, "line").read_bytes()
     assert su.save(ax.figure, "line") == tmp_path / "figures" / "line.png"
-    assert (
-        su.save(ax, "line").read_bytes() == first
-        and first.startswith(b"\x89PNG")
-        and len(first) < 30_000
-    )
+    assert su.save(ax, "line").read_bytes() == first
+    assert first.startswith(b"\x89PNG")
+    assert len(first) < 30_000
 
 
 def test_the_text_for_those_who_cannot_see_is_the_label_or_what_stands_on_the_figure():
@@ -160,9 +158,8 @@ def test_a_film_plays_what_it_is_given_and_refuses_other_steps():
 
 def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_one(model, ids):
     data, T = su.explore(model, ids, "a model").data, 32
-    assert data["T"] == T and data["tokens"] == [
-        [str(token) for token in row[:T].tolist()] for row in ids
-    ]
+    assert data["T"] == T
+    assert data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
     packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(
         3, 6, -1
     )
@@ -185,9 +182,7 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     refuses("length must be an int", su.explore, model, ids, length="a")
 
 
-def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without_its_script(
-    model, ids
-):
+def test_what_is_interactive_keeps_a_png_and_an_alt_text_for_those_without_scripts(model, ids):
     hostile = SimpleNamespace(decode=lambda ids, **options: "</s> <&")
     many = su.LMConfig(vocab_size=50, context_length=48, num_layers=30, num_heads=9, hidden_size=18)
     explored = (
@@ -201,11 +196,9 @@ def test_what_is_interactive_keeps_a_png_an_alt_text_and_says_what_to_do_without
         assert metadata["image/png"]["alt"] == picture.figure.get_label()
         html = bundle["text/html"]
         still = re.sub(r"(?s)<script>.*?</script>", "", html)
-        assert (
-            html.count("</script>") == 1
-            and "run this cell to use the controls" in still
-            and "<img" in still
-        )
+        assert html.count("</script>") == 1
+        assert "run this cell to use the controls" in still
+        assert "<img" in still
         assert len(html) < 130_000
 
 
@@ -226,9 +219,7 @@ def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
 # --- one page about a model ------------------------------------------------------------------------------------------
 
 
-def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothing_from_outside(
-    corpus,
-):
+def test_a_page_about_a_model_holds_its_measured_numbers_and_nothing_from_outside(corpus):
     small = own_model(vocab_size=corpus.vocab_size)
     texts = ["a first text of some words that goes on for a while, and then a little more " * 4] * 6
     html, again = (
@@ -239,10 +230,8 @@ def test_a_page_about_a_model_holds_its_numbers_as_they_were_measured_and_nothin
     assert not re.search(
         r"""(src|href)=["'](?!data:|#)|@import|<script(?! type="application/json")""", html
     )
-    assert (
-        html.count("<svg") == html.count('role="img" aria-label="') == 7
-        and 'name="viewport"' in html
-    )
+    assert html.count("<svg") == html.count('role="img" aria-label="') == 7
+    assert 'name="viewport"' in html
     numbers = numbers_of(html)
     assert {*numbers["reports"]} == {
         f"{kind}{bos}" for kind in ("natural", "random", "repeat") for bos in ("", ", BOS first")
@@ -270,16 +259,14 @@ def test_a_page_says_what_a_learned_sink_takes():
 def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
-    assert (
-        "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
-    )
+    assert "<td>other</td>" in html
+    assert f"{report.sink(1):.1f} %" in html
+    assert html.count("<svg") == 1
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
 
 
-def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(
-    model, ids
-):
+def test_the_excess_of_a_page_is_the_reports_also_with_windows_and_another_epsilon(model, ids):
     windowed = own_model(attention=su.AttentionSpec(window=4))
     for one in (model, windowed):
         report = measure(one, ids[:, :32], epsilons=(0.2,))

@@ -1,6 +1,5 @@
 """Records: written whole or not at all, every damaged byte is noticed and named, and tidy frames of them."""
 
-import dataclasses
 import errno
 import hashlib
 import itertools
@@ -9,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -60,10 +60,8 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
         assert record.config == config_dict(tiny) | {
             "corpus": {"name": "docstrings", "sha256": corpus.fingerprint}
         }
-        assert (
-            record.metrics["final"] == END | {"sink_1": 1.5}
-            and record.weights == place / "model.safetensors"
-        )
+        assert record.metrics["final"] == END | {"sink_1": 1.5}
+        assert record.weights == place / "model.safetensors"
         assert {path.name for path in place.iterdir()} == set(FILES)
 
 
@@ -80,9 +78,7 @@ def test_damage_to_any_file_is_noticed_and_the_file_is_named(folder, tiny, tmp_p
         assert Runs(tmp_path).of(tiny).record() is None
 
 
-def test_a_full_disk_leaves_the_old_record_and_no_rubbish_and_a_new_one_replaces_it_whole(
-    folder, tiny, monkeypatch
-):
+def test_a_full_disk_leaves_the_old_record_and_a_new_one_replaces_it(folder, tiny, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=full))
@@ -122,9 +118,7 @@ def die_before_step(step: int, what) -> bool:
         os._exit(0 if sys.exc_info()[0] is None else 1)
 
 
-def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_next_run_takes_it_in(
-    tiny, tmp_path
-):
+def test_a_death_while_writing_leaves_a_record_or_none_and_the_next_run_takes_it(tiny, tmp_path):
     run = Runs(tmp_path).of(tiny)
     old, new = DONE | {"status": "failed", "reason": "old"}, DONE
     for before in (None, old):
@@ -146,9 +140,7 @@ def test_a_death_at_any_step_of_writing_leaves_a_whole_record_or_none_and_the_ne
         )
 
 
-def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes_with_its_record(
-    tiny, tmp_path
-):
+def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(tiny, tmp_path):
     run = Runs(tmp_path).of(tiny)
     assert not run.locked()
     with run.lock():
@@ -171,7 +163,7 @@ def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes
 )
 def test_names_of_experiments_and_presets_are_no_paths(tiny, tmp_path, name):
     for field in ("experiment", "preset"):
-        refuses(f"{field} must be a name", dataclasses.replace, tiny, **{field: name})
+        refuses(f"{field} must be a name", replace, tiny, **{field: name})
     refuses("must be a name", su.record, name, folder=tmp_path)
     refuses("must be a name", lambda: list(Runs(tmp_path).entries(f"smoke@{name}/..")))
 
@@ -194,7 +186,7 @@ def foreign(kind: str, target, elsewhere) -> None:
 @pytest.mark.parametrize(
     "kind", ["a folder with files of others", "a file", "a link", "a link to nowhere"]
 )
-def test_what_is_no_record_is_not_replaced_and_that_is_said_before_a_step_is_trained(
+def test_what_is_no_record_is_not_replaced_which_is_said_before_step_1(
     kind, tiny, corpus, tmp_path
 ):
     target = record_folder("test", "tiny", 0, tmp_path / "runs")
@@ -262,10 +254,8 @@ def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny,
         {"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings")
     )
     assert Runs(runs).of(tiny).record() == Runs(runs).of(tiny, own).record() is not None
-    assert (
-        Runs(runs).of(tiny, other).record() is None
-        and Runs(runs).of(tiny, same_name).record() is None
-    )
+    assert Runs(runs).of(tiny, other).record() is None
+    assert Runs(runs).of(tiny, same_name).record() is None
     assert Runs(runs).of(tiny).folder == Runs(runs).of(tiny, own).folder == folder
     assert Runs(runs).of(tiny, other).folder == record_folder(
         "test@path-novels-00000000", "tiny", 0, runs
@@ -303,9 +293,8 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
         UserWarning, match=r"record smoke/k_bias/1: metrics\.json is .*or train the run again"
     ):
         entries = list(Runs(tmp_path).entries("smoke"))
-    assert [entry.status for entry in entries] == ["done", "corrupt"] and "metrics.json" in entries[
-        1
-    ].reason
+    assert [entry.status for entry in entries] == ["done", "corrupt"]
+    assert "metrics.json" in entries[1].reason
     refuses("smoke/k_bias/1", load_lm, path.parent, "cpu", kind=ModelUnavailable)
     path.write_bytes(whole)
     assert [entry.status for entry in Runs(tmp_path).entries("smoke")] == ["done", "done"]
@@ -427,9 +416,7 @@ def two(tmp_path):
 
 
 @pytest.mark.parametrize(("part", "path", "value"), STRANGE)
-def test_a_record_that_is_whole_and_not_of_ours_is_one_row_among_those_that_are(
-    two, tmp_path, part, path, value
-):
+def test_a_whole_record_that_is_not_of_ours_is_one_row_of_several(two, tmp_path, part, path, value):
     tamper(two, **{part: changed(json.loads((two / f"{part}.json").read_text()), path, value)})
     one_row_says_what_is_wrong(tmp_path)
 
@@ -485,9 +472,7 @@ def test_a_stale_record_is_looked_at_only_where_its_numbers_are_shown(two, tmp_p
     assert len(su.claims("smoke", tmp_path)) > 100
 
 
-def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(
-    folder, tiny, tmp_path
-):
+def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
@@ -520,25 +505,18 @@ def test_a_field_that_came_after_a_record_counts_with_its_default(tmp_path):
     )
     assert upgrade(values) == record.config
     assert is_of(record, run)
-    for changes in (
-        {"gate": "head"},
-        {"attention": dataclasses.replace(run.model.attention, window=8)},
-    ):
-        assert not is_of(
-            record, dataclasses.replace(run, model=dataclasses.replace(run.model, **changes))
-        )
-    assert not is_of(record, dataclasses.replace(run, seed=1))
-    assert not is_of(dataclasses.replace(record, config={**record.config, "recipe": 1}), run)
+    for changes in ({"gate": "head"}, {"attention": replace(run.model.attention, window=8)}):
+        assert not is_of(record, replace(run, model=replace(run.model, **changes)))
+    assert not is_of(record, replace(run, seed=1))
+    assert not is_of(replace(record, config={**record.config, "recipe": 1}), run)
 
 
-def test_a_field_that_is_retired_changes_neither_what_a_record_is_of_nor_the_hash_of_its_config(
-    tmp_path,
-):
+def test_a_retired_field_changes_neither_what_a_record_is_of_nor_its_configs_hash(tmp_path):
     run, record = config("fixed_1", "smoke"), made_up(tmp_path, "fixed_1")
     assert "bos" not in record.config["data"]
     for value, current in ((False, True), (True, False)):
         values = upgrade(record.config | {"data": record.config["data"] | {"bos": value}})
-        assert is_of(dataclasses.replace(record, config=values), run) == current
+        assert is_of(replace(record, config=values), run) == current
     # what the fine-tunings of the study name their start by
     assert config_hash(config("fixed_1", "laptop")).startswith("ed45b225684cd4be")
     assert config("sft_softmax", "laptop", 1).start_sha256.startswith("1f6ad9568091e3ed")

@@ -9,6 +9,7 @@ from helpers import SHAPE, DenseMaps, architectures, draw, own_model, refused, r
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkutils import AttentionSpec, LMConfig, TransformerLM, attend, measure
 from sinkutils.measuring.destinations import destinations, line_breaks
@@ -31,38 +32,36 @@ def test_alpha_star_maps_and_norms_are_those_of_the_dense_maps(name):
     dense, close = DenseMaps(model, ids), {"atol": 1e-6, "rtol": 0, "check_dtype": False}
     report = measure(model, ids, TARGETS, heads=((1, 0), (0, 1), (1, 0)), batch_size=3)
     assert report.alpha.shape == (3, 3, 2, 2)
-    torch.testing.assert_close(report.alpha, dense.alpha(TARGETS), **close)
+    assert_close(report.alpha, dense.alpha(TARGETS), **close)
     assert (report.star is not None) == bool(dense.star)
     if dense.star:
-        torch.testing.assert_close(report.star, dense.star_share(), **close)
+        assert_close(report.star, dense.star_share(), **close)
     for layer, head in ((1, 0), (0, 1)):
-        torch.testing.assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
+        assert_close(report.kept[layer, head].map, dense.own(layer)[:, head], **close)
     first = int(model.config.sink_token)  # norms count positions from the first real token
     q, k, _ = (x[:, 0, first:] for x in dense.qkv[1])
-    torch.testing.assert_close(report.kept[1, 0].queries, q)
-    torch.testing.assert_close(report.kept[1, 0].keys, k)
+    assert_close(report.kept[1, 0].queries, q)
+    assert_close(report.kept[1, 0].keys, k)
     hidden = torch.stack([h[:, first:].norm(dim=-1).mean(dim=0) for h in dense.hidden])
-    torch.testing.assert_close(report.hidden_norms, hidden)
+    assert_close(report.hidden_norms, hidden)
     sizes = dense.hidden[1][:, first:].abs()
     peaks = sizes.amax(dim=-1) / sizes.flatten(1).median(dim=1).values[:, None]
-    torch.testing.assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
+    assert_close(report.hidden_peaks[1], peaks.mean(dim=0))
     firsts = sizes[:, 0] / sizes.flatten(1).median(dim=1).values[:, None]
-    torch.testing.assert_close(report.first_elements[1], firsts.mean(dim=0))
-    torch.testing.assert_close(
-        report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0)
-    )
+    assert_close(report.first_elements[1], firsts.mean(dim=0))
+    assert_close(report.embedding_norms, dense.first[:, first:].norm(dim=-1).mean(dim=0))
     for part, norms in enumerate((report.query_norms, report.key_norms, report.value_norms)):
         expected = torch.stack(
             [layer[part][:, :, first:].norm(dim=-1).mean(dim=(0, 1)) for layer in dense.qkv]
         )
-        torch.testing.assert_close(norms, expected)
+        assert_close(norms, expected)
     assert (report.before_norm_norms is None) == (norm != "post")
     if norm == "post":
         before = torch.stack([h.norm(dim=-1).mean(dim=0) for h in dense.before])
-        torch.testing.assert_close(report.before_norm_norms, before)
+        assert_close(report.before_norm_norms, before)
     single = measure(model, ids, TARGETS, batch_size=1)
-    torch.testing.assert_close(single.alpha, report.alpha)
-    torch.testing.assert_close(single.hidden_norms, report.hidden_norms)
+    assert_close(single.alpha, report.alpha)
+    assert_close(single.hidden_norms, report.hidden_norms)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_other_precisions_have_float32_reports_that_stay_close(name):
         assert (measure(model, ids, TARGETS).alpha - exact).abs().max() < 0.05
     double = measure(model.double(), ids, TARGETS)
     assert double.alpha.dtype == double.hidden_norms.dtype == torch.float32
-    torch.testing.assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
+    assert_close(double.alpha, exact, atol=2e-5, rtol=1e-4)
     assert (measure(model.bfloat16(), ids, TARGETS).alpha - exact).abs().max() < 0.05
 
 
@@ -89,7 +88,7 @@ def test_large_unnormalised_scores_neither_overflow_nor_are_coarser_under_autoca
             found.append(attention_shares(q, k, v, spec, {}))
     assert torch.equal(*found) and (q @ k.mT).max() > 200
     expected = attend(q.double(), k.double(), v.double(), AttentionSpec(window=9))[1]
-    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-12)
+    assert_close(found[0], expected, rtol=0, atol=1e-12)
 
 
 def test_our_models_are_left_as_they_were_and_refuse_what_they_have_no_numbers_for():
@@ -128,7 +127,7 @@ def test_the_floor_is_that_of_uniform_attention_and_repeated_tokens_without_posi
     unequal = Report(torch.zeros(2, 1, 1, 1), (1,), (0.3,), torch.tensor([1, 2]), (0,))
     assert unequal.floor == pytest.approx((1 + 3 / 4) / 2)
     report = measure(own_model(position="nope"), torch.full((2, T), 7))
-    torch.testing.assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
+    assert_close(report.alpha, torch.full_like(report.alpha, report.floor))
 
 
 def test_an_interval_is_over_texts_not_heads_at_95_percent():
@@ -202,7 +201,7 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
     ):
         if values is not None:
             values = values.mean(0) if name == "alpha_star" else values
-            torch.testing.assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
+            assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
     assert (summary["T"], summary["samples"], summary["lengths"], summary["bos"]) == (
         T,
         3,
@@ -211,7 +210,7 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
     )
     if live.windows:
         visible = torch.tensor(summary["visible_alpha"]["2"])
-        torch.testing.assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
+        assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
         assert tuple(summary["windows"]) == live.windows
     for said in (
         "tiny",

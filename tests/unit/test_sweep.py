@@ -73,9 +73,7 @@ def of_smoke(*only, **options):
     return sweep("smoke", seeds=(0,), only=only or ONLY, progress=False, **options)
 
 
-def test_a_sweep_trains_what_is_missing_or_damaged_and_nothing_twice_and_the_estimate_falls_to_nothing(
-    quick, runs
-):
+def test_a_sweep_trains_what_is_missing_or_damaged_once_and_its_estimate_falls_to_0(quick, runs):
     before = {run.experiment: seconds for run, seconds in estimate("smoke", (0,))}
     assert before["lr_half_steps_x2"] == pytest.approx(2 * before["lr_half"])
     assert {(o.experiment, o.status) for o in of_smoke()} == {(name, "done") for name in ONLY}
@@ -152,9 +150,7 @@ def test_a_fine_tuning_whose_start_another_process_trains_waits_for_it(quick, ru
         of_smoke("sft_softmax")
 
 
-def test_another_text_is_found_first_and_has_records_of_its_own(
-    quick, runs, tmp_path, text_folder, monkeypatch
-):
+def test_another_text_has_records_of_its_own(quick, runs, tmp_path, text_folder, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     with refused("no such folder or file", FileNotFoundError):
         of_smoke(corpus=f"path:{tmp_path}/nowhere")
@@ -246,7 +242,7 @@ FULL = {  # the file for which there is no room: how it is called, and the step 
 
 
 @pytest.mark.parametrize("file", FULL)
-def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
+def test_a_full_disk_stops_no_other_run_and_goes_on(
     file, command, undisturbed, monkeypatch, capsys
 ):
     (name, saved), sweep, (_, expected) = FULL[file], command(2), undisturbed
@@ -273,9 +269,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
     assert sweep.results(0, 1) == expected[:2]
 
 
-def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(
-    command, monkeypatch, capsys
-):
+def test_a_run_whose_log_had_no_room_says_that_the_disk_is_full(command, monkeypatch, capsys):
     sweep = command(1)
     monkeypatch.setattr(sweep_module.subprocess, "Popen", lambda *_, **options: ended(1))
     for free, said in (
@@ -292,9 +286,7 @@ def test_a_run_whose_log_had_no_room_either_says_that_the_disk_is_full(
         )
 
 
-def test_a_sweep_trains_again_what_has_a_damaged_checkpoint_and_stops_no_other(
-    command, undisturbed, capsys
-):
+def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undisturbed, capsys):
     sweep, (_, expected) = command(3), undisturbed
     with interrupted(50):
         assert sweep.status() == 1
@@ -353,9 +345,7 @@ def test_a_sweep_never_falls_back_to_the_cpu_unasked(gpus, tmp_path):
     refuses("local, slurm, ray", engine, "abacus", 1, tmp_path)
 
 
-def test_runs_under_way_hold_different_gpus_no_more_than_jobs_and_an_interrupt_leaves_no_queue(
-    monkeypatch, runs, gpus
-):
+def test_runs_hold_different_gpus_and_an_interrupt_leaves_no_queue(monkeypatch, runs, gpus):
     gpus(2)
     running, seen, interrupted = set(), [], []
 
@@ -448,9 +438,7 @@ def test_a_job_knows_its_step_by_its_log(tmp_path):
     assert job.steps() == 15
 
 
-def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(
-    runs, tmp_path, text_folder, monkeypatch
-):
+def test_a_local_ray_trains_and_refuses_a_gpu_it_has_not(runs, tmp_path, text_folder, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     load_corpus(f"path:{text_folder}", 512)
@@ -488,9 +476,7 @@ def gone(pid) -> bool:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_a_sweep_that_is_stopped_leaves_no_worker_and_says_so(
-    undisturbed, text_folder, tmp_path, number, status
-):
+def test_a_stopped_sweep_leaves_no_worker(undisturbed, text_folder, tmp_path, number, status):
     """Only the sweep's own process is told, as by kill, timeout or Slurm."""
     environment = os.environ | {
         "SINKUTILS_CACHE": str(undisturbed[0]),

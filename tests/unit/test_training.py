@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CPU, interrupted, own_model, refused, refuses
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkutils import AttentionSpec, TransformerLM, load_corpus, load_lm, measure, probe
@@ -66,8 +67,8 @@ def test_cross_entropy_equals_the_library_in_value_and_gradient(dtype):
     expected, loss = F.cross_entropy(logits.float(), targets), CrossEntropy.apply(logits, targets)
     gradient, expected_gradient = (torch.autograd.grad(3 * x, logits)[0] for x in (loss, expected))
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance / 10)
+    assert_close(loss, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+    assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance / 10)
 
 
 LOSSES = (
@@ -81,7 +82,7 @@ LOSSES = (
 
 
 @pytest.mark.parametrize(("fixed", "prefix", "unscored", "left_out"), LOSSES)
-def test_prefixes_fixed_tokens_and_unscored_ones_carry_no_loss(
+def test_prefixes_fixed_and_unscored_tokens_are_no_loss(
     tiny, corpus, fixed, prefix, unscored, left_out
 ):
     model = dataclasses.replace(tiny.model, attention=AttentionSpec(prefix=prefix))
@@ -91,9 +92,8 @@ def test_prefixes_fixed_tokens_and_unscored_ones_carry_no_loss(
     logits = run.model(run.valid[:, :-1])
     per_token = F.cross_entropy(logits.transpose(1, 2), run.valid[:, 1:], reduction="none")
     kept = [t for t in range(per_token.shape[1]) if t >= prefix - 1 and t not in left_out]
-    assert run.evaluate([]) and run.curve[0]["valid_loss"] == pytest.approx(
-        per_token[:, kept].mean().item(), rel=1e-6
-    )
+    assert run.evaluate([])
+    assert run.curve[0]["valid_loss"] == pytest.approx(per_token[:, kept].mean().item(), rel=1e-6)
     batch = run.chunks.batch(0, 4, 0)
     expected = F.cross_entropy(
         run.model(batch[:, :-1])[:, kept].flatten(0, 1), batch[:, 1:][:, kept].flatten()
@@ -101,9 +101,7 @@ def test_prefixes_fixed_tokens_and_unscored_ones_carry_no_loss(
     assert float(run.advance(next_token_loss)) == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_run_can_be_validated_on_another_text_in_its_own_tokens(
-    tiny, corpus, tmp_path, monkeypatch
-):
+def test_a_run_can_be_validated_on_another_text_in_its_tokens(tiny, corpus, tmp_path, monkeypatch):
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text(f"{index} " + "zebra sink token head. " * 50)
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
@@ -126,13 +124,11 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
         float(parts.advance(next_token_loss)), rel=1e-5
     )
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_a_step_is_the_optimizers_on_the_seeds_batch_clipped_and_at_the_schedules_rate(
-    optimizer, tiny, corpus
-):
+def test_a_step_is_the_optimizers_on_a_seeds_batch_clipped_at_its_rate(optimizer, tiny, corpus):
     """Held against the recipe written out once more, with settings of which none is the default."""
     data = dataclasses.replace(tiny.data, random_positions=(3,))
     settings = {
@@ -168,13 +164,11 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_clipped_and_at_the_schedule
             part.param_groups[0]["lr"] = learning_rate(run.train, step)
             part.step()
     for a, b in zip(advanced(run, corpus, 5).model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 @torch.no_grad()
-def test_a_run_is_validated_on_held_out_chunks_that_count_alike_and_measured_as_it_was_trained(
-    tiny, corpus
-):
+def test_a_run_is_validated_on_held_out_chunks_and_measured_as_it_was_trained(tiny, corpus):
     data = dataclasses.replace(tiny.data, fixed_position=2, random_positions=(3,))
     run = Run(dataclasses.replace(change(tiny, valid_chunks=40), data=data), corpus, CPU)
     text = Chunks(corpus, "valid", 32, DataConfig(fixed_position=2)).take(np.arange(40))
@@ -244,9 +238,7 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
         assert (again / file).read_bytes() == (record.folder / file).read_bytes()
 
 
-def test_a_run_on_a_cpu_takes_one_thread_and_gives_the_others_back(
-    tiny, corpus, tmp_path, monkeypatch
-):
+def test_a_run_on_a_cpu_takes_one_thread_and_gives_them_back(tiny, corpus, tmp_path, monkeypatch):
     seen = set()
 
     def counted(self, forward, advance=Run.advance):
@@ -259,9 +251,7 @@ def test_a_run_on_a_cpu_takes_one_thread_and_gives_the_others_back(
     assert seen == {1} and torch.get_num_threads() == 2
 
 
-def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_before(
-    tiny, corpus, tmp_path
-):
+def test_the_training_loss_of_a_point_is_the_mean_since_the_one_before(tiny, corpus, tmp_path):
     run = change(tiny, steps=8)
     losses = [float(loss) for loss, _ in advanced(run, corpus, 8).passed]
     _, *points = train(run, tmp_path, corpus=corpus, progress=False).metrics["curve"]
@@ -269,9 +259,7 @@ def test_the_training_loss_of_a_point_is_the_mean_of_the_steps_since_the_one_bef
     assert [point["train_loss"] for point in points] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_diverging_run_is_recorded_as_failed_and_one_that_overfits_is_not(
-    tiny, corpus, tmp_path, monkeypatch
-):
+def test_a_diverging_run_is_recorded_as_failed_not_overfitting(tiny, corpus, tmp_path, monkeypatch):
     record = train(
         change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False
     )
@@ -295,9 +283,7 @@ def test_a_diverging_run_is_recorded_as_failed_and_one_that_overfits_is_not(
         )
 
 
-def test_attention_that_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
-    tiny, corpus, tmp_path, monkeypatch
-):
+def test_attention_not_finite_at_a_finite_loss_is_a_failure(tiny, corpus, tmp_path, monkeypatch):
     times = itertools.count()
 
     def breaks(*arguments, really=training_run.measure, **options):
@@ -307,10 +293,8 @@ def test_attention_that_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
 
     monkeypatch.setattr(training_run, "measure", breaks)
     record = train(tiny, tmp_path, corpus=corpus, progress=False)
-    assert record.status == "failed" and [point["step"] for point in record.metrics["curve"]] == [
-        0,
-        4,
-    ]
+    assert record.status == "failed"
+    assert [point["step"] for point in record.metrics["curve"]] == [0, 4]
     assert record.metrics["reason"] == "the model computed what is not finite by step 8"
 
 
@@ -322,7 +306,7 @@ def test_attention_that_is_not_finite_at_a_finite_loss_is_recorded_as_failed(
         ("fp32", {"amx_bf16": True}, "fp32"),
     ],
 )
-def test_bf16_is_used_where_asked_and_the_cpu_has_it(
+def test_bf16_is_used_where_it_can_be(
     asked, capabilities, used, tiny, corpus, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -390,9 +374,7 @@ def test_a_run_that_went_on_elsewhere_says_where_it_began(tiny, corpus, tmp_path
     assert said["began_on"] == [here]
 
 
-def test_a_run_is_compiled_where_its_preset_says_so_and_it_works(
-    tiny, corpus, tmp_path, monkeypatch
-):
+def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
     # no answer from before
     monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)
@@ -426,9 +408,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, 
     assert all(torch.equal(x, weights[name]) for name, x in resumed.model.state_dict().items())
 
 
-def test_a_checkpoint_that_is_damaged_or_of_another_run_is_named_and_not_used(
-    tiny, corpus, tmp_path
-):
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_not_used(tiny, corpus, tmp_path):
     """Flipped and cut ones: test_sweep.py."""
     path = tmp_path / "c.pt"
     save_checkpoint(advanced(tiny, corpus, 1), path)
@@ -453,10 +433,8 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         match="in place of 'docstrings' with 300, its own text: the record is test@path",
     ):
         apart = train(tiny, tmp_path, corpus=other, progress=False)
-    assert (
-        apart.folder != study.folder
-        and apart.config["corpus"] == other.identity != study.config["corpus"]
-    )
+    assert apart.folder != study.folder
+    assert apart.config["corpus"] == other.identity != study.config["corpus"]
     assert (
         train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
     )
@@ -525,7 +503,7 @@ def test_a_graph_of_the_step_has_the_losses_of_eager_steps(precision, tiny, corp
             run = Run(config, corpus, torch.device("cuda", 0))
             run.graph = GraphedStep(run) if form == "graph" else None
             losses[form] = torch.stack([run.advance(next_token_loss) for _ in range(50)])
-    torch.testing.assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
+    assert_close(losses["graph"], losses["eager"], rtol=0, atol=1e-5)
     assert losses["eager"][-1] < losses["eager"][0]
 
 
