@@ -71,9 +71,8 @@ def architectures() -> dict[str, dict[str, Any]]:
 def name_of(spec: AttentionSpec) -> str:
     """What differs from softmax, as the name of a test."""
     default = AttentionSpec()
-    return (
-        " ".join(f"{k}={v}" for k, v in vars(spec).items() if v != getattr(default, k)) or "softmax"
-    )
+    changes = [f"{k}={v}" for k, v in vars(spec).items() if v != getattr(default, k)]
+    return " ".join(changes) or "softmax"
 
 
 def draw(
@@ -89,9 +88,8 @@ def draw(
     batch, heads, dim = shape
 
     def leaf(*size: int) -> Tensor:
-        return (
-            torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        )
+        values = torch.randn(size, generator=generator, dtype=torch.float64)
+        return values.to(dtype).requires_grad_()
 
     inputs, extras = [leaf(batch, heads, length, dim) for _ in range(3)], {}
     if spec.has_key_bias:
@@ -121,9 +119,8 @@ def own_model(gain: float = 2.0, **fields: Any) -> TransformerLM:
 
 
 def tokens(samples: int = 3, length: int = 20, least: int = 0, vocabulary: int = 60) -> Tensor:
-    return torch.randint(
-        least, vocabulary, (samples, length), generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(least, vocabulary, (samples, length), generator=generator)
 
 
 def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<fix>")) -> Tokenizer:

@@ -54,9 +54,8 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
 def eager_maps(model: nn.Module, ids: Tensor) -> tuple[Tensor, ...]:
     """The attention maps (B, H, T, T) of the model's own eager attention, which is what `build` chooses."""
     assert model.config._attn_implementation == "eager"
-    return tuple(
-        m for m in model(ids, output_attentions=True, use_cache=False).attentions if m is not None
-    )
+    maps = model(ids, output_attentions=True, use_cache=False).attentions
+    return tuple(m for m in maps if m is not None)
 
 
 def eager_alpha(model: nn.Module, ids: Tensor, targets: tuple[int, ...]) -> Tensor:

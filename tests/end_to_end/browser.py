@@ -55,9 +55,6 @@ def console_errors(driver: webdriver.Chrome) -> list[str]:
 def requests(driver: webdriver.Chrome) -> set[str]:
     """The addresses that pages have asked for since it was last asked here, without those of Chromium's own new tab."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    sent = [
-        message["params"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
+    requests = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    sent = requests
     return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")}

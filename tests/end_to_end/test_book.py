@@ -14,10 +14,8 @@ TEXTS = [
 PAGES = [BOOK / f"{name}.html" for name in ("index", "search", *TEXTS)]
 PAGES += [BOOK / "notebooks" / f"{path.stem}.html" for path in NOTEBOOKS]
 SIZES = {"desk": (1280, 1000), "phone": (390, 844)}  # a window's width and height
-pytestmark = [
-    needs_chromium,
-    pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book"),
-]
+no_book = pytest.mark.skipif(not BOOK.exists(), reason="there is no book: make book")
+pytestmark = [needs_chromium, no_book]
 
 LOOK = """
 const done = arguments[0], all = (query) => [...document.querySelectorAll(query)];
@@ -76,9 +74,8 @@ def test_every_page_needs_the_book_alone_and_no_network(pages):
 
 def test_every_image_is_there_and_every_formula_is_drawn(pages):
     assert sum(len(page["images"]) for page in pages.values()) > len(NOTEBOOKS)
-    assert {
-        source for page in pages.values() for source, width in page["images"] if not width
-    } == set()
+    images = [image for page in pages.values() for image in page["images"]]
+    assert {source for source, width in images if not width} == set()
     assert sum(page["drawn"] for page in pages.values()) > 0
     assert [path.name for path, page in pages.items() if page["drawn"] != page["formulas"]] == []
 

@@ -113,10 +113,7 @@ def modes(corpus, packed, tmp_path_factory):
         {"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"}
         for n in range(60)
     ]
-    rows = [
-        {"messages": [{"role": role, "content": text} for role, text in row.items()]}
-        for row in said
-    ]
+    rows = [{"messages": [{"role": r, "content": text} for r, text in row.items()]} for row in said]
     chats.write_text("\n".join(map(json.dumps, rows)))
     arguments = [
         json.dumps(dataclasses.asdict(run)),
@@ -157,18 +154,16 @@ def test_two_processes_give_what_one_gives_resumed_bit_for_bit_and_nearly_in_bf1
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
-    one, two = (
-        read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode)
-    )
+    folders = [record_folder("smoke", name, 0, modes / "sft") for name in ("one", mode)]
+    one, two = map(read_record, folders)
     assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
     for name in ("losses", "gradient_norms"):
         a, b = (
             [x for point in run.metrics["curve"] for x in point.get(name, ())] for run in (one, two)
         )
         assert len(b) == 4 and a == pytest.approx(b, rel=1e-4)
-    assert two.metrics["final"]["valid_loss"] == pytest.approx(
-        one.metrics["final"]["valid_loss"], rel=1e-5
-    )
+    loss = one.metrics["final"]["valid_loss"]
+    assert two.metrics["final"]["valid_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_an_error_in_one_process_ends_all(tmp_path):
@@ -234,16 +229,7 @@ def test_a_bare_machine_trains_a_preset_on_a_corpus_brought_there(
     packed, corpus, checkout, tmp_path
 ):
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
-    asked = [
-        "train",
-        "fixed_1",
-        "--preset",
-        "smoke",
-        "--corpus",
-        f"packed:{packed}",
-        "--runs",
-        str(runs),
-    ]
+    asked = f"train fixed_1 --preset smoke --corpus packed:{packed} --runs {runs}".split()
     command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), *asked]
     where = {"env": environment(SINKUTILS_CACHE=cache), "cwd": checkout}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)

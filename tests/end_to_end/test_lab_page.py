@@ -141,9 +141,7 @@ def test_a_link_opens_the_state_that_it_was_copied_from(driver):
         driver,
         f"#model=k_bias&step=0&head=7&text={quote(text)}&query=3&hide=1&element=0.5&threshold=0.4",
     )
-    chosen = driver.execute_script(
-        "return [state.model, state.head, state.text, state.query, state.hide]"
-    )
+    chosen = driver.execute_script("with (state) return [model, head, text, query, hide]")
     assert chosen == ["k_bias", 7, text, 3, 1]
     picture, address = driver.execute_script(
         "return [document.getElementById('map').innerHTML, location.hash]"

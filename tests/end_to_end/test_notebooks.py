@@ -71,9 +71,7 @@ def test_rounding_is_told_from_small_numbers_and_from_bounds():
 @each(PATHS)
 def test_a_page_shows_no_number_that_rounding_made(path):
     """Such a number has other digits on another processor, and the page's outputs are compared there."""
-    assert [
-        n for cell in cells(path, "code") for out in cell.outputs for n in rounding_in(out)
-    ] == []
+    assert [n for c in cells(path, "code") for out in c.outputs for n in rounding_in(out)] == []
 
 
 def only_calls_the_package(source):
@@ -117,9 +115,8 @@ def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
         kind, first, last = re.match(r"(Figure|Table)s? (\d+)(?: to (\d+))?", row.item).groups()
         named |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
         if row.page:
-            assert row.cell in [
-                cell.id for cell in cells(NOTEBOOKS / f"{row.page}.ipynb", "code")
-            ], row
+            ids = [cell.id for cell in cells(NOTEBOOKS / f"{row.page}.ipynb", "code")]
+            assert row.cell in ids, row
         else:
             assert row.differs and not row.cell, row
     figures = {("Figure", number) for number in range(1, 31)}
@@ -137,9 +134,7 @@ def test_papermill_runs_a_notebook_and_leaves_the_checkout_as_it_was(tmp_path):
     assert run_notebooks({"seed": 1}, tmp_path, ["B"]) == []
     assert subprocess.check_output(**git_status) == before
     (path,) = tmp_path.glob("B_*.ipynb")
-    assert any(
-        "injected-parameters" in cell.metadata.get("tags", []) for cell in cells(path, "code")
-    )
+    assert any("injected-parameters" in c.metadata.get("tags", []) for c in cells(path, "code"))
 
 
 def test_a_failing_notebook_is_named_and_an_unknown_parameter_refused_before_it_runs(tmp_path):
@@ -169,9 +164,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("notebooks", "figures", "rendered"):
         monkeypatch.setattr(pages, name.upper(), tmp_path / name)
     for number in ("01", "02"):
-        code = CODE.format(
-            widget=WIDGET, figure=tmp_path / "rendered" / "figures" / f"of_{number}.svg"
-        )
+        figure = tmp_path / "rendered" / "figures" / f"of_{number}.svg"
+        code = CODE.format(widget=WIDGET, figure=figure)
         cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell(code)]
         nbformat.write(
             nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{number}_page.ipynb"

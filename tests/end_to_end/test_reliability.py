@@ -76,7 +76,6 @@ def test_a_k_bias_has_its_sink_at_smoke_and_the_base_has_none(tmp_path):
     runs = [
         dataclasses.replace(config(name, "smoke"), train=SMOKE.train) for name in ("k_bias", "base")
     ]
-    biased, base = (
-        train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs
-    )
+    ends = [train(run, tmp_path, device="cpu", progress=False).metrics["final"] for run in runs]
+    biased, base = ends
     assert base["sink_1"] < 5 and biased["sink_star"] > base["sink_1"] + 15

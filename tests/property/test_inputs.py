@@ -64,9 +64,7 @@ def answered(what: str) -> None:
 
 def refused(what: str, error: ValueError, names) -> None:
     """Count a refusal, which has to name an argument."""
-    assert any(re.search(rf"\b{name}\b", str(error)) for name in names), (
-        f"names no argument: {error}"
-    )
+    assert any(re.search(rf"\b{n}\b", str(error)) for n in names), f"names no argument: {error}"
     COUNTS.setdefault(what, Counter())["refused"] += 1
 
 
@@ -171,9 +169,8 @@ def test_a_config_is_a_model_equal_to_the_reference_or_is_refused(
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
     assert_close(logits, reference, rtol=1e-3, atol=1e-3 * float(reference.abs().max()) + 1e-6)
     report = measure(net, ids, targets=range(1, length + 1))
-    assert_close(
-        report.alpha, DenseMaps(net, ids).alpha(report.targets).float(), rtol=1e-3, atol=1e-4
-    )
+    alpha = DenseMaps(net, ids).alpha(report.targets).float()
+    assert_close(report.alpha, alpha, rtol=1e-3, atol=1e-4)
     assert all(0 <= report.sink(k) <= 100 for k in report.targets)
     answered("configs")
 
@@ -211,9 +208,8 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     try:
         ids = probe(kind, made, texts=texts, **options)
     except ValueError as error:
-        return refused(
-            "probes", error, ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
-        )
+        arguments = ("kind", "n", "length", "seed", "bos", "texts", "tokenizer")
+        return refused("probes", error, arguments)
     bos = options.get("bos", False)
     # None: a hundred, or all that the texts hold
     count = len(ids) if options["n"] is None else options["n"]
@@ -316,9 +312,8 @@ def test_measure_gives_numbers_of_whole_maps_or_refuses(
     name, shape, dtype, vocabulary, masked, asked, seed
 ):
     model = MODELS[name]
-    ids = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, shape, generator=generator).to(dtype)
     mask = mask_of(masked, ids)
     broken = seed == 99
     weight = next(iter(model.parameters())).data
@@ -335,12 +330,10 @@ def test_measure_gives_numbers_of_whole_maps_or_refuses(
             and 0 < shape[0]
             and 0 < shape[1] <= 12
         )
-        assert asked or broken or not plain or masked not in ("none", "ones", "left", "right"), (
-            error
-        )
-        return refused(
-            "measure", error, ("ids", "attention_mask", "weights", "target", "eps", *ASKED)
-        )
+        padded = masked in ("none", "ones", "left", "right")
+        assert asked or broken or not plain or not padded, error
+        arguments = ("ids", "attention_mask", "weights", "target", "eps", *ASKED)
+        return refused("measure", error, arguments)
     finally:
         weight.copy_(saved)
     assert not broken and vocabulary >= 30
@@ -388,9 +381,7 @@ def test_weights_are_finite_and_causal_however_large_the_scores(fields, wrong, l
             "attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
         )
     own_weights = weights[..., int(spec.has_star) :]
-    seen = torch.ones(length, length, dtype=torch.bool).tril() | (
-        torch.arange(length) < spec.prefix
-    )
+    seen = torch.ones(length, length).tril().bool() | (torch.arange(length) < spec.prefix)
     assert (own_weights.masked_fill(seen, 0) == 0).all()
     if spec.similarity == "exp" and spec.normalizer not in ("sum", "p_norm") and size > 1:
         # exp of such scores overflows where no row maximum cancels, as Section 7.4 reports

@@ -38,10 +38,7 @@ def inputs(length: int = LENGTH, **fields) -> tuple[list[Tensor], dict]:
 
 def logits_of(q: Tensor, k: Tensor) -> list[float]:
     """<q, k_j> / sqrt(d_h) for every key, as numbers."""
-    return [
-        sum(float(a) * float(b) for a, b in zip(q, key, strict=True)) / math.sqrt(len(q))
-        for key in k
-    ]
+    return [float((q * key).sum()) / math.sqrt(len(q)) for key in k]
 
 
 def by_hand(q, k, v, weights_of, sees=lambda i, j: j <= i) -> Tensor:
@@ -146,9 +143,7 @@ def test_biases_and_sink_logits_are_one_more_key():
 
 def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bias():
     (q, k, v), extras = inputs(bias="k")
-    g = torch.tensor(
-        [[0.0, -1.0, -2.0, -3.0, -4.0], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64
-    )
+    g = torch.tensor([[0.0, -1, -2, -3, -4], [0.5, 0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     _, weights = attend(q, k, v, AttentionSpec(bias="k"), distance_bias=g, **extras)
     for h, i in product(range(2), range(LENGTH)):
         star, *row = logits_of(q[0, h, i], [extras["key_bias"][h], *k[0, h, : i + 1]])
@@ -156,9 +151,8 @@ def test_a_position_term_is_added_to_the_logits_but_not_to_the_one_of_the_key_bi
         same(weights[0, h, i, : i + 2], torch.tensor(row, dtype=torch.float64) / sum(row))
     hidden = torch.tensor([[0.0, 0.0, *[-math.inf] * 3]], dtype=torch.float64)
     same(attend(q, k, v, distance_bias=hidden)[0], attend(q, k, v, AttentionSpec(window=2))[0])
-    out, weights = attend(
-        q, k, v, distance_bias=torch.full((1, LENGTH), -math.inf, dtype=torch.float64)
-    )
+    hidden = torch.full((1, LENGTH), -math.inf, dtype=torch.float64)
+    out, weights = attend(q, k, v, distance_bias=hidden)
     assert (weights == 0).all() and (out == 0).all()
 
 
@@ -180,9 +174,8 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
     logits = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     seen = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
     for similarity in ("exp", "sigmoid", "elu"):
-        weights = normalise(
-            logits, seen, AttentionSpec(similarity=similarity, normalizer=normalizer)
-        )
+        spec = AttentionSpec(similarity=similarity, normalizer=normalizer)
+        weights = normalise(logits, seen, spec)
         assert (weights[~seen] == 0).all() and weights.isfinite().all()
         (gradient,) = torch.autograd.grad(weights.square().sum(), logits)
         assert gradient.isfinite().all() and (gradient[1] == 0).all()

@@ -46,19 +46,16 @@ def test_norms_are_those_of_the_hidden_states_and_of_the_cache(family):
 def test_alpha_of_every_key_and_maps_of_the_heads_asked_for_or_refused_by_name(family):
     model, ids = build(family), tokens()
     maps = eager_maps(model, ids)
-    report = measure(
-        model, ids, range(1, T + 1), heads=((1, 2), (0, 3), (1, 2), [0, 1]), batch_size=2
-    )
+    chosen = ((1, 2), (0, 3), (1, 2), [0, 1])
+    report = measure(model, ids, range(1, T + 1), heads=chosen, batch_size=2)
     close(report.alpha, eager_alpha(model, ids, tuple(range(1, T + 1))))
     assert set(report.kept) == {(1, 2), (0, 3), (0, 1)}
     for (layer, head), kept in report.kept.items():
         close(kept.map, maps[layer][:, head])
         if family == "llama":  # two heads share a key
             logits = kept.queries @ kept.keys.mT / math.sqrt(8)
-            close(
-                logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1),
-                kept.map,
-            )
+            hidden = torch.ones(T, T).triu(1).bool()
+            close(logits.masked_fill(hidden, -math.inf).softmax(dim=-1), kept.map)
     for heads, named in (
         (((0, 99),), r"\(0, 99\).*heads 0..3"),
         (((7, 0),), r"\(7, 0\).*layers are \[0, 1\]"),
@@ -75,14 +72,11 @@ def test_a_padded_sequence_has_the_numbers_that_it_has_alone(family, side):
         place = slice(0, length) if side == "right" else slice(T - length, T)
         padded[row, place], mask[row, place] = ids[row, :length], 1
     report = measure(model, padded, TARGETS, attention_mask=mask)
-    alone = [
-        measure(model, ids[row : row + 1, :length], TARGETS) for row, length in enumerate(lengths)
-    ]
+    alone = [measure(model, ids[i : i + 1, :n], TARGETS) for i, n in enumerate(lengths)]
     close(report.alpha, torch.cat([r.alpha for r in alone]))
     assert report.lengths.tolist() == list(lengths)
-    close(
-        report.hidden_norms[:, 10], torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
-    )
+    at_10 = torch.stack([r.hidden_norms[:, 10] for r in alone]).mean(dim=0)
+    close(report.hidden_norms[:, 10], at_10)
     # only one sequence is that long
     close(report.hidden_norms[:, -1], alone[0].hidden_norms[:, -1])
     mask[[1, 3]] = 0

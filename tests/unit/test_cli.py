@@ -192,17 +192,7 @@ def test_measure_prints_a_table_or_json_for_a_record_with_its_first_token(capsys
     assert "BOS first: no" in table and "Sink" in table
     reports = json.loads(said(capsys, *arguments, "--json"))
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
-    arguments = (
-        "measure",
-        "smoke/fixed_1/0",
-        "--runs",
-        runs,
-        "-n",
-        5,
-        "--probe",
-        "random",
-        "--json",
-    )
+    arguments = (*"measure smoke/fixed_1/0 -n 5 --probe random --json --runs".split(), runs)
     assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
     both = said(
         capsys,
@@ -324,9 +314,8 @@ def test_a_stopped_run_ends_its_kernels_and_says_what_it_kept(number, status, tm
 def test_run_says_where_notebooks_are_where_there_are_none(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sinkutils.pages.NOTEBOOKS", tmp_path)
     assert main(["run"]) == WRONG
-    words = (
-        f"sinkutils: there are no notebooks in {tmp_path}: they are in a checkout of the repository"
-    )
+    words = f"sinkutils: there are no notebooks in {tmp_path}: they are in a checkout of the"
+    words += " repository"
     assert capsys.readouterr().err.strip() == words
 
 
@@ -349,9 +338,8 @@ def ledger(preset, runs):
         "ours": "24",
         "remark": "by hand",
     }
-    return pd.DataFrame(
-        [{**row, "verdict": verdict} for verdict in ("not reproduced", "partly", "partly")]
-    )
+    verdicts = ("not reproduced", "partly", "partly")
+    return pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
 
 
 def test_claims_fit_the_terminal_and_long_ones_say_more(capsys, monkeypatch, tmp_path):

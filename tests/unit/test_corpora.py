@@ -53,17 +53,15 @@ def all_texts(corpus):
 def test_every_document_is_in_exactly_one_split_once_and_decodes_to_itself(text_folder, tmp_path):
     """Of the text, Markdown and JSONL files of a folder and those below it, also with lone surrogates in them."""
     texts = [file.read_text() for file in sorted(text_folder.iterdir())] + STRANGE
-    lines = "\n".join(
-        json.dumps({"text": text}) for text in [*texts[:50], "text with \ud800 in it"]
-    )
+    some = [*texts[:50], "text with \ud800 in it"]
+    lines = "\n".join(json.dumps({"text": text}) for text in some)
     files = {
         name.format(i): text
         for name in ("{}.TXT", "below/{}.md")
         for i, text in enumerate(texts[50:])
     }
-    folder = folder_of(
-        tmp_path / "mixed", files | {"lines.jsonl": lines, "code.py": "ignored = True"}
-    )
+    files |= {"lines.jsonl": lines, "code.py": "ignored = True"}
+    folder = folder_of(tmp_path / "mixed", files)
     assert sorted(all_texts(load(f"path:{folder}", tmp_path / "cache"))) == sorted(
         [*texts, "text with ? in it"]
     )
@@ -85,12 +83,10 @@ def test_the_splits_of_a_large_corpus_have_their_shares_and_a_text_keeps_its_spl
     rng = random.Random(1)
     lines = [" ".join(rng.choices("abcdefghij", k=30)) for _ in range(12_000)]
     for name, kept in (("all", lines), ("half", lines[::2])):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "\n".join(json.dumps({"text": line}) for line in kept)
-        )
-    whole, half = (
-        load(f"path:{tmp_path}/{name}.jsonl", tmp_path / "cache") for name in ("all", "half")
-    )
+        rows = [json.dumps({"text": line}) for line in kept]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    cache = tmp_path / "cache"
+    whole, half = (load(f"path:{tmp_path}/{name}.jsonl", cache) for name in ("all", "half"))
     documents = {split: len(list(whole.documents(split))) for split in SPLITS}
     # of 12,000, 4 sigma
     assert all(240 - 62 <= documents[split] <= 240 + 62 for split in ("probe", "valid"))
@@ -165,9 +161,8 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
     latin = "façade".encode("latin-1")
     folder_of(tmp_path, {"empty/picture.png": b"no text", "two.jsonl": two, "latin.txt": latin})
     bad = dict(enumerate(["{not json", '{"txt": "x"}', '{"text": 5}', '["text"]']))
-    folder_of(
-        tmp_path, {f"bad{i}.jsonl": '{"text": "fine"}\n\n' + line + "\n" for i, line in bad.items()}
-    )
+    files = {f"bad{i}.jsonl": '{"text": "fine"}\n\n' + line + "\n" for i, line in bad.items()}
+    folder_of(tmp_path, files)
     fake_hub(monkeypatch, [{"image": "x", "label": 1}])
     for name in ("docstring", "", "path:", "hub:", "pile:Books3"):
         with pytest.raises(ValueError, match="unknown corpus") as error:
@@ -193,9 +188,8 @@ def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp
         "\n\n".join(" ".join(rng.choices(["alpha", "beta", "gamma"], k=60)) for _ in range(1100))
         for _ in range(3)
     ]
-    folder = folder_of(
-        tmp_path / "novels", dict(zip(("a.txt", "b.txt", "c.txt"), novels, strict=True))
-    )
+    files = dict(zip(("a.txt", "b.txt", "c.txt"), novels, strict=True))
+    folder = folder_of(tmp_path / "novels", files)
     corpus = load(f"path:{folder}", tmp_path / "cache")
     texts = all_texts(corpus)
     assert all(any(piece in novel for novel in novels) for piece in texts)
@@ -241,10 +235,8 @@ def test_a_stream_is_read_no_further_than_max_tokens_needs(monkeypatch, tmp_path
     monkeypatch.setattr(corpora, "BATCH_DOCUMENTS", 100)
     monkeypatch.setattr(corpora, "HUB_TOKENS", 30_000)
     read = itertools.count()
-    rng = random.Random(0)
-    endless = (
-        {"text": f"{next(read)} " + " ".join(rng.choices("abc", k=50))} for _ in itertools.count()
-    )
+    letters = " ".join("abc" * 17)
+    endless = ({"text": f"{number} {letters}"} for number in read)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: endless)
     corpus = load("hub:endless", tmp_path)
     total = sum(len(corpus.tokens(split)) for split in SPLITS)
@@ -340,15 +332,13 @@ def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_pa
 def install(site, package, files, version="1.0", unlisted=()):
     """What pip leaves of a package: its files, by their path in `site`, and a RECORD of those that it brought."""
     info = f"{package}-{version}.dist-info"
-    files = files | {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
-    }
+    about = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    files = files | {f"{info}/METADATA": about}
     for name, text in {**files, **dict(unlisted)}.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_bytes(text.encode() if isinstance(text, str) else text)
-    (site / info / "RECORD").write_text(
-        "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    )
+    rows = [f"{name},,\n" for name in [*files, f"{info}/RECORD"]]
+    (site / info / "RECORD").write_text("".join(rows))
 
 
 @pytest.fixture
@@ -367,12 +357,8 @@ def installed(tmp_path, monkeypatch):
                 files[f"{package}/m{i}.py"] = f'# a comment\n"""Module {words}"""\n\n{code}'
             files[f"{package}/broken.py"] = b'"""caf\xe9"""' * 50
             files[f"{package}-1.0.dist-info/c.py"] = files["../bin/script.py"] = unread
-            install(
-                site,
-                package,
-                files,
-                unlisted={f"{package}/here.py": unread, "sinkutils/a.py": unread},
-            )
+            unlisted = {f"{package}/here.py": unread, "sinkutils/a.py": unread}
+            install(site, package, files, unlisted=unlisted)
         shutil.copy(site / "alpha" / "m0.py", site / "beta" / "m0.py")
         if more:
             install(site, "gamma", {"gamma/m.py": unread})
@@ -416,11 +402,7 @@ def test_the_fast_scan_finds_what_the_parser_finds():
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = file.read_text(encoding="utf-8", errors="replace")
         scanned |= set(embedded.docstrings_of(source))
-        found = (
-            ast.get_docstring(node)
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, nodes)
-        )
+        found = (ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, nodes))
         parsed |= {text for text in found if text and text.strip()}
     # in characters: escapes differ, one-quote docstrings are left out
     common = sum(map(len, scanned & parsed))
@@ -465,11 +447,8 @@ def test_a_packed_corpus_opens_anywhere_and_a_damaged_one_is_refused(corpus, tmp
     file = tmp_path / "corpus.tar.xz"
     pack_corpus(corpus, file)
     opened = load(f"packed:{file}", tmp_path / "cache")
-    assert (opened.name, opened.fingerprint, opened.vocab_size) == (
-        corpus.name,
-        corpus.fingerprint,
-        300,
-    )
+    assert (opened.name, opened.fingerprint) == (corpus.name, corpus.fingerprint)
+    assert opened.vocab_size == 300
     assert all(np.array_equal(opened.tokens(split), corpus.tokens(split)) for split in SPLITS)
     assert opened.tokenizer.to_str() == corpus.tokenizer.to_str()
     monkeypatch.chdir(tmp_path)

@@ -44,18 +44,16 @@ def flat(value, prefix=""):
         return {prefix: value}
     parts = {}
     for field in dataclasses.fields(value):
-        parts |= flat(
-            getattr(value, field.name), f"{prefix}.{field.name}" if prefix else field.name
-        )
+        path = f"{prefix}.{field.name}" if prefix else field.name
+        parts |= flat(getattr(value, field.name), path)
     return parts
 
 
 def changes(run: RunConfig, base: RunConfig) -> dict:
     """The paths in which two runs differ, apart from the name, with the new values."""
     before, after = flat(base), flat(run)
-    return {
-        path: after[path] for path in after if after[path] != before[path] and path != "experiment"
-    }
+    changed = {path for path in after if after[path] != before[path]}
+    return {path: after[path] for path in changed - {"experiment"}}
 
 
 @pytest.mark.parametrize("scale", SMALL)
@@ -91,11 +89,8 @@ def test_two_names_are_one_run_only_where_a_preset_cannot_tell_them_apart(scale)
 
 
 def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
-    assert [scale.base for scale in PRESETS.values()] == [
-        *["fixed_1"] * 3,
-        *["default"] * 3,
-        "softmax_1b",
-    ]
+    bases = [*["fixed_1"] * 3, *["default"] * 3, "softmax_1b"]
+    assert [scale.base for scale in PRESETS.values()] == bases
     for name, position in (("base", 1), ("k_bias", 1), ("default", None)):
         assert config(name, "laptop").data.fixed_position == position
     # variants without a fixed token change the default and not the base
@@ -126,12 +121,8 @@ def test_the_paper_preset_is_the_recipe_of_section_4():
     assert schedule.batch_size * model.context_length == 2**20  # 1M tokens
     rates = (schedule.steps, schedule.warmup_steps, schedule.learning_rate, schedule.weight_decay)
     assert rates == (20_000, 100, 4e-4, 0.1)
-    assert (schedule.beta1, schedule.beta2, schedule.clip_norm, schedule.lr_floor) == (
-        0.9,
-        0.95,
-        1.0,
-        0.1,
-    )
+    assert (schedule.beta1, schedule.beta2) == (0.9, 0.95)
+    assert (schedule.clip_norm, schedule.lr_floor) == (1.0, 0.1)
     assert (schedule.eval_sequences, schedule.eval_length) == (100, 64)
     assert (run.data.corpus, run.data.validation) == ("pile", "pile:Pile-CC")
     assert config("default_constant_lr", "paper").train.lr_floor == 1.0
@@ -166,9 +157,8 @@ def test_unknown_names_are_refused_with_what_there_is():
 
 
 def test_a_wrong_value_in_the_table_is_an_error_and_no_experiment_that_vanishes(monkeypatch):
-    wrong = Experiment(
-        "wrong", "8", "a misspelt similarity", {"model.attention.similarity": "sigmod"}
-    )
+    changes = {"model.attention.similarity": "sigmod"}
+    wrong = Experiment("wrong", "8", "a misspelt similarity", changes)
     monkeypatch.setitem(EXPERIMENTS, "wrong", wrong)
     grid._all.cache_clear()
     with refused("'wrong' is not available at preset 'minute': similarity must be one of"):

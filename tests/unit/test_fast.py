@@ -74,9 +74,8 @@ def assert_same_as_dense(
         "fast": quick(*inputs[:3], spec, **extras),
         "dense": attend(*inputs[:3], spec, **extras)[0],
     }
-    direction = torch.randn(out["dense"].shape, generator=torch.Generator().manual_seed(1)).to(
-        out["dense"]
-    )
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(out["dense"].shape, generator=generator).to(out["dense"])
     gradients = [torch.autograd.grad(x, leaves, direction, allow_unused=True) for x in out.values()]
     assert_close(out["fast"], out["dense"], rtol=atol, atol=atol)
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
@@ -114,9 +113,8 @@ def test_flex_attention_over_the_logarithm_equals_the_reference(operation, bias,
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
 def test_lower_precision_stays_near_the_reference(spec):
     inputs, extras = draw(spec, 33, dtype=torch.float32)
-    assert_same_as_dense(
-        spec, inputs, extras, 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5
-    )
+    atol = 2e-4 if spec.p > 1 or spec.similarity == "linear" else 5e-5
+    assert_same_as_dense(spec, inputs, extras, atol)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         half = [x.bfloat16() for x in inputs[:3]]
         given = {k: x.bfloat16() if isinstance(x, Tensor) else x for k, x in extras.items()}
@@ -163,9 +161,8 @@ def test_neighbouring_distances_differ_in_bfloat16():
         # the last query sees the difference of its two farthest keys
         v[:, :, :2, 0] = torch.tensor([1.0, -1.0])
         g = torch.arange(length).float()[None]
-        share = torch.exp(torch.tensor([0.0, -1.0])) / torch.exp(-spec.p * g[0]).sum() ** (
-            1 / spec.p
-        )
+        total = torch.exp(-spec.p * g[0]).sum() ** (1 / spec.p)
+        share = torch.exp(torch.tensor([0.0, -1.0])) / total
         with torch.autocast("cpu", torch.bfloat16):
             out = (
                 fast.attention_output(q, q, v, spec, distance_bias=g),
@@ -272,9 +269,8 @@ def test_which_form_serves_where(form, fields, device, dtype, length, term, monk
             flash, "trusted", lambda *of, right=right: compared.append(of[:2]) or right
         )
         monkeypatch.setattr(flash, "HAS_TRITON", triton)
-        chosen = fast.choose_form(
-            AttentionSpec(**fields), torch.device(device), dtype, length, 64, term
-        )
+        spec, where = AttentionSpec(**fields), torch.device(device)
+        chosen = fast.choose_form(spec, where, dtype, length, 64, term)
         assert chosen == expected
     # Only where it fits, and where Triton compiles it.
     assert compared == ([("flex", "causal")] * 2 if form == "flex" else [])

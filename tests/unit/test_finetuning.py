@@ -174,12 +174,8 @@ def test_unknown_or_absent_conversations_say_so(monkeypatch, tmp_path):
 
 def test_rows_that_are_no_chats_are_shown(tmp_path):
     path = tmp_path / "odd.jsonl"
-    for messages in (
-        "hello",
-        [],
-        [{"role": "robot", "content": "x"}],
-        [{"role": "user", "content": None}],
-    ):
+    odd = [{"role": "robot", "content": "x"}], [{"role": "user", "content": None}]
+    for messages in ("hello", [], *odd):
         path.write_text(json.dumps({"messages": messages}) + "\n")
         refuses(r"expected \"messages\".*got .*messages", list, conversations(f"path:{path}"))
 

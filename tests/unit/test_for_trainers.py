@@ -56,9 +56,8 @@ def test_the_callback_logs_the_sink_and_leaves_the_training_as_it_was(tmp_path):
     watched, same = trained(tmp_path, su.SinkCallback(IDS, every=3))
     measured = [row for row in watched if "sink/sink_1" in row]
     assert [row["step"] for row in measured] == [0, 3, 4]  # at both ends, too
-    assert {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"} <= set(
-        measured[0]
-    )
+    names = {"sink/block_1", "sink/later_blocks", "sink/element", "sink/value_ratio"}
+    assert names <= set(measured[0])
     losses = [[row["loss"] for row in log if "loss" in row] for log in (plain, watched)]
     assert losses[0] == losses[1]
     assert all(torch.equal(weights[name], same[name]) for name in weights)
@@ -93,9 +92,8 @@ def test_reports_that_are_not_of_the_same_texts_are_not_compared():
     refuses("12 tokens and", su.compare, report, su.measure(model, IDS[:, :10]))
     with pytest.warns(UserWarning, match="different token ids: nothing is paired"):
         table = su.compare(report, su.measure(model, IDS.flip(1)), by="model")
-    before, after = (
-        su.measure(model, ids).alpha.double().mean(dim=(1, 2, 3)) for ids in (IDS, IDS.flip(1))
-    )
+    alphas = [su.measure(model, ids).alpha.double() for ids in (IDS, IDS.flip(1))]
+    before, after = (alpha.mean(dim=(1, 2, 3)) for alpha in alphas)
     low, high = stats.ttest_ind(after, before, equal_var=False).confidence_interval()
     assert (table.low.item(), table.high.item()) == pytest.approx((low, high))
     refuses("first must be of type Report, got LlamaForCausalLM", su.compare, model, model)

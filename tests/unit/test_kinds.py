@@ -163,9 +163,8 @@ def test_attention_made_bidirectional_is_refused_unless_eager_ignores_the_flag(l
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["one token first", "one token last"])
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
 def test_a_bidirectional_configuration_is_refused_whichever_row_stands_first(family, order):
-    flag = (
-        {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
-    )
+    name = "use_bidirectional_attention" if family == "gemma3_text" else "is_causal"
+    flag = {name: family == "gemma3_text"}
     model, ids = build(family, **flag), tokens()
     mask = torch.ones_like(ids)
     mask[0, 1:] = 0
@@ -175,9 +174,8 @@ def test_a_bidirectional_configuration_is_refused_whichever_row_stands_first(fam
 def test_an_edited_function_that_the_model_does_not_use_is_refused(monkeypatch):
     model, ids = build("llama"), tokens()
     model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(
-        sys.modules[LlamaAttention.__module__], "eager_attention_forward", Registered()
-    )
+    module = sys.modules[LlamaAttention.__module__]
+    monkeypatch.setattr(module, "eager_attention_forward", Registered())
     refuses("computes something else by its attention 'sdpa'", measure, model, ids)
 
 
@@ -196,12 +194,10 @@ def test_a_scale_of_activations_per_text_is_no_reason_to_refuse(family):
 
 def test_a_hook_sees_the_check_which_can_be_turned_off():
     model, ids, seen = build("llama"), tokens(), []
-    model.model.layers[0].register_forward_hook(
-        lambda _, args, __: seen.append(tuple(args[0].shape[:2]))
-    )
+    model.model.layers[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
     measure(model, ids)
     measure(model, ids, check=False)
-    assert seen == [(1, 16), (3, T), (3, T)]
+    assert [tuple(shape[:2]) for shape in seen] == [(1, 16), (3, T), (3, T)]
 
 
 def test_a_prefix_model_says_that_it_is_measured_as_a_causal_one():
@@ -320,9 +316,8 @@ def test_a_model_that_fsdp_shards_is_measured_before_its_first_pass(tmp_path):
 
     model, ids = build("llama"), tokens()
     right = measure(model, ids).alpha
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         mesh = distributed.init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
@@ -471,24 +466,19 @@ def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
     model, ids = build("qwen4_exp"), tokens(3, 9)
     seen: list = []
     block = model.model.layers[0]
-    block.register_forward_hook(
-        lambda _, __, out: seen.append(out if isinstance(out, Tensor) else out[0])
-    )
+    block.register_forward_hook(lambda _, __, out: seen.append(out))
     report = measure(model, ids)
+    out = seen[-1] if isinstance(seen[-1], Tensor) else seen[-1][0]
     width = model.config.get_text_config().hidden_size
-    streams = seen[-1].unflatten(-1, (-1, width))  # (B, T, S, d)
+    streams = out.unflatten(-1, (-1, width))  # (B, T, S, d)
     assert streams.shape[2] > 1 and report.first_elements.shape[1] == width
     assert_close(report.hidden_norms[0], streams.norm(dim=-1).mean(dim=(0, 2)))
     refuses("residual streams", surgery.set_back, model, ids, 0, 2)
 
 
 def test_block_sparse_attention_is_refused_before_the_model_changes_itself():
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape["intermediate_size"] = 64
     config = tf.BigBirdConfig(
         vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4
     )

@@ -41,9 +41,8 @@ def test_without_a_prior_a_level_is_that_of_a_t_test():
     values = [0.21, 0.25, 0.17, 0.2]
     found = made({"elu": values}).estimate(["elu"], "excess")
     known = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (found.mean, found.low, found.high) == pytest.approx(
-        (np.mean(values), known.low, known.high)
-    )
+    expected = (np.mean(values), known.low, known.high)
+    assert (found.mean, found.low, found.high) == pytest.approx(expected)
     assert found.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert found.reach(0.95) == pytest.approx(
         np.ptp(stats.ttest_1samp(values, 0).confidence_interval(0.9)) / 2
@@ -69,9 +68,8 @@ def test_the_prior_is_smyths_moment_estimate():
     d0, s0_squared, most = fit_prior(samples(np.exp([0.0, 1, 2, 3, 4]), 5))
     assert special.polygamma(1, d0 / 2) == pytest.approx(2.5 - (math.pi**2 / 6 - 1))
     centre = 2 - (1 - np.euler_gamma) + math.log(2)
-    assert math.log(s0_squared) == pytest.approx(
-        centre + special.digamma(d0 / 2) - math.log(d0 / 2)
-    )
+    expected = centre + special.digamma(d0 / 2) - math.log(d0 / 2)
+    assert math.log(s0_squared) == pytest.approx(expected)
     assert most == 20
 
 
@@ -104,9 +102,8 @@ def test_a_difference_is_paired_and_has_the_variance_of_both_settings():
 
 
 def test_results_that_differ_share_no_prior():
-    ours = made(
-        {name: [0.1, 0.2, 0.15] for name in ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu")}
-    )
+    names = ("k_bias", "v_bias", "kv_bias", "sigmoid", "elu")
+    ours = made({name: [0.1, 0.2, 0.15] for name in names})
     before = ours.estimate(["k_bias"], "excess")
     quiet = {name: {seed: {"excess": 0.1} for seed in range(3)} for name in ours.runs}
     other = replace(ours, runs=quiet)
@@ -116,9 +113,8 @@ def test_results_that_differ_share_no_prior():
 
 def test_a_bar_that_is_a_share_of_the_bases_mean_has_the_bases_error():
     base, elu = [0.2, 0.3, 0.4, 0.1, 0.5, 0.3], [0.05, 0.06, 0.07]
-    found = made({"fixed_1": base, "elu": elu}).estimate(
-        ["elu"], "excess", Bar(0.2, ("fixed_1", "excess"))
-    )
+    bar = Bar(0.2, ("fixed_1", "excess"))
+    found = made({"fixed_1": base, "elu": elu}).estimate(["elu"], "excess", bar)
     # mean 0.06 - 0.2 * 0.3; variances 0.0001 / 3 and 0.2^2 * 0.02 / 6, with 2 and 5 degrees of freedom
     a, b = 0.0001 / 3, 0.04 * 0.02 / 6
     assert (found.mean, found.error) == pytest.approx((0.0, math.sqrt(a + b)))
@@ -132,9 +128,8 @@ def test_a_margin_around_the_base_knows_that_it_is_the_same_base():
     )
     # (0.3 - 0.3) + 0.6 * 0.3; each of the base's seeds 0 to 2 weighs -1/3 + 0.1, seeds 3 to 5 weigh 0.1
     squares = 3 * (0.1 - 1 / 3) ** 2 + 3 * 0.1**2
-    assert (found.mean, found.error) == pytest.approx(
-        (0.18, math.sqrt(0.0075 / 3 + 0.02 * squares))
-    )
+    error = math.sqrt(0.0075 / 3 + 0.02 * squares)
+    assert (found.mean, found.error) == pytest.approx((0.18, error))
 
 
 def test_fresh_seeds_are_compared_with_the_spread_of_all():
@@ -180,9 +175,8 @@ def around(centre, spread=0.001):
     ("present", SINK, "open"), ("absent", SINK, "open"),
 ])  # fmt: skip
 def test_a_sink_is_there_where_its_interval_lies_above_its_share_of_the_bases(kind, value, state):
-    assert (
-        judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": around(value)})).state == state
-    )
+    outcome = judge(Check(kind, ("sigmoid",), "excess"), made({"sigmoid": around(value)}))
+    assert outcome.state == state
 
 
 @pytest.mark.parametrize("kind, quantity, value, state", [
@@ -201,9 +195,8 @@ def test_a_comparison_is_held_against_its_margin(kind, quantity, value, state):
 
 
 def test_no_effect_says_the_largest_effect_that_would_still_pass():
-    outcome = judge(
-        Check("same", ("sigmoid", "base"), "excess"), made({"sigmoid": [0.29, 0.31, 0.3]})
-    )
+    ours = made({"sigmoid": [0.29, 0.31, 0.3]})
+    outcome = judge(Check("same", ("sigmoid", "base"), "excess"), ours)
     assert outcome.bar == pytest.approx(0.3 * rules.MARGIN)
     reaches = []
     # x - share * b; variances 0.01^2 and the base's 0.002^2
@@ -282,18 +275,12 @@ def test_sink_and_element_go_together_or_apart(element, state):
 
 
 def test_directional_checks_are_corrected_for_their_number():
-    ours = made(
-        {"k_bias": [0.31, 0.33, 0.32], "v_bias": [0.4, 0.41, 0.42], "elu": [0.29, 0.32, 0.3]}
-    )
-    tests = [ours.estimate([name, "base"], "excess") for name in ("k_bias", "v_bias", "elu")]
+    rows = {"k_bias": [0.31, 0.33, 0.32], "v_bias": [0.4, 0.41, 0.42], "elu": [0.29, 0.32, 0.3]}
+    ours = made(rows)
+    tests = [ours.estimate([name, "base"], "excess") for name in rows]
     first, second, third = sorted(test.p for test in tests)
-    by_hand = sorted(
-        [
-            min(1, 3 * first),
-            min(1, max(3 * first, 2 * second)),
-            min(1, max(3 * first, 2 * second, third)),
-        ]
-    )
+    second = max(3 * first, 2 * second)
+    by_hand = [min(1, p) for p in (3 * first, second, max(second, third))]
     assert sorted(rules.holm(tests).values()) == pytest.approx(by_hand)
     assert rules.holm([*tests, *tests]) == rules.holm(tests)  # a check of two claims is one test
 
@@ -385,12 +372,7 @@ def test_a_run_is_read_by_block():
     alpha = np.full((10, 3, 2), 0.1)  # targets, blocks, heads
     alpha[0] = [[0.9, 0.7], [0.4, 0.2], [0.2, 0.4]]
     norms = [[6.0, 2.0, 2.0, 2.0], [8.0, 2.0, 2.0, 2.0], [99.0, 1.0, 1.0, 1.0]]
-    report = {
-        "T": 64,
-        "targets": list(range(1, 11)),
-        "alpha": alpha.tolist(),
-        "hidden_norms": norms,
-    }
+    report = {"T": 64, "targets": [*range(1, 11)], "alpha": alpha.tolist(), "hidden_norms": norms}
     report |= {
         "hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]],
         "key_norms": norms,
@@ -510,10 +492,8 @@ def test_the_ledger_on_the_records():
     assert ledger.loc["random_first", "verdict"] == "not visible"
     assert ledger.loc["jamba", "verdict"] == "not run"
     assert ledger.loc["weight_decay", "verdict"] == "inconclusive"
-    assert (
-        ledger.loc["weight_decay", "reason"]
-        == "dead block in weight_decay_1, seed 0, 1, 2, 3, 4, 5"
-    )
+    dead = "dead block in weight_decay_1, seed 0, 1, 2, 3, 4, 5"
+    assert ledger.loc["weight_decay", "reason"] == dead
     assert set(su.claims("minute")["id"]) == set(ledger.index)
     checks = su.claim_checks("laptop")
     assert {"holds", "fails", "open"} <= set(checks["state"])

@@ -122,9 +122,8 @@ def broken(way: str, folder: Path) -> None:
         torch.save({"lm_head.weight": Malicious(folder / "mark")}, folder / "pytorch_model.bin")
     if way in ("no pickle", "empty"):
         weights.unlink()
-        (folder / "pytorch_model.bin").write_text(
-            "" if way == "empty" else "<html>not found</html>"
-        )
+        page = "" if way == "empty" else "<html>not found</html>"
+        (folder / "pytorch_model.bin").write_text(page)
     if way == "git-lfs":
         weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     if way == "no config":
@@ -159,9 +158,8 @@ def test_a_path_beside_the_folder_of_a_model_says_which_is_meant(tmp_path):
 def test_a_layer_that_predicts_further_tokens_is_unused_and_warned_of(tmp_path):
     saved(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    more = {
-        k.replace("layers.1", "layers.2"): v.clone() for k, v in weights.items() if "layers.1" in k
-    }
+    last = {k: v.clone() for k, v in weights.items() if "layers.1" in k}
+    more = {k.replace("layers.1", "layers.2"): v for k, v in last.items()}
     save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
     refuses("with 9 unused", load_lm, tmp_path, kind=ModelUnavailable)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -199,11 +197,8 @@ def test_what_the_hub_says_is_one_line_and_remote_code_runs_only_if_asked_for(mo
             match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to",
         ):
             load_lm("owner/model", **options)
-    assert [call.kwargs["trust_remote_code"] for call in refuse.call_args_list] == [
-        False,
-        True,
-        False,
-    ]
+    trusted = [call.kwargs["trust_remote_code"] for call in refuse.call_args_list]
+    assert trusted == [False, True, False]
 
 
 RENAMED = {
@@ -230,9 +225,8 @@ RENAMED = {
 def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way, tmp_path, capsys):
     saved(tmp_path)
     rename, says = RENAMED[way]
-    weights = {
-        rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()
-    }
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {rename(name): value for name, value in weights.items()}
     weights.pop(None, None)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with refused(f"weights of .* are not those of its config.json: .*{says}", ModelUnavailable):
@@ -244,9 +238,8 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused_by_name(way
 def test_a_layer_too_many_in_the_file_is_refused_and_an_unused_head_warned_of(tmp_path):
     saved(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 1, "layer_types": None})
-    )
+    config |= {"num_hidden_layers": 1, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     refuses(r"with 9 unused \['model\.layers\.1", load_lm, tmp_path, kind=ModelUnavailable)
     saved(tmp_path)
     weights = load_file(tmp_path / "model.safetensors") | {"score.weight": torch.ones(2, 32)}
@@ -262,10 +255,8 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
     special = {model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id}
     assert 0 <= ids.min() and ids.max() < 96 and not special & set(ids.flatten().tolist())
     torch.testing.assert_close(measure(loaded, ids[:3]).alpha, measure(model, ids[:3]).alpha)
-    assert (
-        cli.main(["measure", str(tmp_path), "--probe", "random", "repeat", "-n", "2", "-T", "8"])
-        == 0
-    )
+    command = ["measure", str(tmp_path), *"--probe random repeat -n 2 -T 8".split()]
+    assert cli.main(command) == 0
     with pytest.raises(ValueError, match="no tokenizer files, so only random and repeated ids"):
         probe("natural", tokenizer, 1, 4, texts=["some words", "and others"])
 
@@ -274,9 +265,8 @@ def test_a_folder_without_a_tokenizer_is_enough_for_random_ids(tmp_path, capsys)
 def test_a_model_trained_with_a_bos_is_shown_with_and_without_it_unasked(adds, tmp_path, capsys):
     raw = word_tokenizer(90)
     if adds:
-        raw.post_processor = processors.TemplateProcessing(
-            "<bos> $A", special_tokens=[("<bos>", 1)]
-        )
+        with_bos = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 1)])
+        raw.post_processor = with_bos
     build("llama").save_pretrained(tmp_path)
     tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>").save_pretrained(tmp_path)
     command = ["measure", str(tmp_path), "--probe", "random", "-n", "3", "-T", "16"]

@@ -176,15 +176,12 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
         for norm in (layer.query_norm, layer.key_norm):
             norm.weight.copy_(torch.linspace(0.5, 2, 8))
     x, tables = torch.randn(1, 6, 16), {name: table[:6] for name, table in model.tables.items()}
-    layer(
-        x, tables, observer=SimpleNamespace(attention=lambda layer, q, k, *_: seen.extend((q, k)))
-    )
-    for part, got in zip(
-        layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4), seen, strict=False
-    ):
-        normed = (
-            part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.query_norm.weight
-        )
+    observer = SimpleNamespace(attention=lambda layer, q, k, *_: seen.extend((q, k)))
+    layer(x, tables, observer=observer)
+    parts = layer.qkv(x).view(1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    for part, got in zip(parts, seen, strict=False):
+        rms = (part.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        normed = part / rms * layer.query_norm.weight
         assert_close(got, rotate(normed, *tables.values()))
 
 
@@ -253,16 +250,14 @@ def test_a_shared_bias_is_one_for_all_heads_of_a_block(bias):
 def test_positions_turn_and_are_embedded_at_the_papers_frequencies():
     cos, sin = rotary_tables(40, 8)
     turned = 7 / 10_000 ** (2 * 3 / 8)  # position 7 from 0, pair 3 from 0
-    assert (float(cos[7, 3]), float(sin[7, 3])) == pytest.approx(
-        (math.cos(turned), math.sin(turned))
-    )
+    expected = pytest.approx((math.cos(turned), math.sin(turned)))
+    assert (float(cos[7, 3]), float(sin[7, 3])) == expected
     turn = rotate(torch.eye(8)[3], cos[7], sin[7])  # pairs are (i, i + 4)
     assert (float(turn[3]), float(turn[7])) == pytest.approx((math.cos(turned), math.sin(turned)))
     assert absolute_embedding(9, 6).shape == (9, 6)
     angle = 5 / 10_000 ** (2 / 6)  # of p_5, the first position being p_1
-    assert absolute_embedding(9, 6)[4, 2:4].tolist() == pytest.approx(
-        [math.sin(angle), math.cos(angle)]
-    )
+    expected = pytest.approx([math.sin(angle), math.cos(angle)])
+    assert absolute_embedding(9, 6)[4, 2:4].tolist() == expected
 
 
 def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
@@ -320,11 +315,8 @@ def test_v_scale_shrinks_small_values_and_changes_no_attention():
         block.double().value_scale[0] = 0.7
     v = block.qkv(x).chunk(3, dim=-1)[2].detach().view(1, 5, 2, 8).transpose(1, 2)
     seen: list[Tensor] = []
-    block(
-        x,
-        {},
-        observer=SimpleNamespace(attention=lambda layer, q, k, v, spec, extras: seen.append(v)),
-    )
+    observer = SimpleNamespace(attention=lambda layer, q, k, v, *_: seen.append(v))
+    block(x, {}, observer=observer)
     r = v.square().sum(-1, keepdim=True)
     c = 0.4 * 8 * torch.tensor([math.exp(0.7), 1.0]).view(2, 1, 1)
     assert_close(seen[0], v * r / (r + c))

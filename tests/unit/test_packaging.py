@@ -27,10 +27,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def requirements():
     """Every requirement of pyproject.toml, by the name of its extra; "" is the core."""
-    by_extra = {
-        "": PROJECT["project"]["dependencies"],
-        **PROJECT["project"]["optional-dependencies"],
-    }
+    project = PROJECT["project"]
+    by_extra = {"": project["dependencies"], **project["optional-dependencies"]}
     return {extra: [Requirement(line) for line in lines] for extra, lines in by_extra.items()}
 
 
@@ -107,9 +105,8 @@ def test_importing_the_package_loads_few_modules():
         "late = {'transformers', 'datasets', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)\n"
         "assert not late and not any('training' in m or 'plots' in m for m in own()), (late, own())\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_what_contributing_says_to_paste_is_an_experiment():

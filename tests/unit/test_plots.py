@@ -128,15 +128,10 @@ def test_a_map_hides_what_a_query_cannot_see_and_frames_the_sink():
 
 
 def test_tokens_are_shown_as_they_are_written():
-    tokenizer = SimpleNamespace(
-        decode=lambda ids, **options: ["\n\n", " the", " ", "incredibly"][ids[0]]
-    )
-    assert [plots.token_label(token, tokenizer) for token in range(4)] == [
-        "↵↵",
-        "the",
-        "␣",
-        "incredi…",
-    ]
+    words = ["\n\n", " the", " ", "incredibly"]
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: words[ids[0]])
+    labels = [plots.token_label(token, tokenizer) for token in range(4)]
+    assert labels == ["↵↵", "the", "␣", "incredi…"]
     assert plots.token_label(7) == "7"
 
 
@@ -160,14 +155,12 @@ def test_the_explorer_carries_the_maps_that_measure_gives_of_a_length_that_is_on
     data, T = su.explore(model, ids, "a model").data, 32
     assert data["T"] == T
     assert data["tokens"] == [[str(token) for token in row[:T].tolist()] for row in ids]
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(data["packed"])), np.uint8).reshape(
-        3, 6, -1
-    )
+    blob = zlib.decompress(base64.b64decode(data["packed"]))
+    packed = np.frombuffer(blob, np.uint8).reshape(3, 6, -1)
     report = measure(model, ids[:, :T], heads=[(1, 2)])
     expected = np.sqrt(report.kept[1, 2].map.numpy())[:, *np.tril_indices(T)]
-    np.testing.assert_allclose(
-        packed[:, 5] / (len(PALETTE) - 1), expected, atol=0.51 / (len(PALETTE) - 1)
-    )
+    last = len(PALETTE) - 1
+    np.testing.assert_allclose(packed[:, 5] / last, expected, atol=0.51 / last)
     np.testing.assert_allclose(data["alpha"], report.alpha[:, 0].flatten(1), atol=1e-3)
     assert data["head"] == int(report.alpha[0, 0].argmax())
     assert (data["H"], data["blocks"]) == (3, [1, 2])
@@ -239,9 +232,8 @@ def test_a_page_about_a_model_holds_its_measured_numbers_and_nothing_from_outsid
     ids = su.probe("random", corpus.tokenizer, 4, 16)
     assert numbers["reports"]["random"]["alpha"] == measure(small, ids).to_dict()["alpha"]
     small.blocks[0].attention.qkv.weight.data[0, 0] += 1
-    other = numbers_of(su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16))[
-        "facts"
-    ]
+    page = su.report_model(small, corpus.tokenizer, "another", texts, n=4, length=16)
+    other = numbers_of(page)["facts"]
     assert {name for name, value in other.items() if value != numbers["facts"][name]} == {"weights"}
 
 
@@ -285,17 +277,15 @@ def test_a_page_of_a_model_without_a_tokenizer_is_of_random_ids():
 
 
 def test_one_long_text_is_windows_of_a_page():
-    html = su.report_model(
-        own_model(), word_tokenizer(57), "ours", ["w1 w2 w3 w4 " * 40], n=100, length=16
-    )
+    texts = ["w1 w2 w3 w4 " * 40]
+    html = su.report_model(own_model(), word_tokenizer(57), "ours", texts, n=100, length=16)
     assert numbers_of(html)["reports"]["natural"]["samples"] == 10
 
 
 def test_a_token_that_opens_a_comment_swallows_nothing(ids):
     tokens = word_tokenizer(58, ("<!--", "<script>"))
-    html = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)._repr_mimebundle_()[0][
-        "text/html"
-    ]
+    picture = su.explore(own_model(), ids[:, :20] % 3, tokenizer=tokens)
+    html = picture._repr_mimebundle_()[0]["text/html"]
     script = html.partition("<script>")[2]
     assert "<!--" not in script and "<script>" not in script and "\\u003c!--" in script
 

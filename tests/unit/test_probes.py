@@ -111,9 +111,8 @@ def fast(tmp_path):
 def unigram(tmp_path):
     """Holds </s> as a piece of its own, which no option of the library keeps from being found."""
     pieces = ["<unk>", "</s>", "▁", "▁hello", "<", "/", "s", ">", "worldly"]
-    raw = Tokenizer(
-        models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0)
-    )
+    words = [(piece, -float(i)) for i, piece in enumerate(pieces)]
+    raw = Tokenizer(models.Unigram(words, unk_id=0))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     raw.add_special_tokens(["</s>"])
     return raw
@@ -124,9 +123,8 @@ def put_around(tmp_path):
     words = {word: i for i, word in enumerate(["[UNK]", "[CLS]", "hello", "worldly"])}
     raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    raw.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
-    )
+    template = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    raw.post_processor = template
     return raw
 
 
@@ -184,9 +182,8 @@ def test_what_cuts_and_pads_a_text_does_not_do_so_to_a_probe(tmp_path):
 @pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])
 def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     tokenizer = word_tokenizer(1, ("</s>", bos, "<pad>"))
-    assert (
-        probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]
-    ).all()
+    bos = special_ids(tokenizer, None)["bos_id"]
+    assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == bos).all()
     assert bos_id(tokenizer) == 1
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
 

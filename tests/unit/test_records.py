@@ -135,9 +135,8 @@ def test_a_death_while_writing_leaves_a_record_or_none_and_the_next_run_takes_it
             assert {path.name for path in run.folder.parent.iterdir()} <= {"0"}
         renames = 2 if before else 1
         assert ended and taken == [before] * 4 + [new] * 3
-        assert left == [before] * 5 + [None if before else new] * (renames - 1) + [new] * (
-            3 - renames
-        )
+        middle = [None if before else new] * (renames - 1)
+        assert left == [before] * 5 + middle + [new] * (3 - renames)
 
 
 def test_a_run_is_held_by_one_process_and_its_checkpoint_goes_with_its_record(tiny, tmp_path):
@@ -202,9 +201,8 @@ def test_a_damaged_record_with_weights_is_kept_beside_its_successor(folder, tiny
     weights = (folder / "model.safetensors").read_bytes()
     for name in ("0.damaged", "0.damaged-2"):
         (folder / "provenance.json").write_text("{}")
-        with pytest.warns(
-            UserWarning, match=rf"provenance\.json is .*; it is kept as test/tiny/{name}"
-        ):
+        says = rf"provenance\.json is .*; it is kept as test/tiny/{name}"
+        with pytest.warns(UserWarning, match=says):
             write_record(folder, tiny, DONE, {}, {"w": torch.ones(3)})
         assert (folder.with_name(name) / "model.safetensors").read_bytes() == weights
     assert Runs(tmp_path).of(tiny).record().metrics == DONE
@@ -240,26 +238,22 @@ def test_git_for_windows_leaves_every_byte_as_it_is(tmp_path):
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "core.autocrlf=true"]
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
         subprocess.run([*git, *command], cwd=source, check=True)
-    subprocess.run(
-        [*git, "clone", "--quiet", "-c", "core.autocrlf=true", source, clone], check=True
-    )
-    assert [
-        name for name in names if (clone / name).read_bytes() != (paths.ROOT / name).read_bytes()
-    ] == []
+    cloning = ["clone", "--quiet", "-c", "core.autocrlf=true", source, clone]
+    subprocess.run([*git, *cloning], check=True)
+    for name in names:
+        assert (clone / name).read_bytes() == (paths.ROOT / name).read_bytes(), name
 
 
 def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny, corpus, tmp_path):
     runs, own = tmp_path, corpus.identity
-    other, same_name = (
-        {"name": name, "sha256": "0" * 64} for name in ("path:novels", "docstrings")
-    )
+    other = {"name": "path:novels", "sha256": "0" * 64}
+    same_name = {"name": "docstrings", "sha256": "0" * 64}
     assert Runs(runs).of(tiny).record() == Runs(runs).of(tiny, own).record() is not None
     assert Runs(runs).of(tiny, other).record() is None
     assert Runs(runs).of(tiny, same_name).record() is None
     assert Runs(runs).of(tiny).folder == Runs(runs).of(tiny, own).folder == folder
-    assert Runs(runs).of(tiny, other).folder == record_folder(
-        "test@path-novels-00000000", "tiny", 0, runs
-    )
+    apart = record_folder("test@path-novels-00000000", "tiny", 0, runs)
+    assert Runs(runs).of(tiny, other).folder == apart
     assert Runs(runs).of(tiny, same_name).folder == record_folder(
         "test@docstrings-00000000", "tiny", 0, runs
     )
@@ -272,9 +266,8 @@ def test_numbers_are_kept_to_five_digits_and_a_record_holds_nothing_else(tiny, t
     metrics = DONE | {
         "final": END | {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}
     }
-    final = write_record(record_folder("test", "tiny", 0, tmp_path), tiny, metrics, {}).metrics[
-        "final"
-    ]
+    target = record_folder("test", "tiny", 0, tmp_path)
+    final = write_record(target, tiny, metrics, {}).metrics["final"]
     assert (final["valid_loss"], final["by_block"], final["step"]) == (
         0.33333,
         [[0.66667, 12346000.0]],
@@ -309,12 +302,11 @@ def tamper(folder, **parts) -> None:
         else:
             path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
     names = [path.name for path in folder.iterdir() if path.name != "SHA256SUMS"]
-    sums = "".join(
-        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names
-    )
-    (folder / "SHA256SUMS").write_text(
-        f"{sums}{hashlib.sha256(sums.encode()).hexdigest()}  SHA256SUMS\n"
-    )
+    sums = ""
+    for name in names:
+        sums += f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+    own = hashlib.sha256(sums.encode()).hexdigest()
+    (folder / "SHA256SUMS").write_text(f"{sums}{own}  SHA256SUMS\n")
 
 
 def changed(values, path: str, value):
@@ -532,16 +524,14 @@ def study(tmp_path_factory):
     for name in FEW:
         (root / "laptop" / name).mkdir(parents=True)
         for seed in (0, 1):
-            (root / "laptop" / name / str(seed)).symlink_to(
-                paths.RUNS / "laptop" / name / str(seed)
-            )
+            source = paths.RUNS / "laptop" / name / str(seed)
+            (root / "laptop" / name / str(seed)).symlink_to(source)
     return root
 
 
 def report_of(name: str, seed: int) -> dict:
-    return json.loads((paths.RUNS / "laptop" / name / str(seed) / "metrics.json").read_text())[
-        "final"
-    ]
+    path = paths.RUNS / "laptop" / name / str(seed) / "metrics.json"
+    return json.loads(path.read_text())["final"]
 
 
 def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(study):
@@ -561,9 +551,8 @@ def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(stud
     by_block = su.blocks("laptop", study).groupby(["experiment", "seed"])
     # also under a window, and where there is a key of its own
     for name in ("excess_1", "excess_star"):
-        assert by_block[name].mean().tolist() == pytest.approx(
-            table[name].tolist(), abs=1e-5, nan_ok=True
-        )
+        expected = pytest.approx(table[name].tolist(), abs=1e-5, nan_ok=True)
+        assert by_block[name].mean().tolist() == expected
 
 
 def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):

@@ -23,10 +23,8 @@ SCRATCH = (
 
 
 def cells_of(name):
-    return {
-        cell.id: cell.source
-        for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-    }
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    return {cell.id: cell.source for cell in notebook.cells}
 
 
 @pytest.fixture

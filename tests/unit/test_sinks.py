@@ -114,9 +114,8 @@ def report_of(alpha: list) -> Report:
 def test_sink_thresholds_each_sequence_strictly_and_then_averages():
     # The mean of alpha over sequences is 0.31 in the first head and 0.25 in the second: 50 % would come out
     # if the mean were thresholded.
-    assert report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]]).sink(1, 0.3) == pytest.approx(
-        50.0
-    )
+    three = report_of([[[0.6, 0.5]], [[0.01, 0.0]], [[0.32, 0.25]]])
+    assert three.sink(1, 0.3) == pytest.approx(50.0)
     assert report_of([[[0.9]], [[0.1]], [[0.1]]]).sink(1, 0.3) == pytest.approx(100 / 3)
     assert report_of([[[0.25]]]).sink(1, 0.25) == 0
 
@@ -155,9 +154,8 @@ def test_excess_is_by_definition_the_mean_of_each_sequences_own_above_its_unifor
         each = []
         for row, length in enumerate((T, 9, T)):
             u = sum(1 / i for i in range(k, length + 1)) / (length - k + 1)
-            each += [
-                (float(a) - u) / (1 - u) for a in report.alpha[row, TARGETS.index(k)].flatten()
-            ]
+            alphas = report.alpha[row, TARGETS.index(k)].flatten().tolist()
+            each += [(a - u) / (1 - u) for a in alphas]
         assert report.excess(k) == pytest.approx(sum(each) / len(each), abs=1e-6)
     assert report_of([[[1.0]]]).excess() == 1
     assert report_of([[[uniform_alpha(64)]]]).excess() == pytest.approx(0, abs=1e-7)
@@ -182,18 +180,16 @@ def test_uniform_attention_has_no_excess_and_is_seen_as_such_through_a_window(na
 def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(name):
     mask = torch.ones(3, T, dtype=torch.long)
     mask[0, :3] = 0
-    live = measure(
-        build(name), tokens(), TARGETS, (0.3, 0.22), attention_mask=mask, name="tiny", bos=True
-    )
+    options = {"attention_mask": mask, "name": "tiny", "bos": True}
+    live = measure(build(name), tokens(), TARGETS, (0.3, 0.22), **options)
     summary = json.loads(json.dumps(live.to_dict(), allow_nan=False))
     for k in (*TARGETS, *(["star"] if live.star is not None else [])):
         sink = summary["sink_star"] if k == "star" else summary["sink"][str(k)]
         assert summary["excess"][str(k)] == pytest.approx(live.excess(k), abs=1e-5)
         for eps in (0.05, 0.2, 0.22, 0.3, 0.4):
             assert sink[str(eps)] == pytest.approx(live.sink(k, eps), abs=1e-5)
-        assert summary["interval"][str(k)]["0.22"] == pytest.approx(
-            live.interval(k, 0.22), abs=1e-5
-        )
+        ends = summary["interval"][str(k)]["0.22"]
+        assert ends == pytest.approx(live.interval(k, 0.22), abs=1e-5)
     for name, values in (
         ("alpha", live.alpha.mean(0)),
         ("alpha_star", live.star),
@@ -202,12 +198,8 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
         if values is not None:
             values = values.mean(0) if name == "alpha_star" else values
             assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
-    assert (summary["T"], summary["samples"], summary["lengths"], summary["bos"]) == (
-        T,
-        3,
-        [17, T, T],
-        True,
-    )
+    assert (summary["T"], summary["samples"], summary["bos"]) == (T, 3, True)
+    assert summary["lengths"] == [17, T, T]
     if live.windows:
         visible = torch.tensor(summary["visible_alpha"]["2"])
         assert_close(visible, live.visible_alpha(2).mean(dim=0), atol=1e-5, rtol=0)
@@ -245,11 +237,8 @@ def test_the_summary_of_a_report_has_its_numbers_by_their_names():
 
 
 def test_norm_ratios_compare_the_first_position_with_the_mean_of_the_others():
-    assert norm_ratio(torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])) == [
-        3.0,
-        1.0,
-        9.0,
-    ]
+    norms = torch.tensor([[6.0, 1.0, 3.0], [1.0, 1.0, 1.0], [9.0, 1.0, 1.0]])
+    assert norm_ratio(norms) == [3.0, 1.0, 9.0]
     assert norm_ratio([[1.0, 2.0]]) == [0.5]
     refuses("at least two positions", norm_ratio, [[1.0]])
 
@@ -262,9 +251,8 @@ def test_the_gradient_by_position_is_that_of_autograd_over_the_summed_texts():
     handle = model.blocks[1].attention.register_forward_hook(
         lambda module, args, out: read.append(args[0]) or args[0].retain_grad()
     )
-    torch.nn.functional.cross_entropy(
-        model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
-    ).backward()
+    logits = model(ids[:, :-1]).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
     handle.remove()
     expected = read[0].grad.sum(0)[1:].norm(dim=-1)  # without x*
     assert found[1] == pytest.approx(expected.tolist(), rel=1e-3)
@@ -294,9 +282,8 @@ def test_destinations_are_the_shares_of_the_dense_maps_by_kind_of_key():
 
 
 def test_line_breaks_are_the_tokens_of_white_space_with_one_in_it():
-    words = {
-        text: number for number, text in enumerate(("\n", "\n\n  ", "a\n", " ", "a", " \n", ""))
-    }
+    texts = ("\n", "\n\n  ", "a\n", " ", "a", " \n", "")
+    words = {text: number for number, text in enumerate(texts)}
     assert line_breaks(Tokenizer(WordLevel(words, unk_token="a"))).tolist() == [0, 1, 5]
 
 

@@ -56,9 +56,8 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
     stack.losses(batch).sum().backward()
     for number, (alone, stacked) in enumerate(zip(single, stack.runs, strict=True)):
         for index in (0, 1):  # loss, gradient norm
-            expected, got = (
-                torch.stack([step[index] for step in run.passed]) for run in (alone, stacked)
-            )
+            both = [torch.stack([step[index] for step in run.passed]) for run in (alone, stacked)]
+            expected, got = both
             assert_close(got, expected, rtol=1e-5, atol=1e-5)
         next_token_loss(alone.model, batch[number], alone.unscored).backward()
         for key, parameter in alone.model.named_parameters():
@@ -78,9 +77,8 @@ def test_the_gradient_of_each_model_is_clipped_by_its_own_norm():
     assert_close(norms, torch.tensor([0.01, 1e6]) * 17**0.5)
     for parameter, before in zip(stacked, small, strict=True):
         assert torch.equal(parameter.grad[0], before)
-    assert torch.cat(
-        [parameter.grad[1].flatten() for parameter in stacked]
-    ).norm() == pytest.approx(1.0)
+    clipped = torch.cat([parameter.grad[1].flatten() for parameter in stacked])
+    assert clipped.norm() == pytest.approx(1.0)
 
 
 def test_a_model_whose_gradient_is_huge_leaves_the_others_as_they_are(tiny, corpus):

@@ -60,9 +60,8 @@ def plain_losses(model, ids, **options):
 def test_untouched_is_what_measure_and_a_forward_pass_say(model, ids):
     found = untouched(model, ids)
     assert_close(found.losses, plain_losses(model, ids), atol=1e-4, rtol=1e-4)
-    assert_close(
-        found.report.alpha, measure(model, ids, targets=(1, 2)).alpha, atol=1e-5, rtol=1e-4
-    )
+    alpha = measure(model, ids, targets=(1, 2)).alpha
+    assert_close(found.report.alpha, alpha, atol=1e-5, rtol=1e-4)
 
 
 def test_a_transplant_from_texts_of_one_first_token_is_that_token_in_front(model, ids):
@@ -89,9 +88,8 @@ def test_k_star_and_v_star_are_means_and_v_star_is_zero_from_a_layer_up(model, i
     same = transplant(model, ids, ids, zero_values_from=3)
     assert_close(same.losses, transplant(model, ids, ids).losses)
     losses = [transplant(model, ids, ids, zero_values_from=layer).losses for layer in (0, 1, 2)]
-    assert all(
-        (x - y).abs().max() > 1e-4 for x, y in zip(losses, [*losses[1:], same.losses], strict=True)
-    )
+    for x, y in zip(losses, [*losses[1:], same.losses], strict=True):
+        assert (x - y).abs().max() > 1e-4
 
 
 def test_a_window_sees_what_its_depth_lets_it_see(model, ids):
@@ -231,9 +229,8 @@ def test_setting_back_a_model_of_ours_is_the_edit_that_it_says():
         h[:, 0, [1, 5]] = h[:, 1:, [1, 5]].mean(dim=1)
         return h
 
-    assert_close(
-        set_back(ours, ids, 0, (1, 5)).losses, edit(ours, ids, "block", mean_of_others, [0]).losses
-    )
+    edited = edit(ours, ids, "block", mean_of_others, [0])
+    assert_close(set_back(ours, ids, 0, (1, 5)).losses, edited.losses)
     assert (set_back(ours, ids, 0, (1, 5)).losses - untouched(ours, ids).losses).abs().max() > 1e-4
 
 
@@ -247,9 +244,8 @@ def test_an_edited_model_of_transformers_computes_what_hooks_make_of_it(model, i
 
     found = edit(model, ids, place, third_to_zero, [1])
     if place == "block":
-        blocks = next(
-            m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3
-        )
+        lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+        blocks = next(m for m in lists if len(m) == 3)
 
         def hook(_, __, out):
             if torch.is_tensor(out):
@@ -295,9 +291,8 @@ def test_a_key_hidden_late_is_seen_until_then(ids):
     assert_close(late.losses[:, :6], plain.losses[:, :6], atol=1e-5, rtol=1e-5)
     mask = torch.ones(LENGTH, LENGTH).tril().bool()
     mask[7:, 0] = False
-    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)[
-        None, None
-    ]
+    least = torch.finfo(torch.float32).min
+    additive = torch.zeros(LENGTH, LENGTH).masked_fill(~mask, least)[None, None]
     expected = plain_losses(model, ids, attention_mask=additive.expand(len(ids), -1, -1, -1))
     assert_close(late.losses, expected, atol=1e-4, rtol=1e-4)
     short = hide(model, ids, since=8, last=3)
@@ -350,9 +345,8 @@ class Words:
 def test_a_prompt_holds_its_needle_at_its_depth_and_is_as_long_as_its_filler():
     filler = [0] * 300
     for depth in recall.DEPTHS:
-        ids, question, answer = recall.prompt(
-            Subject("", None, Words()), filler, depth, random.Random(3)
-        )
+        subject = Subject("", None, Words())
+        ids, question, answer = recall.prompt(subject, filler, depth, random.Random(3))
         text = bytes(ids).decode()
         number = text[-answer:]
         name = re.search(r"The number that (\w+) keeps is$", text[:-answer])[1]

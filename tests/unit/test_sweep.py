@@ -114,20 +114,16 @@ def test_a_run_that_another_process_has_is_waited_for_and_trained_here_if_that_l
                 made_up(runs, "k_bias")
             held.close()
 
-    monkeypatch.setattr(
-        sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    )
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(sweep_module, "time", clock)
     ended = {
         outcome.experiment: (outcome.status, outcome.detail)
         for outcome in of_smoke("k_bias", "fixed_1")
     }
-    assert ended == {
-        "k_bias": ("done", "by another process" if recorded else ""),
-        "fixed_1": ("done", ""),
-    }
-    assert (
-        capsys.readouterr().err.count("k_bias seed 0: waiting for the process that trains it") == 1
-    )
+    assert ended["k_bias"] == ("done", "by another process" if recorded else "")
+    assert ended["fixed_1"] == ("done", "")
+    says = "k_bias seed 0: waiting for the process that trains it"
+    assert capsys.readouterr().err.count(says) == 1
     assert len(naps) >= 3 and other.record()
 
 
@@ -143,9 +139,8 @@ def test_a_fine_tuning_whose_start_another_process_trains_waits_for_it(quick, ru
         if len(naps) == 3:
             raise Waited
 
-    monkeypatch.setattr(
-        sweep_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    )
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(sweep_module, "time", clock)
     with start.lock(), pytest.raises(Waited):
         of_smoke("sft_softmax")
 
@@ -164,10 +159,8 @@ def test_another_text_has_records_of_its_own(quick, runs, tmp_path, text_folder,
 def result(folder):
     """The files of a record that training it again has to give again."""
     read_record(folder)
-    return [
-        (folder / name).read_bytes()
-        for name in ("config.json", "metrics.json", "alpha.safetensors")
-    ]
+    names = ("config.json", "metrics.json", "alpha.safetensors")
+    return [(folder / name).read_bytes() for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +171,8 @@ def undisturbed(text_folder, tmp_path_factory):
         patch.setenv("SINKUTILS_CACHE", str(folder / "cache"))
         runs = [config("k_bias", "smoke", seed) for seed in range(3)]
         with pytest.warns(UserWarning, match="in place of 'docstrings'"):
-            records = [
-                train(run, folder, corpus=f"path:{text_folder}", progress=False) for run in runs
-            ]
+            text = f"path:{text_folder}"
+            records = [train(run, folder, corpus=text, progress=False) for run in runs]
     return folder / "cache", [result(record.folder) for record in records]
 
 
@@ -226,9 +218,8 @@ def command(undisturbed, text_folder, runs, monkeypatch):
     def make(seeds):
         command = Command(seeds, text_folder, runs)
         monkeypatch.setenv("SINKUTILS_CACHE", str(undisturbed[0]))
-        monkeypatch.setattr(
-            sweep_module, "subprocess", SimpleNamespace(Popen=command.train, STDOUT=None)
-        )
+        processes = SimpleNamespace(Popen=command.train, STDOUT=None)
+        monkeypatch.setattr(sweep_module, "subprocess", processes)
         monkeypatch.setattr(Run, "advance", lambda run, forward: command.advance(run, forward))
         return command
 
@@ -276,14 +267,11 @@ def test_a_run_whose_log_had_no_room_says_that_the_disk_is_full(command, monkeyp
         (0, "the disk is full: free some space and run the same command again; "),
         (2**30, ""),
     ):
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free)
-        )
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, usage=usage: usage)
         assert sweep.status() == 1
-        assert (
-            f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log"
-            in capsys.readouterr().out
-        )
+        says = f"seed 0  crashed  exit status 1; {said}see smoke/k_bias-0.log"
+        assert says in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_trained_again_and_stops_no_other(command, undisturbed, capsys):
@@ -396,12 +384,8 @@ def test_a_worker_is_told_its_text_and_device(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep_module, "load_corpus", lambda *_, **__: text)
     of_smoke("k_bias", runs=tmp_path, corpus="packed:/a/text", device="cpu", checkpoint_seconds=5.0)
     given = parser().parse_args(["train", *asked[0]])
-    assert (given.experiment, given.preset, given.seed, given.runs) == (
-        "k_bias",
-        "smoke",
-        0,
-        tmp_path,
-    )
+    assert (given.experiment, given.preset) == ("k_bias", "smoke")
+    assert (given.seed, given.runs) == (0, tmp_path)
     assert (given.corpus, given.device, given.checkpoint_seconds) == ("packed:/a/text", "cpu", 5.0)
 
 
@@ -413,9 +397,8 @@ def test_clusters_are_asked_for_gpus(monkeypatch, tmp_path, gpu):
     ray.cluster_resources.return_value = {"CPU": 2.0, "GPU": 1.0}
     engine("slurm", 1, tmp_path, gpu)
     engine("ray", 1, tmp_path, gpu)(())
-    assert (
-        slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs["gpus_per_node"] == gpu
-    )
+    parameters = slurm.AutoExecutor.return_value.update_parameters.call_args.kwargs
+    assert parameters["gpus_per_node"] == gpu
     assert ray.remote.call_args.kwargs["num_gpus"] == gpu
     ray.cluster_resources.return_value = {"CPU": 2.0}
     if gpu:
@@ -444,12 +427,8 @@ def test_a_local_ray_trains_and_refuses_a_gpu_it_has_not(runs, tmp_path, text_fo
     load_corpus(f"path:{text_folder}", 512)
     try:
         refuses("the Ray cluster has none", engine, "ray", 2, tmp_path, gpu=True)
-        options = {
-            "corpus": f"path:{text_folder}",
-            "jobs": 2,
-            "engine_name": "ray",
-            "progress": False,
-        }
+        options = {"jobs": 2, "engine_name": "ray", "progress": False}
+        options["corpus"] = f"path:{text_folder}"
         outcomes = sweep("smoke", seeds=(0,), only=("fixed_1", "k_bias"), **options)
     finally:
         ray.shutdown()
@@ -478,10 +457,8 @@ def gone(pid) -> bool:
 )
 def test_a_stopped_sweep_leaves_no_worker(undisturbed, text_folder, tmp_path, number, status):
     """Only the sweep's own process is told, as by kill, timeout or Slurm."""
-    environment = os.environ | {
-        "SINKUTILS_CACHE": str(undisturbed[0]),
-        "PYTHONPATH": str(paths.ROOT),
-    }
+    environment = {"SINKUTILS_CACHE": str(undisturbed[0]), "PYTHONPATH": str(paths.ROOT)}
+    environment = os.environ | environment
     command = [
         sys.executable,
         "-m",

@@ -112,9 +112,8 @@ def test_a_run_can_be_validated_on_another_text_in_its_tokens(tiny, corpus, tmp_
     assert "zebra" in run.tokenizer.decode(run.valid[0].tolist())
     assert "zebra" not in run.tokenizer.decode(run.chunks.batch(0, 4, 0).flatten().tolist())
     # Another text than the config's is validated on its own.
-    other = Run(
-        dataclasses.replace(tiny, data=dataclasses.replace(data, corpus="sources")), corpus, CPU
-    )
+    sources = dataclasses.replace(data, corpus="sources")
+    other = Run(dataclasses.replace(tiny, data=sources), corpus, CPU)
     assert "zebra" not in other.tokenizer.decode(other.valid.flatten().tolist())
 
 
@@ -131,20 +130,13 @@ def test_micro_batches_add_up_to_the_whole_batch(tiny, corpus):
 def test_a_step_is_the_optimizers_on_a_seeds_batch_clipped_at_its_rate(optimizer, tiny, corpus):
     """Held against the recipe written out once more, with settings of which none is the default."""
     data = dataclasses.replace(tiny.data, random_positions=(3,))
-    settings = {
-        "weight_decay": 0.5,
-        "beta1": 0.8,
-        "beta2": 0.9,
-        "adam_eps": 1e-3,
-        "clip_norm": 0.05,
-    }
+    settings = {"weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3}
+    settings["clip_norm"] = 0.05
     run = dataclasses.replace(change(tiny, optimizer=optimizer, **settings), data=data, seed=1)
     model, chunks = TransformerLM(run.model, 1), Chunks(corpus, "train", 32, data, seed=1)
     matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim == 1] + [
-        model.embed.weight,
-        model.unembed.weight,
-    ]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    others += [model.embed.weight, model.unembed.weight]
     adamw = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
     written_out = {
         "adamw": [adamw(model.parameters())],
@@ -182,9 +174,8 @@ def test_a_run_is_validated_on_held_out_chunks_and_measured_as_it_was_trained(ti
 def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, tmp_path):
     """At a rate that makes sinks in 12 steps, of which each position has its own share."""
     run = change(tiny, learning_rate=0.3, eval_sequences=8)
-    run = dataclasses.replace(
-        run, model=dataclasses.replace(run.model, attention=AttentionSpec(bias="k"))
-    )
+    model = dataclasses.replace(run.model, attention=AttentionSpec(bias="k"))
+    run = dataclasses.replace(run, model=model)
     record = train(run, tmp_path, device="cpu", corpus=corpus, keep_weights=True, progress=False)
     model, tokenizer = load_lm(record.folder, "cpu")
     ids = fix_position(probe("natural", tokenizer, 8, 32, 0, corpus=corpus), 1, corpus.fix_id)
@@ -206,9 +197,8 @@ def test_a_record_says_of_its_end_what_is_measured_on_its_weights(tiny, corpus, 
         str(eps): rounded(report.sink(2, eps)) for eps in (0.1, 0.2, 0.3, 0.4, 0.5)
     }
     assert curve.shape[:2] == (4, 4)  # four evaluations; x_1 to x_3, and k*
-    assert torch.equal(
-        curve[-1], torch.cat([report.alpha[:, :3].mean(0), star.mean(0)[None]]).half()
-    )
+    measured = torch.cat([report.alpha[:, :3].mean(0), star.mean(0)[None]]).half()
+    assert torch.equal(curve[-1], measured)
     last, peaks = record.metrics["curve"][-1], final["report"]["hidden_peaks"]
     assert last["peak_1"] == pytest.approx([row[0] for row in peaks], rel=5e-3)
     # of norms with three digits, to three digits
@@ -225,14 +215,12 @@ def test_a_record_says_what_ran_and_a_second_run_equals_it_to_the_last_bit(tiny,
     assert {"valid_loss", "train_loss", "sink_1"} <= set(record.metrics["final"])
     assert {"corpus_train_tokens", "rules", "torch", "instruction_set"} <= set(record.provenance)
     assert record.weights is not None and (record.folder / "tokenizer.json").exists()
-    assert [path.name for path in record.folder.parent.iterdir()] == ["0"], (
-        "what was unfinished is gone"
-    )
+    left = [path.name for path in record.folder.parent.iterdir()]
+    assert left == ["0"], "what was unfinished is gone"
     before = (record.folder / "provenance.json").read_bytes()
     assert train(tiny, tmp_path / "a", corpus=corpus, progress=False).metrics == record.metrics
-    assert (record.folder / "provenance.json").read_bytes() == before, (
-        "a finished run was trained again"
-    )
+    after = (record.folder / "provenance.json").read_bytes()
+    assert after == before, "a finished run was trained again"
     again = train(tiny, tmp_path / "b", corpus=corpus, progress=False).folder
     for file in ("config.json", "metrics.json", "alpha.safetensors"):
         assert (again / file).read_bytes() == (record.folder / file).read_bytes()
@@ -260,16 +248,14 @@ def test_the_training_loss_of_a_point_is_the_mean_since_the_one_before(tiny, cor
 
 
 def test_a_diverging_run_is_recorded_as_failed_not_overfitting(tiny, corpus, tmp_path, monkeypatch):
-    record = train(
-        change(tiny, learning_rate=1e30, clip_norm=1e30), tmp_path, corpus=corpus, progress=False
-    )
+    wild = change(tiny, learning_rate=1e30, clip_norm=1e30)
+    record = train(wild, tmp_path, corpus=corpus, progress=False)
     assert record.metrics["curve"][0]["step"] == 0
     assert "not finite" in record.metrics["reason"] or "twice that" in record.metrics["reason"]
     assert read_record(record.folder).status == "failed"
     assert divergence([3.0, 99.0], 11.0) is None, "one bad step of several"
-    assert (
-        divergence([12.0, 99.0], 11.0) == "the loss was over 11.00, twice that of a uniform guess"
-    )
+    says = "the loss was over 11.00, twice that of a uniform guess"
+    assert divergence([12.0, 99.0], 11.0) == says
     assert (
         divergence([3.0, float("nan")], 11.0)
         == divergence([float("inf")], 11.0)
@@ -312,13 +298,10 @@ def test_bf16_is_used_where_it_can_be(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     run = change(tiny, precision=asked, steps=4)
     record = train(run, tmp_path, corpus=corpus, progress=False)
-    assert (record.provenance["precision_used"], record.config["train"]["precision"]) == (
-        used,
-        asked,
-    )
-    single = train(change(tiny, steps=4), tmp_path / "fp32", corpus=corpus, progress=False).metrics[
-        "final"
-    ]
+    assert record.provenance["precision_used"] == used
+    assert record.config["train"]["precision"] == asked
+    short = train(change(tiny, steps=4), tmp_path / "fp32", corpus=corpus, progress=False)
+    single = short.metrics["final"]
     assert record.metrics["final"]["valid_loss"] == pytest.approx(single["valid_loss"], rel=0.02)
     assert (record.metrics["final"] == single) == (used == "fp32")
 
@@ -384,9 +367,8 @@ def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monk
     with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
         assert not compiles()
     with pytest.warns(UserWarning, match="goes on without, slower"):
-        assert not train(tiny, tmp_path / "without", corpus=corpus, progress=False).provenance[
-            "compiled"
-        ]
+        plain = train(tiny, tmp_path / "without", corpus=corpus, progress=False)
+        assert not plain.provenance["compiled"]
     compared.assert_not_called()
     monkeypatch.setattr(torch, "compile", lambda loss: loss)
     assert train(tiny, tmp_path / "with", corpus=corpus, progress=False).provenance["compiled"]
@@ -435,9 +417,8 @@ def test_a_record_of_one_text_is_not_given_for_another(tiny, corpus, text_folder
         apart = train(tiny, tmp_path, corpus=other, progress=False)
     assert apart.folder != study.folder
     assert apart.config["corpus"] == other.identity != study.config["corpus"]
-    assert (
-        train(tiny, tmp_path).folder == study.folder == train(tiny, tmp_path, corpus=corpus).folder
-    )
+    assert train(tiny, tmp_path).folder == study.folder
+    assert train(tiny, tmp_path, corpus=corpus).folder == study.folder
     for file in ("config.json", "provenance.json"):
         # nothing of the machine
         assert str(text_folder.parent) not in (apart.folder / file).read_text()
