@@ -47,11 +47,7 @@ def architectures() -> dict[str, dict[str, Any]]:
         for e in EXPERIMENTS.values()
         if "smoke" in e.presets and e.name not in unavailable("smoke")
     ):
-        fields = {
-            key: value
-            for key, value in vars(config(name, "smoke").model).items()
-            if key not in SHAPE
-        }
+        fields = {k: v for k, v in vars(config(name, "smoke").model).items() if k not in SHAPE}
         if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():
             trained[name] = fields
     return trained | {
@@ -125,9 +121,8 @@ def tokens(samples: int = 3, length: int = 20, least: int = 0, vocabulary: int =
 
 def word_tokenizer(words: int, special: tuple[str, ...] = ("<eos>", "<bos>", "<fix>")) -> Tokenizer:
     """One of the special tokens and, behind them, the words w0, w1, ..; any other word is w0."""
-    made = Tokenizer(
-        WordLevel({w: i for i, w in enumerate([*special, *(f"w{i}" for i in range(words))])}, "w0")
-    )
+    names = [*special, *(f"w{i}" for i in range(words))]
+    made = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, "w0"))
     made.pre_tokenizer = Whitespace()
     made.add_special_tokens(list(special))
     return made
@@ -231,9 +226,8 @@ class DenseMaps:
 
 def alpha_by_definition(maps: Sequence[Tensor], targets: Sequence[int]) -> Tensor:
     """alpha_k = mean over i = k..T of A_ik of whole maps, each (B, H, T, T): (B, K, L, H)."""
-    return torch.stack(
-        [torch.stack([m[:, :, k - 1 :, k - 1].mean(-1) for m in maps], 1) for k in targets], 1
-    )
+    alphas = [[m[:, :, k - 1 :, k - 1].mean(-1) for m in maps] for k in targets]
+    return torch.stack([torch.stack(of_key, 1) for of_key in alphas], 1)
 
 
 WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong

@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-needs_chromium = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed"
-)
+missing = "chromium or chromedriver is not installed"
+needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=missing)
 # Everything Chromium would do over the network of its own accord is off.
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run "

@@ -7,10 +7,8 @@ import pytest
 from browser import NOTEBOOKS, ROOT, SHOTS, chromium, console_errors, needs_chromium, requests
 
 BOOK = ROOT / "book" / "html"
-TEXTS = [
-    path.relative_to(ROOT).with_suffix("")
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-]
+SOURCES = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+TEXTS = [path.relative_to(ROOT).with_suffix("") for path in SOURCES]
 PAGES = [BOOK / f"{name}.html" for name in ("index", "search", *TEXTS)]
 PAGES += [BOOK / "notebooks" / f"{path.stem}.html" for path in NOTEBOOKS]
 SIZES = {"desk": (1280, 1000), "phone": (390, 844)}  # a window's width and height
@@ -44,11 +42,8 @@ def pages(request):
     SHOTS.mkdir(parents=True, exist_ok=True)
     with chromium(*SIZES[request.param]) as driver:
         if request.param == "phone":  # a window cannot be so narrow
-            metrics = dict(
-                zip(("width", "height"), SIZES["phone"], strict=True),
-                deviceScaleFactor=2,
-                mobile=True,
-            )
+            metrics = dict(zip(("width", "height"), SIZES["phone"], strict=True))
+            metrics |= {"deviceScaleFactor": 2, "mobile": True}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         for path in PAGES:
             driver.get(path.as_uri())

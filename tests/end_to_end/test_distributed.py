@@ -109,10 +109,8 @@ def modes(corpus, packed, tmp_path_factory):
     worker = out / "worker.py"
     worker.write_text(WORKER)
     chats = out / "chats.jsonl"
-    said = [
-        {"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"}
-        for n in range(60)
-    ]
+    answers = ["a sink token " * (1 + n % 4) + f"{n}" for n in range(60)]
+    said = [{"user": f"what is {n} ?", "assistant": a} for n, a in enumerate(answers)]
     rows = [{"messages": [{"role": r, "content": text} for r, text in row.items()]} for row in said]
     chats.write_text("\n".join(map(json.dumps, rows)))
     arguments = [
@@ -131,9 +129,8 @@ def record_of(modes: Path, name: str):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_give_what_one_gives_resumed_bit_for_bit_and_nearly_in_bf16(modes, mode):
-    one, two, broken, half = (
-        record_of(modes, name) for name in ("one", mode, f"{mode}-broken", f"{mode}-bf16")
-    )
+    names = ("one", mode, f"{mode}-broken", f"{mode}-bf16")
+    one, two, broken, half = (record_of(modes, name) for name in names)
     for rank in (0, 1):  # each process gets the record
         assert json.loads((modes / f"{mode}-{rank}.json").read_text()) == ["done", 16]
     for record in (two, broken):

@@ -55,13 +55,8 @@ def lab(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     token, state = secrets.token_hex(16), tmp_path_factory.mktemp("jupyter")
-    command = [
-        str(LAB),
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        f"--IdentityProvider.token={token}",
-    ]
+    options = ("--no-browser", "--allow-root", f"--port={port}")
+    command = [str(LAB), *options, f"--IdentityProvider.token={token}"]
     command += [f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
     folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
     environment = os.environ | dict.fromkeys(folders, str(state))

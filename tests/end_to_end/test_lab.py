@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -123,11 +123,8 @@ def by_hand(model, ids, hide, element, flat):
         if layer == 0:
             h[0, h[0].abs().argmax()] *= element
     logits = model.unembed(model.norm(h))
-    return (
-        torch.stack(alphas),
-        torch.stack(stars),
-        F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none"),
-    )
+    losses = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+    return torch.stack(alphas), torch.stack(stars), losses
 
 
 def compare(answer, alpha, star, losses):
@@ -198,10 +195,7 @@ def test_texts_have_the_tokens_of_the_study():
         "a" * 10_000,
         "\u0085\u3000.",
     ]
-    documents = [
-        corpus.decode(ids[:300])
-        for ids, _ in zip(corpus.documents("probe"), range(20), strict=False)
-    ]
+    documents = [corpus.decode(ids[:300]) for ids in islice(corpus.documents("probe"), 20)]
     texts = [*data()["samples"], *strange, *documents]
     name = next(iter(data()["models"]))
     step = list(data()["models"][name]["sets"])[-1]
@@ -215,9 +209,8 @@ def test_texts_have_the_tokens_of_the_study():
 def test_a_lone_surrogate_is_a_replacement_character():
     name = next(iter(data()["models"]))
     step = list(data()["models"][name]["sets"])[-1]
-    answers, _ = in_node(
-        [{"model": name, "step": step, "text": "a\ud800b", "place": -1, "edits": AS_TRAINED}]
-    )
+    broken = {"model": name, "step": step, "text": "a\ud800b", "place": -1, "edits": AS_TRAINED}
+    answers, _ = in_node([broken])
     assert answers[0]["ids"] == su.load_corpus("docstrings", 1024).tokenizer.encode("a\ufffdb").ids
 
 

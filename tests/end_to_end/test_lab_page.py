@@ -51,11 +51,8 @@ def settled(driver):
 def test_nothing_is_asked_of_any_network_and_the_console_is_quiet(driver):
     requests(driver)
     visit(driver)
-    outside = [
-        url
-        for url in requests(driver)
-        if not url.startswith((PAGE.as_uri(), "blob:", "data:", "about:"))
-    ]
+    own = (PAGE.as_uri(), "blob:", "data:", "about:")
+    outside = [url for url in requests(driver) if not url.startswith(own)]
     assert outside == []
     assert console_errors(driver) == []
 
@@ -87,11 +84,8 @@ def test_the_tour_hides_its_picture_until_the_guess_and_its_words_hold(driver, n
 def test_gemma_rests_on_its_bos_and_smollm2_on_whatever_comes_first(driver):
     visit(driver)
     count = "DATA.real[{!r}].texts.filter((_, i) => i % 2 === {}).map(({{ alpha }}) => mean(alpha))"
-    for model, bos, low, high in (
-        ("gemma-3-270m", 1, 0.4, 1),
-        ("gemma-3-270m", 0, 0, 0.3),
-        ("smollm2", 0, 0.4, 1),
-    ):
+    first = ("gemma-3-270m", 1, 0.4, 1), ("gemma-3-270m", 0, 0, 0.3), ("smollm2", 0, 0.4, 1)
+    for model, bos, low, high in first:
         means = driver.execute_script("return " + count.format(model, bos))
         assert all(low < share < high for share in means)
 

@@ -167,9 +167,8 @@ def folder(tmp_path, monkeypatch):
         figure = tmp_path / "rendered" / "figures" / f"of_{number}.svg"
         code = CODE.format(widget=WIDGET, figure=figure)
         cells = [nbformat.v4.new_markdown_cell("# A page"), nbformat.v4.new_code_cell(code)]
-        nbformat.write(
-            nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{number}_page.ipynb"
-        )
+        book = nbformat.v4.new_notebook(cells=cells)
+        nbformat.write(book, tmp_path / "notebooks" / f"{number}_page.ipynb")
     return tmp_path
 
 

@@ -44,23 +44,13 @@ def tiny_gguf(path):
     layers, heads, wide, inner = 2, 2, 32, 48
     tokens = [*sorted(ByteLevel.alphabet()), "ab", "<|start|>", "<|end|>"]
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {
-        "context_length": 64,
-        "embedding_length": wide,
-        "block_count": layers,
-        "feed_forward_length": inner,
-    }
+    sizes = {"context_length": 64, "embedding_length": wide}
+    sizes |= {"block_count": layers, "feed_forward_length": inner}
     sizes |= {"head_count": heads, "head_count_kv": heads, "rope_dimension_count": wide // heads}
-    vocabulary = {
-        "vocab_size": len(tokens),
-        "token_list": tokens,
-        "token_types": [1] * (len(tokens) - 2) + [3, 3],
-    }
-    vocabulary |= {
-        "token_merges": ["a b"],
-        "bos_token_id": len(tokens) - 2,
-        "eos_token_id": len(tokens) - 1,
-    }
+    kinds = [1] * (len(tokens) - 2) + [3, 3]
+    vocabulary = {"vocab_size": len(tokens), "token_list": tokens, "token_types": kinds}
+    vocabulary["token_merges"] = ["a b"]
+    vocabulary |= {"bos_token_id": len(tokens) - 2, "eos_token_id": len(tokens) - 1}
     kind = {"layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm"}
     for name, value in (sizes | vocabulary | kind).items():
         getattr(writer, f"add_{name}")(value)
@@ -68,13 +58,8 @@ def tiny_gguf(path):
     shapes = {"token_embd": (len(tokens), wide), "output_norm": (wide,)}
     for layer in range(layers):
         block = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
-        block |= {
-            "ffn_gate": up,
-            "ffn_up": up,
-            "ffn_down": (wide, inner),
-            "attn_norm": (wide,),
-            "ffn_norm": (wide,),
-        }
+        block |= {"ffn_gate": up, "ffn_up": up, "ffn_down": (wide, inner)}
+        block |= {"attn_norm": (wide,), "ffn_norm": (wide,)}
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in block.items()}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
@@ -184,14 +169,8 @@ def test_the_list_says_what_is_here_where_from_and_under_which_licence(index, ca
     assert cli.main(["models"]) == 0
     told = capsys.readouterr().out
     known = REAL_MODELS["smollm2"]
-    for word in (
-        "smollm2",
-        known.packages[0][0],
-        known.sha256,
-        "Apache-2.0",
-        "Gemma Terms of Use",
-        "238 MB",
-    ):
+    facts = ("Apache-2.0", "Gemma Terms of Use", "238 MB")
+    for word in ("smollm2", known.packages[0][0], known.sha256, *facts):
         assert word in told
     assert told.count("not installed") == len(REAL_MODELS)
 

@@ -16,9 +16,8 @@ from sinkutils.study.record import read_record, record_folder, write_record
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory, checkout):
-    return reliability.Sweeps(
-        tmp_path_factory.mktemp("sweeps"), only=("k_bias", "sigmoid"), checkout=checkout
-    )
+    folder = tmp_path_factory.mktemp("sweeps")
+    return reliability.Sweeps(folder, only=("k_bias", "sigmoid"), checkout=checkout)
 
 
 @pytest.fixture(scope="module")

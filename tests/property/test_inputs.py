@@ -152,18 +152,16 @@ def test_a_config_is_a_model_equal_to_the_reference_or_is_refused(
             "data": DataConfig(**data), "train": TrainConfig(**{"eval_length": 1, **train}), **run,
         })  # fmt: skip
     except ValueError as error:
-        return refused(
-            "configs", error, names_of(AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig)
-        )
+        kinds = (AttentionSpec, LMConfig, DataConfig, TrainConfig, RunConfig)
+        return refused("configs", error, names_of(*kinds))
     assert from_dict(RunConfig, json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert re.fullmatch("[0-9a-f]{64}", config_hash(config))
     rates = [learning_rate(config.train, step) for step in range(config.train.steps)]
     assert all(0 <= rate <= (1 + 1e-9) * config.train.learning_rate for rate in rates)
     net = TransformerLM(config.model, seed)
     length = 1 + seed % config.model.context_length
-    ids = torch.randint(
-        0, config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.model.vocab_size, (2, length), generator=generator)
     with torch.no_grad():
         logits, reference = net(ids), by_the_reference(net, ids)
     assert logits.shape == (2, length, config.model.vocab_size) and logits.isfinite().all()
@@ -223,10 +221,8 @@ def test_a_probe_has_the_tokens_asked_for_or_is_refused(kind, name, asked, texts
     if kind == "repeat":
         assert (text == text[:, :1]).all()
     if kind == "natural":
-        known = [
-            [first + (n if n < words else 0) for n in (int(w[1:]) for w in one.split())]
-            for one in texts
-        ]
+        numbers = [[int(word[1:]) for word in text.split()] for text in texts]
+        known = [[first + (n if n < words else 0) for n in row] for row in numbers]
         assert all(row in [ids[: len(row)] for ids in known] for row in text.tolist())
     answered("probes")
 
@@ -280,11 +276,8 @@ def mask_of(kind: str, ids: torch.Tensor):
         return torch.ones(len(ids), ids.shape[1] + 1)
     if kind == "empty row":
         mask[:1] = 0
-    rows = {
-        "left": slice(0, third),
-        "right": slice(ids.shape[1] - third, None),
-        "hole": slice(third, 2 * third),
-    }
+    rows = {"left": slice(0, third), "hole": slice(third, 2 * third)}
+    rows["right"] = slice(ids.shape[1] - third, None)
     if kind in rows:
         mask[:, rows[kind]] = 0
     return mask
@@ -377,9 +370,8 @@ def test_weights_are_finite_and_causal_however_large_the_scores(fields, wrong, l
         out, weights = attend(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
         quick = fast.attention_output(size * q, k[:, :, : length - (wrong == 2)], v, spec, **extras)
     except ValueError as error:
-        return refused(
-            "attend", error, ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
-        )
+        names = ("q", "k", "key_bias", "value_bias", "mlp", *names_of(AttentionSpec))
+        return refused("attend", error, names)
     own_weights = weights[..., int(spec.has_star) :]
     seen = torch.ones(length, length).tril().bool() | (torch.arange(length) < spec.prefix)
     assert (own_weights.masked_fill(seen, 0) == 0).all()
@@ -408,10 +400,8 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
     inputs, extras = draw(spec, length, position)
     quick = fast.attention_output(*inputs[:3], spec, **extras)
     dense = attend(*inputs[:3], spec, **extras)[0]
-    pairs = [
-        (quick, dense),
-        *zip(*(torch.autograd.grad(x.sum(), inputs) for x in (quick, dense)), strict=True),
-    ]
+    gradients = (torch.autograd.grad(x.sum(), inputs) for x in (quick, dense))
+    pairs = [(quick, dense), *zip(*gradients, strict=True)]
     for got, expected in pairs:
         assert_close(got, expected, rtol=1e-9, atol=1e-9)
     answered("forms")

@@ -31,9 +31,8 @@ Z_BY_HAND = {
 
 def inputs(length: int = LENGTH, **fields) -> tuple[list[Tensor], dict]:
     leaves, extras = draw(AttentionSpec(**fields), length, shape=(2, 2, DIM))
-    return [x.detach() for x in leaves[:3]], {
-        k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)
-    }
+    tensors = {k: x.detach() for k, x in extras.items() if isinstance(x, Tensor)}
+    return [x.detach() for x in leaves[:3]], tensors
 
 
 def logits_of(q: Tensor, k: Tensor) -> list[float]:
@@ -101,13 +100,8 @@ def test_kernels_act_on_queries_and_keys_before_the_dot_product():
         attend(q, k, v, AttentionSpec(similarity="linear", kernel="elu"))[0],
         by_hand(phi_q, phi_k, v, over(float, Z_BY_HAND["sum"])),
     )
-    out, _ = attend(
-        q,
-        k,
-        v,
-        AttentionSpec(similarity="linear", kernel="mlp", normalizer="none"),
-        mlp=torch.square,
-    )
+    spec = AttentionSpec(similarity="linear", kernel="mlp", normalizer="none")
+    out, _ = attend(q, k, v, spec, mlp=torch.square)
     same(out, by_hand(q.square(), k.square(), v, over(float, Z_BY_HAND["none"])))
 
 
@@ -128,10 +122,8 @@ def test_biases_and_sink_logits_are_one_more_key():
         attend(q, k, v, AttentionSpec(bias="k"), key_bias=key)[0],
         by_hand(q, with_star(key, k), with_star(0 * value, v), softmax, sees),
     )
-    same(
-        attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)[0],
-        by_hand(q, k, v, softmax) + value[:, None],
-    )
+    out, _ = attend(q, k, v, AttentionSpec(bias="v"), value_bias=value)
+    same(out, by_hand(q, k, v, softmax) + value[:, None])
     sink = torch.tensor([0.7, -1.3], dtype=torch.float64)
     out, weights = attend(q, k, v, AttentionSpec(sink_logit="learned"), sink_logit=sink)
     for h, z in enumerate(sink.exp().tolist()):

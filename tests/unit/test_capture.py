@@ -98,9 +98,8 @@ def test_other_precisions_stay_close_to_dense_float32(family, dtype):
     report = measure(model, ids, TARGETS)
     assert report.alpha.dtype == report.hidden_norms.dtype == torch.float32
     wide = model if dtype == torch.float64 else model.float()
-    assert (report.alpha - eager_alpha(wide, ids, TARGETS)).abs().max() < (
-        1e-6 if dtype == torch.float64 else 0.03
-    )
+    limit = 1e-6 if dtype == torch.float64 else 0.03
+    assert (report.alpha - eager_alpha(wide, ids, TARGETS)).abs().max() < limit
 
 
 @pytest.mark.parametrize(
@@ -219,9 +218,8 @@ def test_windows_are_named_and_alpha_comes_over_the_queries_that_see_the_key(fam
     for k in TARGETS:
         seeing = [(layer[:, :, k - 1 :, k - 1] > 0).float().mean(dim=(0, 1, 2)) for layer in maps]
         assert report.caps(k) == pytest.approx([float(share) for share in seeing])
-        over = torch.stack(
-            [m[:, :, k - 1 :, k - 1].sum(-1) / (m[0, 0, :, k - 1] > 0).sum() for m in maps], 1
-        )
+        columns = [m[:, :, k - 1 :, k - 1] for m in maps]
+        over = torch.stack([x.sum(-1) / (x[0, 0] > 0).sum() for x in columns], 1)
         assert_close(report.visible_alpha(k), over, atol=1e-5, rtol=1e-4)
     assert min(report.caps()) == pytest.approx(7 / T)
     assert "in layers with a window alpha_1 is at most 0.292: see caps(1)" in str(report)

@@ -136,9 +136,8 @@ def test_list_counts_records_that_do_not_count_and_shows_whole_titles(
     out = said(capsys, "list", "--preset", "smoke", "--runs", tmp_path)
     assert "not counted: 1 records that are stale" in out
     assert "not counted: 1 records that are corrupt" in out
-    assert [
-        row.title for row in experiments() if "".join(row.title.split()) not in "".join(out.split())
-    ] == []
+    shown = "".join(out.split())
+    assert all("".join(row.title.split()) in shown for row in experiments())
 
 
 @pytest.mark.slow
@@ -151,14 +150,8 @@ def test_a_report_takes_a_book_of_one_text(capsys, runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr("sinkutils.plots.report.report_model", report_model)
     (tmp_path / "book.txt").write_text("attention sink token head query key " * 2000)
-    usual = (
-        "report",
-        runs / "smoke" / "k_bias" / "0",
-        "--text",
-        tmp_path / "book.txt",
-        "-o",
-        tmp_path / "x.html",
-    )
+    record, book = runs / "smoke" / "k_bias" / "0", tmp_path / "book.txt"
+    usual = ("report", record, "--text", book, "-o", tmp_path / "x.html")
     said(capsys, *usual, "-T", 16)
     said(capsys, *usual, "-T", 16, "-n", 3)
     assert (tmp_path / "x.html").read_text() == "<html>"
@@ -330,14 +323,8 @@ def test_the_version_and_a_mistyped_command_load_no_pytorch(argument, status):
 
 def ledger(preset, runs):
     words = "The sink is found wherever it was looked for, " * 4
-    row = {
-        "id": "sink",
-        "source": "Table 4",
-        "claim": words,
-        "paper": "18.18",
-        "ours": "24",
-        "remark": "by hand",
-    }
+    row = {"id": "sink", "source": "Table 4", "claim": words, "paper": "18.18", "ours": "24"}
+    row["remark"] = "by hand"
     verdicts = ("not reproduced", "partly", "partly")
     return pd.DataFrame([{**row, "verdict": verdict} for verdict in verdicts])
 

@@ -55,16 +55,12 @@ def test_every_document_is_in_exactly_one_split_once_and_decodes_to_itself(text_
     texts = [file.read_text() for file in sorted(text_folder.iterdir())] + STRANGE
     some = [*texts[:50], "text with \ud800 in it"]
     lines = "\n".join(json.dumps({"text": text}) for text in some)
-    files = {
-        name.format(i): text
-        for name in ("{}.TXT", "below/{}.md")
-        for i, text in enumerate(texts[50:])
-    }
+    below = enumerate(texts[50:])
+    files = {name.format(i): t for i, t in below for name in ("{}.TXT", "below/{}.md")}
     files |= {"lines.jsonl": lines, "code.py": "ignored = True"}
     folder = folder_of(tmp_path / "mixed", files)
-    assert sorted(all_texts(load(f"path:{folder}", tmp_path / "cache"))) == sorted(
-        [*texts, "text with ? in it"]
-    )
+    read = all_texts(load(f"path:{folder}", tmp_path / "cache"))
+    assert sorted(read) == sorted([*texts, "text with ? in it"])
 
 
 def test_documents_are_what_stands_before_each_eos(corpus):
@@ -261,9 +257,8 @@ def test_the_pile_is_mixed_by_the_authors_weights_or_read_by_one_domain(monkeypa
     total = sum(characters.values())
     assert characters["Books3"] == 0 and total > 1e6
     for name, weight in external.PILE_WEIGHTS.items():
-        assert characters[name] / total == pytest.approx(
-            weight / sum(external.PILE_WEIGHTS.values()), abs=0.004
-        )
+        share = weight / sum(external.PILE_WEIGHTS.values())
+        assert characters[name] / total == pytest.approx(share, abs=0.004)
     assert {text.partition("|")[0] for text in external.pile("ArXiv")} == {"ArXiv"}
 
 
@@ -272,10 +267,8 @@ def test_the_papers_vocabulary_is_5b_tokens_of_gpt_neox(monkeypatch, tmp_path):
         raise ConnectionError(f"asked for {tokenizer}, {max_tokens}")
 
     monkeypatch.setattr(corpora, "_tokenise", build)
-    for vocabulary, tokenizer, tokens in (
-        (50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9),
-        (1024, None, 5 * 10**7),
-    ):
+    papers, ours = (50_432, "EleutherAI/gpt-neox-20b", 5 * 10**9), (1024, None, 5 * 10**7)
+    for vocabulary, tokenizer, tokens in (papers, ours):
         with pytest.raises(ConnectionError, match=f"asked for {tokenizer}, {tokens}$"):
             load_corpus("pile", vocabulary, cache_dir=tmp_path)
 
@@ -304,12 +297,8 @@ def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_pa
         for own, special in zip(("<eos>", "<bos>", "<fix>"), specials, strict=True):
             said = said.replace(own, special)
         (tmp_path / "other.json").write_text(said)
-        return load(
-            f"path:{text_folder}",
-            tmp_path / "cache",
-            vocab_size,
-            tokenizer=str(tmp_path / "other.json"),
-        )
+        cache, other = tmp_path / "cache", str(tmp_path / "other.json")
+        return load(f"path:{text_folder}", cache, vocab_size, tokenizer=other)
 
     found = read_with(50_432, "<|endoftext|>", "<|padding|>", "<|mask|>")
     assert (found.eos_id, found.bos_id, found.fix_id, found.first_text_id) == (0, 0, 1, 3)
@@ -322,9 +311,8 @@ def test_another_tokenizer_has_its_own_eos_and_x_fix(text_folder, corpus, tmp_pa
     def without_network(name):
         raise Exception(f"{name}: no route")
 
-    monkeypatch.setattr(
-        "sinkutils.data.tokenizer.Tokenizer.from_pretrained", without_network, raising=False
-    )
+    from_hub = "sinkutils.data.tokenizer.Tokenizer.from_pretrained"
+    monkeypatch.setattr(from_hub, without_network, raising=False)
     with refused(r"'EleutherAI/gpt-neox-20b' could not be read .*no route", ConnectionError):
         load(f"path:{text_folder}", tmp_path / "cache", 50_432, tokenizer="EleutherAI/gpt-neox-20b")
 
@@ -372,9 +360,8 @@ def test_embedded_text_is_the_same_wherever_and_beside_whatever_it_stands(instal
     found = []
     for place, more in (("one", False), ("two/deep", True)):
         installed(tmp_path / place, more)
-        found.append(
-            [list(kind()) for kind in (embedded.docstrings, embedded.sources, embedded.everything)]
-        )
+        kinds = (embedded.docstrings, embedded.sources, embedded.everything)
+        found.append([list(kind()) for kind in kinds])
     assert found[0] == found[1]
     assert len(found[0][0]) == len(found[0][1]) == 39  # every module once
     assert not any("must not be read" in text for texts in found[0] for text in texts)
@@ -390,9 +377,8 @@ def test_the_docstring_corpus_holds_no_code_and_names_a_missing_package(installe
     )
     shutil.rmtree(folder / "site" / "beta-1.0.dist-info")
     importlib.invalidate_caches()
-    with pytest.warns(
-        UserWarning, match=r"the embedded text lacks beta, .* install what constraints.txt pins"
-    ):
+    says = r"the embedded text lacks beta, .* install what constraints.txt pins"
+    with pytest.warns(UserWarning, match=says):
         assert set(embedded.docstrings()) < set(texts)
 
 
@@ -503,9 +489,8 @@ def test_a_text_that_cannot_be_read_is_named_and_not_the_cache(text_folder, tmp_
         with pytest.raises(PermissionError) as error:
             load(f"path:{text_folder}", tmp_path / "cache")
         assert bad.name in str(error.value) and "token files" not in str(error.value)
-        patch.setattr(
-            Path, "read_text", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
-        )
+        denied = PermissionError(errno.EACCES, "Permission denied")
+        patch.setattr(Path, "read_text", Mock(side_effect=denied))
         with pytest.raises(PermissionError):  # rather than another text
             embedded.text_of(bad)
     assert embedded.text_of(tmp_path / "nowhere.py") == ""

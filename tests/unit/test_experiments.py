@@ -106,18 +106,10 @@ def test_the_base_is_a_fixed_first_token_where_the_default_shows_no_sink():
 def test_the_paper_preset_is_the_recipe_of_section_4():
     run = config("default", "paper")
     model, schedule = run.model, run.train
-    assert (model.hidden_size, model.num_layers, model.num_heads, model.intermediate_size) == (
-        768,
-        10,
-        8,
-        1536,
-    )
-    assert (model.context_length, model.vocab_size, model.position, model.ffn) == (
-        2048,
-        50_432,
-        "rotary",
-        "swiglu",
-    )
+    assert (model.hidden_size, model.num_layers) == (768, 10)
+    assert (model.num_heads, model.intermediate_size) == (8, 1536)
+    assert (model.context_length, model.vocab_size) == (2048, 50_432)
+    assert (model.position, model.ffn) == ("rotary", "swiglu")
     assert schedule.batch_size * model.context_length == 2**20  # 1M tokens
     rates = (schedule.steps, schedule.warmup_steps, schedule.learning_rate, schedule.weight_decay)
     assert rates == (20_000, 100, 4e-4, 0.1)
@@ -212,11 +204,8 @@ def test_an_experiment_has_the_same_numbers_wherever_the_paper_repeats_it():
     """Those of the default run, 18.18 and 3.73, always both; cells that are lost in the text stay empty."""
     numbers = REPORTED.filter(regex="sink_|valid_")
     rows = [dict(row.dropna()) for _, row in numbers.iterrows()]
-    default = [
-        row
-        for row, name in zip(rows, REPORTED.experiment, strict=True)
-        if name in ("base", "default")
-    ]
+    named = zip(rows, REPORTED.experiment, strict=True)
+    default = [row for row, name in named if name in ("base", "default")]
     assert len(default) >= 18
     assert all(row == {"sink_1": 18.18, "valid_loss": 3.73} for row in default)
     for row, name in zip(rows, REPORTED.experiment, strict=True):

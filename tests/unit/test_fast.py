@@ -81,12 +81,8 @@ def assert_same_as_dense(
     for leaf, got, expected in zip(leaves, *gradients, strict=True):
         # an input that one form does not touch has no gradient, or zeros
         zero = torch.zeros_like(leaf)
-        assert_close(
-            zero if got is None else got,
-            zero if expected is None else expected,
-            rtol=atol,
-            atol=atol,
-        )
+        got, expected = (zero if x is None else x for x in (got, expected))
+        assert_close(got, expected, rtol=atol, atol=atol)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
@@ -126,11 +122,8 @@ def test_lower_precision_stays_near_the_reference(spec):
 
 def test_minus_infinity_in_the_position_term_gives_zero_rows():
     g = torch.full((1, 20), -math.inf, dtype=torch.float64)
-    for spec in (
-        AttentionSpec(),
-        AttentionSpec(normalizer="p_norm", p=0.5),
-        AttentionSpec(similarity="sigmoid"),
-    ):
+    specs = {}, {"normalizer": "p_norm", "p": 0.5}, {"similarity": "sigmoid"}
+    for spec in [AttentionSpec(**fields) for fields in specs]:
         (q, k, v), _ = draw(spec, 20)
         out = fast.attention_output(q, k, v, spec, distance_bias=g)
         assert (out == 0).all()
@@ -164,10 +157,8 @@ def test_neighbouring_distances_differ_in_bfloat16():
         total = torch.exp(-spec.p * g[0]).sum() ** (1 / spec.p)
         share = torch.exp(torch.tensor([0.0, -1.0])) / total
         with torch.autocast("cpu", torch.bfloat16):
-            out = (
-                fast.attention_output(q, q, v, spec, distance_bias=g),
-                attend(q, q, v, spec, distance_bias=g)[0],
-            )
+            quick = fast.attention_output(q, q, v, spec, distance_bias=g)
+            out = (quick, attend(q, q, v, spec, distance_bias=g)[0])
         for x in out:
             assert float(x[0, 0, -1, 0]) == pytest.approx(float(share[0] - share[1]), rel=1e-2)
 
@@ -323,8 +314,5 @@ def test_cuda_equals_the_reference(operation, no_gpu):
             continue  # signed sums cancel: 8 bits of each logit leave none of a small sum
         for got, want in by_row + whole:
             errors = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
-            assert errors.max() < (5e-3 if dtype == torch.float32 else 0.1), (
-                spec,
-                position,
-                float(errors.max()),
-            )
+            limit = 5e-3 if dtype == torch.float32 else 0.1
+            assert errors.max() < limit, (spec, position, float(errors.max()))

@@ -97,11 +97,8 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
     assert kept[-1] == layout.eos_id
     asked = [token for token, target in zip(ids[1:], targets[1:], strict=True) if target == IGNORED]
     assert layout.tokenizer.decode(asked) == "Q: the sink ?\nA:"
-    messages = [
-        {"role": "system", "content": "a"},
-        *chat("the sink", "attention"),
-        *chat("when", "the first"),
-    ]
+    messages = [{"role": "system", "content": "a"}]
+    messages += chat("the sink", "attention") + chat("when", "the first")
     ids, targets = encode_conversation(messages, replace(layout, context_length=200))
     assert targets.count(layout.eos_id) == 2
     assert layout.tokenizer.decode(ids[1:4]).startswith("a\nQ")
@@ -114,12 +111,8 @@ def test_only_answers_and_their_ends_carry_loss_and_the_fixed_token_stands_first
 
 
 def test_pairs_are_padded_held_out_ones_come_first_and_no_answer_stands_twice(layout):
-    source = [
-        chat("the", "sink token head"),
-        chat("of", "sink token head"),
-        chat("in", "key"),
-        chat("to", "value"),
-    ]
+    source = [chat(question, "sink token head") for question in ("the", "of")]
+    source += [chat("in", "key"), chat("to", "value")]
     held_out, pairs = make_pairs(iter(source), layout, (1, 2), "made up")
     assert (len(held_out), len(pairs)) == (1, 2)
     rows = torch.cat([held_out.take(np.arange(1)), pairs.take(np.arange(2))])
@@ -189,11 +182,8 @@ def test_a_fine_tuning_of_every_preset_is_one_epoch_at_a_twentieth_of_the_rate(n
     run = config(name, preset, 1)
     start = config(run.start, preset, 1)
     assert run.train.learning_rate == pytest.approx(start.train.learning_rate / 20)
-    assert (
-        run.train.steps * run.train.batch_size
-        <= run.pairs
-        < (run.train.steps + 1) * run.train.batch_size
-    )
+    epochs = run.pairs / (run.train.steps * run.train.batch_size)
+    assert 1 <= epochs < 1 + 1 / run.train.steps
     assert (run.model, run.data, run.seed) == (start.model, start.data, 1)
     assert keeps_weights(start)
 
@@ -244,13 +234,8 @@ def started(corpus, tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     for name in ("base", "sigmoid"):
         run = config(name, "smoke")
-        short = train(
-            shortened(run, steps=12),
-            runs / "short",
-            corpus=corpus,
-            keep_weights=True,
-            progress=False,
-        )
+        options = {"corpus": corpus, "keep_weights": True, "progress": False}
+        short = train(shortened(run, steps=12), runs / "short", **options)
         weights = {"weights": load_file(short.weights), "tokenizer": corpus.tokenizer}
         made_up(runs, run.experiment, kept=weights, **short.metrics)
     return runs
@@ -282,9 +267,8 @@ def test_a_fine_tuning_starts_from_a_records_weights_and_tokenizer(
     assert held_out.valid_loss() == pytest.approx(loss, rel=1e-6)
     assert (len(held_out.chunks), len(held_out.valid)) == (held_out.config.pairs, 40)
     for index in range(40):
-        (tmp_path / f"{index}.txt").write_text(
-            f"quite other text {index}, of other words altogether, " * 20
-        )
+        words = f"quite other text {index}, of other words altogether, "
+        (tmp_path / f"{index}.txt").write_text(words * 20)
     other = load_corpus(f"path:{tmp_path}", 290, cache_dir=tmp_path / "cache")
     state = state_of(small("sft_softmax", chats), started, other)
     assert state.tokenizer.to_str() == corpus.tokenizer.to_str() != other.tokenizer.to_str()
@@ -302,10 +286,8 @@ def test_it_is_recorded_with_the_loss_and_gradient_norm_of_every_step(name, star
         assert len(steps) == 8 and min(steps) > 0
     assert record.metrics["final"]["valid_loss"] < record.metrics["curve"][0]["valid_loss"]
     assert {"pairs_sha256", "start_weights_sha256"} <= set(record.provenance)
-    assert (
-        Tokenizer.from_file(str(record.folder / "tokenizer.json")).to_str()
-        == corpus.tokenizer.to_str()
-    )
+    tokenizer = Tokenizer.from_file(str(record.folder / "tokenizer.json"))
+    assert tokenizer.to_str() == corpus.tokenizer.to_str()
     assert train(run, started, corpus=corpus, keep_weights=True, progress=False) == record
 
 
@@ -319,9 +301,8 @@ def test_two_fine_tunings_and_a_broken_one_that_goes_on_are_equal(started, chats
         if number == 2:
             with interrupted(5), pytest.raises(KeyboardInterrupt):
                 train(run, copy, corpus=corpus, checkpoint_seconds=0.0, progress=False)
-        outcomes.append(
-            (train(run, copy, corpus=corpus, progress=False).folder / "metrics.json").read_bytes()
-        )
+        folder = train(run, copy, corpus=corpus, progress=False).folder
+        outcomes.append((folder / "metrics.json").read_bytes())
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
@@ -335,9 +316,8 @@ def test_a_missing_start_is_trained_and_a_failed_one_refused(tmp_path, chats, co
     made_up(tmp_path, "sigmoid")
     record = train(run, tmp_path, corpus=corpus, progress=False)
     trained = Runs(tmp_path).of(start, corpus.identity).record()
-    assert record.status == "done" and trained is not None, (
-        "on this text, which the study's record is not of"
-    )
+    assert record.status == "done"
+    assert trained is not None, "on this text, which the study's record is not of"
     assert record.metrics["curve"][0]["sink_1"] == trained.metrics["final"]["sink_1"]
     made_up(tmp_path, "sigmoid", 1, status="failed", reason="no")
     with refused(r"starts from smoke/sigmoid/1, and that run failed to train \(no\)"):

@@ -36,16 +36,10 @@ def trained(tmp_path, *callbacks, steps=4):
     """The log of a short training, and the weights that it ends with."""
     model = small()
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(4, 12)]
-    quiet = {
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
-    options = tf.TrainingArguments(
-        str(tmp_path), max_steps=steps, per_device_train_batch_size=2, seed=0, **quiet
-    )
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    quiet |= {"save_strategy": "no", "logging_steps": 1}
+    sizes = {"max_steps": steps, "per_device_train_batch_size": 2, "seed": 0}
+    options = tf.TrainingArguments(str(tmp_path), **sizes, **quiet)
     trainer = tf.Trainer(model, options, train_dataset=rows, callbacks=list(callbacks))
     trainer.train()
     return trainer.state.log_history, model.state_dict()
@@ -107,13 +101,8 @@ def test_each_example_of_readme_and_of_the_page_on_measuring_runs(tmp_path, monk
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     config = tf.LlamaConfig(vocab_size=len(tokenizer), **SIZES)
-    known = {
-        "su": su,
-        "pd": pd,
-        "torch": torch,
-        "model": tf.LlamaForCausalLM(config),
-        "tokenizer": tokenizer,
-    }
+    known = {"su": su, "pd": pd, "torch": torch, "tokenizer": tokenizer}
+    known["model"] = tf.LlamaForCausalLM(config)
     load = su.load_lm
     for step in (500, 1000, 1500):
         for part in ("model", "tokenizer"):

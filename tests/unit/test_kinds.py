@@ -249,9 +249,8 @@ class TinyLM(tf.PreTrainedModel):
     def __init__(self, config, shows: bool = True) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, 16)
-        self.blocks = nn.ModuleList(
-            [nn.ModuleDict({"SelfAttention": TinyAttention(shows)}) for _ in range(2)]
-        )
+        attentions = [{"SelfAttention": TinyAttention(shows)} for _ in range(2)]
+        self.blocks = nn.ModuleList(map(nn.ModuleDict, attentions))
         for block in self.blocks:
             block.forward = lambda x, block=block: x + block["SelfAttention"](x)[0]
         self.post_init()
@@ -271,9 +270,8 @@ class TinyAttention(nn.Module):
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
         logits = 9 * q @ k.mT
-        self.maps = logits.masked_fill(
-            torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf
-        ).softmax(dim=-1)
+        later = torch.ones(logits.shape[-2:]).triu(1).bool()
+        self.maps = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
         out = (self.maps @ v).transpose(1, 2).flatten(2)
         return (out, self.maps) if self.shows else (out,)
 
@@ -479,9 +477,8 @@ def test_streams_side_by_side_have_norms_of_their_own_and_no_one_h_1():
 def test_block_sparse_attention_is_refused_before_the_model_changes_itself():
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape["intermediate_size"] = 64
-    config = tf.BigBirdConfig(
-        vocab_size=96, **shape, is_decoder=True, attention_type="block_sparse", block_size=4
-    )
+    sparse = {"is_decoder": True, "attention_type": "block_sparse", "block_size": 4}
+    config = tf.BigBirdConfig(vocab_size=96, **shape, **sparse)
     model = tf.BigBirdForCausalLM(config).eval()
     refuses(r"random blocks .*set_attention_type\('original_full'\)", measure, model, tokens())
     assert model.bert.attention_type == "block_sparse"
@@ -572,10 +569,8 @@ def test_two_bos_short_texts_and_too_many_positions_are_warned_of():
     model, ids = build("llama"), tokens()
     twice = ids.clone()
     twice[:, :2] = model.config.bos_token_id
-    for batch, message in (
-        (twice, "begins with two BOS"),
-        (ids[:, :8], "8 tokens are too short for eps = 0.3"),
-    ):
+    short = (ids[:, :8], "8 tokens are too short for eps = 0.3")
+    for batch, message in ((twice, "begins with two BOS"), short):
         with pytest.warns(UserWarning, match=message):
             measure(model, batch)
     with pytest.warns(UserWarning, match="24 positions, and the model was made for 20"):

@@ -44,9 +44,8 @@ def test_without_a_prior_a_level_is_that_of_a_t_test():
     expected = (np.mean(values), known.low, known.high)
     assert (found.mean, found.low, found.high) == pytest.approx(expected)
     assert found.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    assert found.reach(0.95) == pytest.approx(
-        np.ptp(stats.ttest_1samp(values, 0).confidence_interval(0.9)) / 2
-    )
+    ends = stats.ttest_1samp(values, 0).confidence_interval(0.9)
+    assert found.reach(0.95) == pytest.approx(np.ptp(ends) / 2)
 
 
 def test_a_moderated_variance_is_the_weighted_mean_of_the_common_and_the_own_one():
@@ -214,10 +213,8 @@ def test_without_a_base_with_a_sink_nothing_is_measured_by_it():
         assert outcome.state == "open" and outcome.words == "the base has no sink to measure by"
     assert judge(Check("absent", ("sigmoid",), "excess"), ours).state == "open"
     assert judge(Check("present", ("base",), "excess"), ours).state == "fails"
-    assert (
-        judge(Check("present", ("base",), "excess"), made({"fixed_1": [0.03, 0.04, 0.05]})).state
-        == "open"
-    )
+    near = made({"fixed_1": [0.03, 0.04, 0.05]})
+    assert judge(Check("present", ("base",), "excess"), near).state == "open"
 
 
 @pytest.mark.parametrize("kind, quantity, dead, state", [
@@ -229,11 +226,8 @@ def test_what_rests_on_a_dead_block_is_open(kind, quantity, dead, state):
     ours = made({"sigmoid": around(0.0)})
     for name in ("fixed_1", "sigmoid"):
         for seed, run in ours.runs[name].items():
-            run |= {
-                "block_1": run["excess"],
-                "valid_loss": 2.8 + 0.001 * seed,
-                "element_1": 1.0 + 0.1 * seed,
-            }
+            run |= {"block_1": run["excess"], "valid_loss": 2.8 + 0.001 * seed}
+            run["element_1"] = 1.0 + 0.1 * seed
     runs = ("sigmoid", "base") if kind == "loss" else ("sigmoid",)
     assert judge(Check(kind, runs, quantity), ours).state == "holds"
     ours.runs["sigmoid"][1][dead] = 0.0
@@ -328,9 +322,8 @@ def test_margins_are_the_papers_own():
 
 def test_uniform_attention_has_no_excess_whatever_the_mask():
     for window in (None, 3):
-        weights = np.tril(np.ones((64, 64))) * (
-            1 if window is None else np.triu(np.ones((64, 64)), 1 - window)
-        )
+        band = np.triu(np.ones((64, 64)), 1 - (window or 64))
+        weights = np.tril(np.ones((64, 64))) * band
         weights /= weights.sum(axis=1, keepdims=True)
         for target in (1, 2, 3, 40):
             alpha = weights[target - 1 :, target - 1].mean()
@@ -373,28 +366,21 @@ def test_a_run_is_read_by_block():
     alpha[0] = [[0.9, 0.7], [0.4, 0.2], [0.2, 0.4]]
     norms = [[6.0, 2.0, 2.0, 2.0], [8.0, 2.0, 2.0, 2.0], [99.0, 1.0, 1.0, 1.0]]
     report = {"T": 64, "targets": [*range(1, 11)], "alpha": alpha.tolist(), "hidden_norms": norms}
-    report |= {
-        "hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]],
-        "key_norms": norms,
-        "value_norms": norms,
-    }
+    report |= {"hidden_peaks": [[20.0, 1.0], [30.0, 1.0], [90.0, 1.0]]}
+    report |= {"key_norms": norms, "value_norms": norms}
     curve = np.stack([np.full((10, 3, 2), 0.1), alpha])
-    points = [
-        {"step": 0, "sink_1": 0.0, "valid_loss": 7.0},
-        {"step": 100, "sink_1": 20.0, "valid_loss": 3.0},
-    ]
+    points = [{"step": 0, "sink_1": 0.0, "valid_loss": 7.0}]
+    points.append({"step": 100, "sink_1": 20.0, "valid_loss": 3.0})
     config = {"model": {"attention": {"window": None}, "vocab_size": 2000}}
-    numbers = of_run(
-        config, {"status": "done", "final": {"report": report, **points[1]}, "curve": points}, curve
-    )
+    metrics = {"status": "done", "final": {"report": report, **points[1]}, "curve": points}
+    numbers = of_run(config, metrics, curve)
     u = uniform_alpha(64)
     assert numbers["block_1"] == pytest.approx((0.8 - u) / (1 - u))
     assert numbers["excess"] == pytest.approx((0.3 - u) / (1 - u))
     assert numbers["learned"] == pytest.approx(0.2 / (1 - u))
     assert numbers["live_1"] == numbers["live_later"] == 1
-    assert np.exp([numbers["element_1"], numbers["element"], numbers["hidden"]]) == pytest.approx(
-        [20, 30, 4]
-    )
+    logarithms = [numbers["element_1"], numbers["element"], numbers["hidden"]]
+    assert np.exp(logarithms) == pytest.approx([20, 30, 4])
     assert numbers["onset"] == 1.0 and "learned_star" not in numbers
     points[1]["sink_1"] = 1.0
     # it never came
@@ -412,11 +398,8 @@ def test_records_are_read_once_and_again_when_one_is_added(tmp_path):
     made_up(tmp_path, "fixed_1", 0, "laptop")
     first = su.claims("laptop", tmp_path)
     # One run judges nothing; what real models or mathematics decide needs no runs.
-    trained = [
-        claim.id
-        for claim in read_claims()
-        if claim.checks and claim.checks[0].kind not in rules.REAL
-    ]
+    checked = [claim for claim in read_claims() if claim.checks]
+    trained = [claim.id for claim in checked if claim.checks[0].kind not in rules.REAL]
     assert set(first["verdict"][first["id"].isin(trained)]) == {"not run", "not visible"}
     made_up(tmp_path, "fixed_1", 1, "laptop")
     assert readings("laptop", tmp_path) is readings("laptop", tmp_path)

@@ -24,8 +24,9 @@ def saved(folder, tokenizer: bool = True):
     model = build("llama")
     model.save_pretrained(folder)
     if tokenizer:
+        raw = word_tokenizer(90)
         made = tf.PreTrainedTokenizerFast(
-            tokenizer_object=word_tokenizer(90), bos_token="<bos>", eos_token="<eos>"
+            tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>"
         )
         made.save_pretrained(folder)
     return model
@@ -52,9 +53,8 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path, dtype):
 
 def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RUNS", tmp_path)
-    config = RunConfig(
-        "fixed_1", "tiny", model=LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1)
-    )
+    model = LMConfig(vocab_size=20, hidden_size=16, num_heads=2, num_layers=1)
+    config = RunConfig("fixed_1", "tiny", model=model)
     model = TransformerLM(config.model)
     folder = tmp_path / "tiny" / "fixed_1" / "0"
     write_record(folder, config, DONE, {}, dict(model.state_dict()), word_tokenizer(17))
@@ -110,9 +110,8 @@ class Malicious:
 def broken(way: str, folder: Path) -> None:
     """A folder of a model that is bad in one way."""
     if way == "vit":
-        config = tf.ViTConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-        )
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = tf.ViTConfig(**sizes, intermediate_size=16)
         tf.ViTForImageClassification(config).save_pretrained(folder)
         return
     saved(folder)
@@ -178,11 +177,8 @@ def test_another_dtype_device_or_revision_is_refused_with_those_there_are(tmp_pa
 
 
 def test_what_the_hub_says_is_one_line_and_remote_code_runs_only_if_asked_for(monkeypatch):
-    refuse = Mock(
-        side_effect=OSError(
-            "You are trying to access a gated repo.\nMake sure to have access to it"
-        )
-    )
+    gated = "You are trying to access a gated repo.\nMake sure to have access to it"
+    refuse = Mock(side_effect=OSError(gated))
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
     with pytest.raises(
         ModelUnavailable,
@@ -286,11 +282,8 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
     there = tmp_path / "page.html"
     command = ["report", str(tmp_path / "model"), "-o"]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            load,
-            "load_lm",
-            Mock(side_effect=AssertionError("loaded before the folder is looked at")),
-        )
+        early = AssertionError("loaded before the folder is looked at")
+        patch.setattr(load, "load_lm", Mock(side_effect=early))
         assert cli.main([*command, str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     there.write_text("an older page")

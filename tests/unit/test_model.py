@@ -63,19 +63,14 @@ def test_initialisation_has_the_authors_variances():
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 4}
     model = TransformerLM(LMConfig(4000, 1000, **shape, position="learnable", attention=spec), 0)
     std = {name: parameter.std().item() for name, parameter in model.named_parameters()}
-    for name in (
-        "embed.weight",
-        "position_embedding",
-        "blocks.0.attention.out.weight",
-        "blocks.3.ffn.up.weight",
-    ):
+    blocks = ("blocks.0.attention.out.weight", "blocks.3.ffn.up.weight")
+    for name in ("embed.weight", "position_embedding", *blocks):
         assert std[name] == pytest.approx(math.sqrt(0.4 / 256), rel=0.02)
     assert model.norm.weight.eq(1).all()
     for ffn in FFNS:  # the output of SwiGLU alone starts small, as in the published code
         down = TransformerLM(LMConfig(**shape, ffn=ffn), 0).blocks[2].ffn.down.weight.std().item()
-        assert down == pytest.approx(
-            1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512), rel=0.02
-        )
+        expected = 1 / math.sqrt(512) / 4 if ffn == "swiglu" else math.sqrt(0.4 / 512)
+        assert down == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("position", ["alibi", "relative", "relative_learned"])
@@ -114,9 +109,8 @@ def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_
         for n in ("base", name)
     )
     other = dict(TransformerLM(config("base", "smoke").model, seed=4).named_parameters())
-    starts = [x["blocks.0.attention.out.weight"] for x in (base, other)] + [
-        base["blocks.1.attention.out.weight"]
-    ]
+    out = "blocks.{}.attention.out.weight"
+    starts = [base[out.format(0)], other[out.format(0)], base[out.format(1)]]
     assert not torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
     shared = [key for key in base if key in variant and base[key].shape == variant[key].shape]
     assert shared
@@ -271,9 +265,8 @@ def test_alibi_slopes_are_the_papers_and_fixed_values_have_the_norm_m():
 
 def test_relative_buckets_grow_with_distance_as_t5s_do():
     buckets = relative_buckets(400)
-    of_t5 = T5Attention._relative_position_bucket(
-        -torch.arange(400), False, num_buckets=32, max_distance=128
-    )
+    buckets_of = T5Attention._relative_position_bucket
+    of_t5 = buckets_of(-torch.arange(400), False, num_buckets=32, max_distance=128)
     assert torch.equal(buckets, of_t5)
     assert buckets[:17].tolist() == list(range(17))
     assert (buckets.diff() >= 0).all()
@@ -343,18 +336,16 @@ def test_a_differential_layer_is_that_of_ye_et_al_from_its_weights():
     # each map's own, of half the size
     layer, tables = (model.blocks[1].attention, rotary_tables(6, 4))
     q, k, v = layer.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
-    first, second = (
-        attend(*(rotate(y[..., n::2], *tables) for y in (q, k)), v[..., n::2])[1] for n in (0, 1)
-    )
+    maps = []
+    for n in (0, 1):
+        halves = (rotate(x[..., n::2], *tables) for x in (q, k))
+        maps.append(attend(*halves, v[..., n::2])[1])
+    first, second = maps
     start = 0.8 - 0.6 * math.exp(-0.3)  # of the second layer
     q_1, k_1, q_2, k_2 = layer.mix
     heads = (first - ((q_1 @ k_1).exp() - (q_2 @ k_2).exp() + start) * second) @ v
-    heads = (
-        heads
-        / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        * layer.head_norm.weight
-        * (1 - start)
-    )
+    rms = (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    heads = heads / rms * layer.head_norm.weight * (1 - start)
     got = layer(x, {name: table[:6] for name, table in model.tables.items()})
     assert_close(got, heads.transpose(1, 2).flatten(2) @ layer.out.weight.T, atol=1e-5, rtol=1e-5)
 

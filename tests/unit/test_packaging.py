@@ -45,22 +45,16 @@ def test_the_ranges_hold_the_pins_and_no_other_file_has_any():
             assert line.name == "sinkutils" or line.specifier.contains(pinned[line.name]), line
     for name in ("environment.yml", "Makefile", "docs/requirements.txt", "pyproject.toml"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        assert not re.search(r"[a-z]==\d", text) and (
-            name == "pyproject.toml" or "constraints.txt" in text
-        ), name
+        assert not re.search(r"[a-z]==\d", text), name
+        assert name == "pyproject.toml" or "constraints.txt" in text, name
 
 
 def test_the_text_is_of_packages_that_are_pinned_and_that_make_installs():
-    installed = {
-        name: version and version.partition("+")[0]
-        for name, version in embedded.text_versions().items()
-    }
+    versions = embedded.text_versions().items()
+    installed = {name: version and version.partition("+")[0] for name, version in versions}
     assert installed.items() <= pins().items()
-    listed = {
-        line.name
-        for extra in ("", "notebooks", "test", "hub", "text")
-        for line in requirements()[extra]
-    }
+    extras = ("", "notebooks", "test", "hub", "text")
+    listed = {line.name for extra in extras for line in requirements()[extra]}
     assert set(embedded.DISTRIBUTIONS) <= listed
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "--constraint constraints.txt --editable '.[text,models]'" in makefile
@@ -113,9 +107,8 @@ def test_what_contributing_says_to_paste_is_an_experiment():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.strip().startswith("softplus: {title")]
     ((name, fields),) = yaml.safe_load(line).items()
-    assert set(experiments.Experiment(name, "8", **fields).change) <= set(
-        experiments.experiment("sigmoid").change
-    )
+    change = experiments.Experiment(name, "8", **fields).change
+    assert set(change) <= set(experiments.experiment("sigmoid").change)
 
 
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
@@ -163,22 +156,15 @@ def test_no_module_is_longer_than_500_lines():
 
 @pytest.mark.slow
 def test_each_number_of_ours_is_what_the_records_say():
-    mean = (
-        su.runs("laptop")
-        .groupby("experiment")[["sink_1", "sink_star", "block_1", "later_blocks"]]
-        .mean()
-    )
-    real = {
-        name: json.loads((OPEN_LMS / f"{name}.json").read_text())
-        for name in ("smollm2", "gemma-3-270m")
-    }
+    numbers = ["sink_1", "sink_star", "block_1", "later_blocks"]
+    mean = su.runs("laptop").groupby("experiment")[numbers].mean()
+    files = {name: OPEN_LMS / f"{name}.json" for name in ("smollm2", "gemma-3-270m")}
+    real = {name: json.loads(file.read_text()) for name, file in files.items()}
     smol = real["smollm2"]["probes"]["natural"]["text"]["sink"]["1"]["0.3"]
     # the BOS at the third place
     third = {name: kept["moved"]["alpha"]["3"] for name, kept in real.items()}
-    gemma = {
-        name: kept["sink"]["1"]["0.3"]
-        for name, kept in real["gemma-3-270m"]["probes"]["natural"].items()
-    }
+    natural = real["gemma-3-270m"]["probes"]["natural"]
+    gemma = {name: kept["sink"]["1"]["0.3"] for name, kept in natural.items()}
     said = {
         f"it takes {mean.sink_star.k_bias:.1f} %",
         f"the first token keeps {mean.sink_1.k_bias:.1f} % ({mean.sink_1.fixed_1:.1f} % before)",
@@ -214,16 +200,8 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
     data = [f"data/{path.name}" for path in (ROOT / "data").glob("*.*")]  # and no records
     for name in ("pyproject.toml", "README.md", "LICENSE", *data):
         shutil.copy(ROOT / name, source / name)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    pip = [sys.executable, "-m", "pip", "install", *options]
     subprocess.run([*pip, "--disable-pip-version-check", "--target", site, source], check=True)
 
     def call(*arguments, **environment):
