@@ -102,16 +102,10 @@ def test_a_figure_in_a_notebook_is_a_small_png_with_an_alt_text():
 
 def test_every_head_is_a_dot_at_its_alpha_over_its_block():
     alpha = np.array([[0.1, 0.9], [0.4, 0.2]])
-    for heads, layers, blocks in (
-        (alpha, None, [1, 1, 2, 2]),
-        (torch.tensor(alpha), (1, 3), [2, 2, 4, 4]),
-    ):
-        x, y = (
-            plots.heads_by_block(heads, layers, ax=plt.figure().subplots())
-            .collections[0]
-            .get_offsets()
-            .T
-        )
+    by_place = (alpha, None, [1, 1, 2, 2]), (torch.tensor(alpha), (1, 3), [2, 2, 4, 4])
+    for heads, layers, blocks in by_place:
+        axes = plots.heads_by_block(heads, layers, ax=plt.figure().subplots())
+        x, y = axes.collections[0].get_offsets().T
         assert y.tolist() == alpha.ravel().tolist() and np.round(x).tolist() == blocks
     refuses(r"\(layers, heads\), got \(2,\)", plots.heads_by_block, [0.1, 0.2])
 
@@ -199,9 +193,8 @@ def test_what_is_interactive_keeps_a_png_and_an_alt_text_for_those_without_scrip
 @pytest.mark.parametrize("exporter", ["SlidesExporter", "MarkdownExporter"])
 def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
     nbconvert = pytest.importorskip("nbconvert")
-    body, resources = getattr(nbconvert, exporter)().from_filename(
-        ROOT / "notebooks" / "00_quickstart.ipynb"
-    )
+    exporting = getattr(nbconvert, exporter)()
+    body, resources = exporting.from_filename(ROOT / "notebooks" / "00_quickstart.ipynb")
     book = json.loads((ROOT / "notebooks" / "00_quickstart.ipynb").read_text())
     outputs = [output for cell in book["cells"] for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
@@ -215,10 +208,8 @@ def test_slides_and_markdown_of_a_notebook_keep_its_pictures(exporter):
 def test_a_page_about_a_model_holds_its_measured_numbers_and_nothing_from_outside(corpus):
     small = own_model(vocab_size=corpus.vocab_size)
     texts = ["a first text of some words that goes on for a while, and then a little more " * 4] * 6
-    html, again = (
-        su.report_model(small, corpus.tokenizer, "<ours> & co", texts, n=4, length=16)
-        for _ in range(2)
-    )
+    asked = (small, corpus.tokenizer, "<ours> & co", texts)
+    html, again = (su.report_model(*asked, n=4, length=16) for _ in range(2))
     assert html == again and "&lt;ours&gt; &amp; co" in html and "<ours>" not in html
     assert not re.search(
         r"""(src|href)=["'](?!data:|#)|@import|<script(?! type="application/json")""", html

@@ -157,10 +157,8 @@ def test_special_tokens_are_not_drawn_nor_read_and_the_tokenizer_stays_as_it_was
     assert drawn == sorted(set(vocabulary.values()) - special)
     written = f"hello {SPECIAL[make][-1]} worldly"
     plain = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    before = [
-        getattr(plain.encode(written), "ids", plain.encode(written)),
-        getattr(plain, "truncation", None),
-    ]
+    encoded = plain.encode(written)
+    before = [getattr(encoded, "ids", encoded), getattr(plain, "truncation", None)]
     ids = encode(tokenizer, written)
     assert not (special - {vocabulary.get("<unk>")}) & {*ids}
     assert ids[0] == encode(tokenizer, "hello")[0]

@@ -35,14 +35,8 @@ from sinkutils.study.record import (
 )
 from sinkutils.study.store import Runs, is_of
 
-FILES = (
-    "config.json",
-    "metrics.json",
-    "provenance.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "SHA256SUMS",
-)
+JSON_FILES = ("config.json", "metrics.json", "provenance.json")
+FILES = (*JSON_FILES, "model.safetensors", "tokenizer.json", "SHA256SUMS")
 
 
 @pytest.fixture
@@ -57,9 +51,8 @@ def test_a_record_reads_back_as_written_also_where_it_was_copied_to(folder, tiny
     shutil.copytree(folder, tmp_path / "elsewhere" / "0")
     for place in (folder, tmp_path / "elsewhere" / "0"):
         record = read_record(place)
-        assert record.config == config_dict(tiny) | {
-            "corpus": {"name": "docstrings", "sha256": corpus.fingerprint}
-        }
+        text = {"name": "docstrings", "sha256": corpus.fingerprint}
+        assert record.config == config_dict(tiny) | {"corpus": text}
         assert record.metrics["final"] == END | {"sink_1": 1.5}
         assert record.weights == place / "model.safetensors"
         assert {path.name for path in place.iterdir()} == set(FILES)
@@ -254,25 +247,19 @@ def test_a_record_is_of_its_own_text_and_another_text_stands_apart(folder, tiny,
     assert Runs(runs).of(tiny).folder == Runs(runs).of(tiny, own).folder == folder
     apart = record_folder("test@path-novels-00000000", "tiny", 0, runs)
     assert Runs(runs).of(tiny, other).folder == apart
-    assert Runs(runs).of(tiny, same_name).folder == record_folder(
-        "test@docstrings-00000000", "tiny", 0, runs
-    )
-    assert Runs(runs / "empty").of(tiny, same_name).folder == record_folder(
-        "test", "tiny", 0, runs / "empty"
-    )
+    apart = record_folder("test@docstrings-00000000", "tiny", 0, runs)
+    assert Runs(runs).of(tiny, same_name).folder == apart
+    own = record_folder("test", "tiny", 0, runs / "empty")
+    assert Runs(runs / "empty").of(tiny, same_name).folder == own
 
 
 def test_numbers_are_kept_to_five_digits_and_a_record_holds_nothing_else(tiny, tmp_path):
-    metrics = DONE | {
-        "final": END | {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}
-    }
+    end = {"valid_loss": 1 / 3, "by_block": [(2 / 3, 12345678.0)], "step": 1234567}
+    metrics = DONE | {"final": END | end}
     target = record_folder("test", "tiny", 0, tmp_path)
     final = write_record(target, tiny, metrics, {}).metrics["final"]
-    assert (final["valid_loss"], final["by_block"], final["step"]) == (
-        0.33333,
-        [[0.66667, 12346000.0]],
-        1234567,
-    )
+    assert (final["valid_loss"], final["step"]) == (0.33333, 1234567)
+    assert final["by_block"] == [[0.66667, 12346000.0]]
 
 
 def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(tmp_path):
@@ -282,9 +269,8 @@ def test_a_corrupt_record_is_one_row_that_says_so_and_is_seen_when_it_is_mended(
     path = record_folder("smoke", "k_bias", 1, tmp_path) / "metrics.json"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.warns(
-        UserWarning, match=r"record smoke/k_bias/1: metrics\.json is .*or train the run again"
-    ):
+    says = r"record smoke/k_bias/1: metrics\.json is .*or train the run again"
+    with pytest.warns(UserWarning, match=says):
         entries = list(Runs(tmp_path).entries("smoke"))
     assert [entry.status for entry in entries] == ["done", "corrupt"]
     assert "metrics.json" in entries[1].reason
@@ -538,11 +524,8 @@ def test_a_row_per_run_says_what_its_record_says_and_the_mean_of_its_blocks(stud
     table = su.runs("laptop", study).set_index(["experiment", "seed"])
     assert len(table) == 2 * len(FEW) and (table.status == "done").all()
     row, final = table.loc[("k_bias", 1)], report_of("k_bias", 1)
-    assert (row.sink_1, row.sink_star, row.valid_loss) == (
-        final["sink_1"],
-        final["sink_star"],
-        final["valid_loss"],
-    )
+    for name in ("sink_1", "sink_star", "valid_loss"):
+        assert row[name] == final[name]
     uniform = sum(1 / i for i in range(1, 65)) / 64
     alpha = np.array(final["report"]["alpha"][0])
     assert row.block_1 == pytest.approx(((alpha[0] - uniform) / (1 - uniform)).mean())

@@ -101,9 +101,8 @@ def test_records_of_stacked_runs_are_those_of_single_runs(tiny, corpus, tmp_path
     )
     assert [record.seed for record in records] == [0, 1]
     for config, record in zip(configs, records, strict=True):
-        alone = train(
-            config, tmp_path / "single", corpus=corpus, device="cpu", compile=False, progress=False
-        )
+        options = {"corpus": corpus, "device": "cpu", "compile": False, "progress": False}
+        alone = train(config, tmp_path / "single", **options)
         assert record.config == alone.config
         assert record.provenance["stacked"] == 2
         assert record.metrics.keys() == alone.metrics.keys()
