@@ -29,14 +29,8 @@ from sinkutils.training.run import Run
 CPU = torch.device("cpu")
 END = {"step": 60, "sink_1": 0.0, "valid_loss": 3.0}  # the least that the end of a run may say
 DONE = {"status": "done", "reason": None, "curve": [], "final": END}  # and metrics.json
-SHAPE = {
-    "vocab_size": 60,
-    "context_length": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-}
+SHAPE = {"vocab_size": 60, "context_length": 32, "num_layers": 2, "num_heads": 2}
+SHAPE |= {"hidden_size": 16, "intermediate_size": 24}
 
 
 def architectures() -> dict[str, dict[str, Any]]:
@@ -50,13 +44,12 @@ def architectures() -> dict[str, dict[str, Any]]:
         fields = {k: v for k, v in vars(config(name, "smoke").model).items() if k not in SHAPE}
         if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():
             trained[name] = fields
+    unnormalised = AttentionSpec(similarity="sigmoid", normalizer="none")
     return trained | {
         "gated_elements_add": {"gate": "element", "head_merge": "add"},
         "learnable_sink_token": {"position": "learnable", "sink_token": True},
         "t5_k_bias": {"position": "relative_learned", "attention": AttentionSpec(bias="k")},
-        "sigmoid_k_bias": {
-            "attention": AttentionSpec(similarity="sigmoid", normalizer="none", bias="k")
-        },
+        "sigmoid_k_bias": {"attention": replace(unnormalised, bias="k")},
         "alibi_sink_logit": {"position": "alibi", "attention": AttentionSpec(sink_logit="learned")},
         "alibi_differential": {"position": "alibi", "attention": AttentionSpec(differential=True)},
         "prefix_sink_logit": {"attention": AttentionSpec(sink_logit="learned", prefix=7)},
@@ -231,9 +224,7 @@ def alpha_by_definition(maps: Sequence[Tensor], targets: Sequence[int]) -> Tenso
 
 
 WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
-    "in row 3": lambda lse, keys: (
-        lse + torch.nn.functional.one_hot(torch.tensor(3), lse.shape[-1]) / 4
-    ),
+    "in row 3": lambda lse, keys: lse + (torch.arange(lse.shape[-1]) == 3) / 4,
     "beyond key 512": lambda lse, keys: lse + 0.25 * (keys > 512),
     "in base 2": lambda lse, keys: lse / math.log(2),
 }
@@ -313,10 +304,5 @@ def made_up(
     """
     run, folder = config(name, preset, seed), record_folder(preset, name, seed, runs)
     said = DONE | metrics | {"final": END | metrics.get("final", {})}
-    return write_record(
-        folder,
-        run,
-        said,
-        {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {}),
-        **(kept or {}),
-    )
+    made = {"wall_seconds": 1.0, "instruction_set": ["avx2"]} | (made or {})
+    return write_record(folder, run, said, made, **(kept or {}))

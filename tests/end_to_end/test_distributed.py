@@ -164,18 +164,8 @@ def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
 
 
 def test_an_error_in_one_process_ends_all(tmp_path):
-    done = torchrun(
-        "-m",
-        "sinkutils",
-        "train",
-        "nope",
-        "--preset",
-        "smoke",
-        "--corpus",
-        "path:/nowhere",
-        "--device",
-        "cpu",
-    )
+    options = "nope --preset smoke --corpus path:/nowhere --device cpu"
+    done = torchrun("-m", "sinkutils", "train", *options.split())
     assert done.returncode != 0 and "no such folder or file" in done.stderr
 
 

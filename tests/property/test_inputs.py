@@ -316,13 +316,8 @@ def test_measure_gives_numbers_of_whole_maps_or_refuses(
     try:
         report = measure(model, ids, attention_mask=mask, **asked)
     except ValueError as error:
-        plain = (
-            vocabulary == 30
-            and dtype == torch.int64
-            and len(shape) == 2
-            and 0 < shape[0]
-            and 0 < shape[1] <= 12
-        )
+        shaped = len(shape) == 2 and 0 < shape[0] and 0 < shape[1] <= 12
+        plain = vocabulary == 30 and dtype == torch.int64 and shaped
         padded = masked in ("none", "ones", "left", "right")
         assert asked or broken or not plain or not padded, error
         arguments = ("ids", "attention_mask", "weights", "target", "eps", *ASKED)

@@ -149,14 +149,10 @@ def test_the_elu_kernel_is_its_formula_where_queries_and_keys_are_far_below_0(fi
         ([-100.0, 2.0], [[2.0, -100.0], [1.0, -100.0]]),
         ([50.0, -100.0], [[-100.0, 3.0], [-98.0, 4.0]]),
     ):
-        products = [
-            mpmath.fsum(
-                F["elu"](mpmath.mpf(a)) * F["elu"](mpmath.mpf(b))
-                for a, b in zip(q, key, strict=True)
-            )
-            / mpmath.sqrt(2)
-            for key in keys
-        ]
+        products = []
+        for key in keys:
+            phi_q, phi_k = ([F["elu"](mpmath.mpf(x)) for x in vector] for vector in (q, key))
+            products.append(mpmath.fdot(phi_q, phi_k) / mpmath.sqrt(2))
         row = weights_by_formula(products, AttentionSpec(similarity="relu", **fields))
         queries = torch.tensor([q, q], dtype=dtype)[None, None]
         k = torch.tensor(keys, dtype=dtype)[None, None]

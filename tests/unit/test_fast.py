@@ -48,13 +48,8 @@ SPECS = [
 @pytest.fixture
 def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
-    traced = torch.compile(
-        flex_attention.flex_attention,
-        fullgraph=True,
-        dynamic=False,
-        recompile_limit=64,
-        backend="eager",
-    )
+    options = {"fullgraph": True, "dynamic": False, "recompile_limit": 64, "backend": "eager"}
+    traced = torch.compile(flex_attention.flex_attention, **options)
     monkeypatch.setattr(flash, "flex_attention", traced)
     monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
     # which refuses gradients there
@@ -131,12 +126,8 @@ def test_minus_infinity_in_the_position_term_gives_zero_rows():
 
 
 def test_large_logits_neither_overflow_nor_differ():
-    for fields in (
-        {},
-        {"window": 7},
-        {"normalizer": "p_norm", "p": 2.0},
-        {"similarity": "softpick"},
-    ):
+    normalised = {"normalizer": "p_norm", "p": 2.0}, {"similarity": "softpick"}
+    for fields in ({}, {"window": 7}, *normalised):
         spec = AttentionSpec(**fields)
         (q, k, v), _ = draw(spec, 20)
         with torch.no_grad():
@@ -219,6 +210,9 @@ def test_which_kernel_serves_where():
         refuses("no fused kernel", flash.kernel_for, *asked, kind=RuntimeError)
 
 
+UNNORMALISED = {"similarity": "linear", "normalizer": "none"}
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "device", "dtype", "length", "term"),
     [
@@ -229,14 +223,7 @@ def test_which_kernel_serves_where():
         ("dense", {}, "cpu", torch.bfloat16, 64, False),  # where the kernel is slow
         ("sdpa", {}, "cpu", torch.bfloat16, 4096, False),
         ("dense", {}, "cuda", torch.bfloat16, 64, True),
-        (
-            "dense",
-            {"similarity": "linear", "normalizer": "none"},
-            "cuda",
-            torch.float32,
-            4096,
-            False,
-        ),
+        ("dense", UNNORMALISED, "cuda", torch.float32, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),

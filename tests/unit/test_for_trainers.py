@@ -18,12 +18,8 @@ from sinkutils.paths import ROOT
 IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
 PAGES = ("README.md", "docs/measuring.md", "docs/all_on_the_first_token.md")
 README, *DOCS = ((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 64}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def small() -> tf.LlamaForCausalLM:

@@ -206,13 +206,8 @@ def test_the_installed_package_works_in_any_folder_and_writes_nothing_beside_its
 
     def call(*arguments, **environment):
         environment = os.environ | {"PYTHONPATH": str(site), "SINKUTILS_HOME": ""} | environment
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=elsewhere,
-            env=environment,
-            text=True,
-            capture_output=True,
-        )
+        options = {"cwd": elsewhere, "env": environment, "text": True, "capture_output": True}
+        return subprocess.run([sys.executable, *arguments], **options)
 
     before = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
     listing = call("-m", "sinkutils", "list", "--section", "6")

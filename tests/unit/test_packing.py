@@ -92,15 +92,10 @@ def test_every_epoch_shows_each_chunk_once_in_an_order_of_its_own(corpus):
     assert not torch.equal(chunks.batch(0, 16, seed=0), chunks.batch(0, 16, seed=1))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"random_positions": (1, 3)},
-        {"fixed_position": 2, "share": 0.5},
-        {"fixed_position": 4, "random_place": True},
-    ],
-)
+SOME = {"random_positions": (1, 3)}, {"fixed_position": 2, "share": 0.5}
+
+
+@pytest.mark.parametrize("data", [{}, *SOME, {"fixed_position": 4, "random_place": True}])
 def test_batches_cut_on_the_device_are_those_of_the_host_in_the_same_order(corpus, data):
     here = Chunks(corpus, "train", C, DataConfig(**data), 3)
     there = ChunksOnDevice(corpus, "train", C, DataConfig(**data), 3, device=CPU)

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -313,42 +314,38 @@ NORMS = dict.fromkeys(("hidden_norms", "key_norms", "value_norms"), [[1.0] * 4] 
 REPORT = {"T": 4, "targets": [1], "alpha": [[[0.5, 0.2], [0.1, 0.3]]], **NORMS}
 END_OF_ALL = END | {"excess_1": 0.2, "report": REPORT}
 WHOLE = {"status": "done", "reason": None, "curve": [END, END], "final": END_OF_ALL}
+LEFT_OUT = {
+    "metrics": "status reason curve final final.step curve.1.sink_1 final.report.alpha final.report.T"
+    " final.report.targets",
+    "config": "corpus recipe experiment seed corpus.sha256",
+}
 STRANGE = [
-    *[
-        ("metrics", path, DROP)
-        for path in ("status", "reason", "curve", "final", "final.step", "curve.1.sink_1")
-    ],
-    *[
-        ("metrics", path, DROP)
-        for path in ("final.report.alpha", "final.report.T", "final.report.targets")
-    ],
+    *[(part, path, DROP) for part, paths in LEFT_OUT.items() for path in paths.split()],
     ("metrics", "status", "great"),
     ("metrics", "final", {}),
-    ("metrics", "final.sink_1", 999),
-    ("metrics", "final.sink_1", -1),
-    ("metrics", "final.sink_1", "77"),
-    ("metrics", "final.sink_1", None),
-    ("metrics", "final.sink_1", float("nan")),
-    ("metrics", "final.valid_loss", float("inf")),
-    ("metrics", "final.valid_loss", -0.1),
+    *[("metrics", "final.sink_1", value) for value in (999, -1, "77", None, math.nan)],
+    *[("metrics", "final.valid_loss", value) for value in (math.inf, -0.1)],
     ("metrics", "final.excess_1", 1.5),
     ("metrics", "curve.0.sink_1", 100.1),
     ("metrics", "curve", [1, 2]),
     ("metrics", "final.report.alpha", [[[0.5, 0.2], [0.1]]]),
     ("metrics", "final.report.alpha", [[[0.5, 0.2], [0.1, 1.3]]]),
     ("metrics", "final.report.alpha", []),
-    ("metrics", "final.report.hidden_norms", [[1.0, float("nan")]] * 2),
+    ("metrics", "final.report.hidden_norms", [[1.0, math.nan]] * 2),
     ("metrics", "final.report.hidden_norms", [[1.0, 1.0]] * 3),
-    *[
-        ("config", path, DROP)
-        for path in ("corpus", "recipe", "experiment", "seed", "corpus.sha256")
-    ],
     ("config", "seed", "0"),
     ("config", "experiment", "../../precious"),
     ("config", "model", []),
     ("config", "data", None),
     ("config", "model.attention.window", "wide"),
 ]
+
+
+def curve_of(value: float, blocks: int = 2) -> bytes:
+    """What alpha.safetensors holds, if all shares are one value."""
+    return save({"curve": torch.full((2, 1, blocks, 2), value).half()})
+
+
 RAW = {
     "a list": {"metrics": b"[]"},
     "null": {"metrics": b"null"},
@@ -360,13 +357,9 @@ RAW = {
     "no metrics": {"metrics": None},
     "no UTF-8": {"metrics": b"\xff\xfe"},
     "garbage as alpha": {"alpha.safetensors": b"garbage"},
-    "alpha above one": {"alpha.safetensors": save({"curve": torch.full((2, 1, 2, 2), 1.5).half()})},
-    "alpha of nan": {
-        "alpha.safetensors": save({"curve": torch.full((2, 1, 2, 2), torch.nan).half()})
-    },
-    "alpha of another model": {
-        "alpha.safetensors": save({"curve": torch.full((2, 1, 3, 2), 0.5).half()})
-    },
+    "alpha above one": {"alpha.safetensors": curve_of(1.5)},
+    "alpha of nan": {"alpha.safetensors": curve_of(math.nan)},
+    "alpha of another model": {"alpha.safetensors": curve_of(0.5, blocks=3)},
     "a file of another kind": {"thesis.txt": b"years of work"},
 }
 

@@ -22,13 +22,11 @@ from sinkutils.model.attention import AttentionSpec, attend
 from sinkutils.model.positions import rotate
 
 # What makes three blocks of a family
+MIXED = ["full_attention", "sliding_attention"]
 FAMILIES = {
     **{family: {"num_hidden_layers": 3} for family in ("llama", "gpt_neox", "opt", "mistral")},
     "gpt2": {"n_layer": 3},
-    "gemma3_text": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", *MIXED]},
 }
 LENGTH = 12
 PLACES = ("block", "query", "key", "value", "neurons")

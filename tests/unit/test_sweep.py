@@ -449,15 +449,10 @@ def test_a_stopped_sweep_leaves_no_worker(undisturbed, text_folder, tmp_path, nu
     options = "sweep --preset smoke --only k_bias --jobs 2".split()
     command = [sys.executable, "-m", "sinkutils", *options]
     command += ["--seeds", "0", "1", "--runs", str(tmp_path), "--corpus", f"path:{text_folder}"]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Tests that run in the background have it ignored, and so would the sweep.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    streams = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # Tests that run in the background have it ignored, and so would the sweep.
+    streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment, **streams)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
     wait_until(lambda: len(list(tmp_path.glob("smoke@*/k_bias/*.partial/lock"))) == 2)

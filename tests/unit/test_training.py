@@ -134,15 +134,11 @@ def test_a_step_is_the_optimizers_on_a_seeds_batch_clipped_at_its_rate(optimizer
     others = [p for p in model.parameters() if p.ndim == 1]
     others += [model.embed.weight, model.unembed.weight]
     adamw = partial(torch.optim.AdamW, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
+    muon = {"weight_decay": 0.5, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
     written_out = {
         "adamw": [adamw(model.parameters())],
         "sgd": [torch.optim.SGD(model.parameters(), momentum=0.8, weight_decay=0.5)],
-        "muon": [
-            torch.optim.Muon(
-                matrices, weight_decay=0.5, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            ),
-            adamw(others),
-        ],
+        "muon": [torch.optim.Muon(matrices, **muon), adamw(others)],
     }[optimizer]
     for step in range(5):  # three of the warm-up, two of the cosine
         model.zero_grad()
