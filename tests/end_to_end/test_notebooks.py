@@ -9,6 +9,8 @@ import nbformat
 import pandas as pd
 import pytest
 from helpers import refused
+from nbclient import NotebookClient
+from small_models import build
 
 from sinkutils import experiments, pages
 from sinkutils.pages import NOTEBOOKS, find_notebooks, run_notebooks
@@ -109,7 +111,7 @@ def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
 
 
 def test_every_figure_and_table_of_the_paper_has_its_cell_or_a_reason_why_not():
-    """The rows of data/paper/places.csv, which page 10 shows, together name Figures 1 to 30 and Tables 1 to 15."""
+    """The rows of data/paper/places.csv, which appendix E shows, together name Figures 1 to 30 and Tables 1 to 15."""
     named = set()
     for row in pd.read_csv(PAPER / "places.csv", keep_default_na=False).itertuples():
         kind, first, last = re.match(r"(Figure|Table)s? (\d+)(?: to (\d+))?", row.item).groups()
@@ -189,6 +191,21 @@ def test_in_place_a_page_is_rewritten_without_what_differs_and_its_figures_are_c
     after.cells[1] |= {"outputs": [], "execution_count": None}
     assert (book_of(folder, "01"), after) == before
     assert [path.name for path in (folder / "figures").iterdir()] == ["of_02.svg"]
+
+
+def test_progress_in_a_notebook_is_text_as_a_saved_widget_would_be_not_found(tmp_path, text_folder):
+    build("llama").save_pretrained(tmp_path / "model")
+    code = f"""
+import sinkutils as su
+from sinkutils.data.corpus import load_corpus
+_ = su.load_lm({str(tmp_path / "model")!r})
+_ = load_corpus("path:{text_folder}", 300, cache_dir={str(tmp_path)!r})
+"""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(book, timeout=120).execute()
+    assert {output.get("name") for output in book.cells[0].outputs} == {"stderr"}
+    shown = "".join(output.text for output in book.cells[0].outputs)
+    assert "Loading weights" in shown and "tokenising" in shown
 
 
 def test_a_page_that_fails_in_place_stays_as_it_was_and_so_do_the_figures(folder):

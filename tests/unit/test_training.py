@@ -23,16 +23,14 @@ from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.report import NotFinite, norm_ratio
 from sinkutils.study.config import RunConfig, TrainConfig, from_dict, learning_rate
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.grid import plan
-from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import read_record, rounded
 from sinkutils.study.store import Runs
 from sinkutils.training import run as training_run
 from sinkutils.training import trainer
-from sinkutils.training.checkpoints import load_checkpoint, save_checkpoint
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.group import Group, joined
-from sinkutils.training.optimizers import make_optimizers, set_rate
+from sinkutils.training.group import Group
 from sinkutils.training.run import CrossEntropy, Run, instruction_set, next_token_loss
 from sinkutils.training.trainer import divergence, reproducible, train
 
@@ -293,23 +291,22 @@ def test_bf16_is_used_where_it_can_be(
     assert (record.metrics["final"] == single) == (used == "fp32")
 
 
-def test_muon_takes_the_linear_maps_of_the_blocks_alone_and_runs_in_one_process():
+def test_muon_takes_the_linear_maps_of_the_blocks_alone():
     model = own_model(attention=AttentionSpec(bias="kv"), gate="head")
-    both = make_optimizers(dict(model.named_parameters()), TrainConfig(optimizer="muon"))
+    both = training_run.make_optimizers(
+        dict(model.named_parameters()), TrainConfig(optimizer="muon")
+    )
     parts = [[id(p) for group in part.param_groups for p in group["params"]] for part in both]
     assert sorted(parts[0] + parts[1]) == sorted(map(id, model.parameters()))
     names = {name for name, p in model.named_parameters() if id(p) in parts[0]}
     ends = ("attention.qkv", "attention.out", "attention.gate", "ffn.up", "ffn.down")
     assert names == {f"blocks.{i}.{end}.weight" for i in (0, 1) for end in ends}
-    named = dict(model.named_parameters())
-    with refused(r"muon.*one process"):
-        make_optimizers(named, TrainConfig(optimizer="muon"), Group(size=2))
 
 
 def test_a_rate_is_set_where_it_stands_also_where_a_cuda_graph_reads_it():
     there = torch.tensor(0.1)
     group = {"lr": there}
-    set_rate([SimpleNamespace(param_groups=[group, other := {"lr": 0.1}])], 0.5)
+    training_run.set_rate([SimpleNamespace(param_groups=[group, other := {"lr": 0.1}])], 0.5)
     assert group["lr"] is there and float(there) == other["lr"] == 0.5
 
 
@@ -319,7 +316,7 @@ def test_a_record_says_the_seconds_of_all_its_parts_and_the_tokens_in_one(tiny, 
     run.passed.clear()
     checkpoint = Runs(tmp_path).of(tiny).checkpoint
     checkpoint.parent.mkdir(parents=True)
-    save_checkpoint(run, checkpoint)
+    trainer.save_checkpoint(run, checkpoint)
     said = train(tiny, tmp_path, corpus=corpus, progress=False).provenance
     assert said["wall_seconds"] >= 7.5
     assert said["tokens_per_second"] == pytest.approx(12 * 4 * 32 / said["wall_seconds"], rel=0.05)
@@ -344,18 +341,14 @@ def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monk
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=True))
     # no answer from before
     monkeypatch.setattr(trainer, "compiles", compiles := trainer.compiles.__wrapped__)
-    compared = Mock()
-    monkeypatch.setattr(trainer, "flex_serves", compared)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("no compiler")))
     with pytest.warns(UserWarning, match=r"torch\.compile does not work here \(RuntimeError\)"):
         assert not compiles()
     with pytest.warns(UserWarning, match="goes on without, slower"):
         plain = train(tiny, tmp_path / "without", corpus=corpus, progress=False)
         assert not plain.provenance["compiled"]
-    compared.assert_not_called()
     monkeypatch.setattr(torch, "compile", lambda loss: loss)
     assert train(tiny, tmp_path / "with", corpus=corpus, progress=False).provenance["compiled"]
-    compared.assert_called_once_with(tiny.model.attention, CPU, torch.float32, 8)
     monkeypatch.setitem(PRESETS, "test", dataclasses.replace(PRESETS["laptop"], compile=False))
     assert not train(tiny, tmp_path / "plain", corpus=corpus, progress=False).provenance["compiled"]
 
@@ -363,9 +356,9 @@ def test_a_run_is_compiled_where_its_preset_says_so(tiny, corpus, tmp_path, monk
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, tmp_path):
     tiny = change(tiny, optimizer=optimizer)
-    save_checkpoint(advanced(tiny, corpus, 3), tmp_path / "c.pt")
+    trainer.save_checkpoint(advanced(tiny, corpus, 3), tmp_path / "c.pt")
     resumed = Run(tiny, corpus, CPU)
-    load_checkpoint(resumed, tmp_path / "c.pt")
+    trainer.load_checkpoint(resumed, tmp_path / "c.pt")
     assert resumed.step == 3
     for _ in range(3):
         resumed.advance(next_token_loss)
@@ -376,17 +369,17 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(optimizer, tiny, corpus, 
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_not_used(tiny, corpus, tmp_path):
     """Flipped and cut ones: test_sweep.py."""
     path = tmp_path / "c.pt"
-    save_checkpoint(advanced(tiny, corpus, 1), path)
+    trainer.save_checkpoint(advanced(tiny, corpus, 1), path)
     with pytest.warns(UserWarning, match="another config or corpus"):
-        load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
+        trainer.load_checkpoint(Run(change(tiny, weight_decay=0.5), corpus, CPU), path)
     elsewhere = Run(tiny, corpus, CPU)
     elsewhere.fingerprint = "0" * 64  # of the same config on another text
     with pytest.warns(UserWarning, match="another config or corpus"):
-        load_checkpoint(elsewhere, path)
+        trainer.load_checkpoint(elsewhere, path)
     path.write_bytes(b"")
     fresh = Run(tiny, corpus, CPU)
     with pytest.warns(UserWarning, match=r"c\.pt is truncated or changed; training starts again"):
-        load_checkpoint(fresh, path)
+        trainer.load_checkpoint(fresh, path)
     assert fresh.step == 0
 
 
@@ -435,11 +428,6 @@ def test_processes_share_batches_evenly_or_are_refused():
     Group(size=128).check_batch(512, 16)  # shares smaller than a micro-batch
     refuses("3 processes cannot share batches of 512", Group(size=3).check_batch, 512, 16)
     refuses("start as many as divide 32", Group(size=24).check_batch, 96, 3)
-    with (
-        pytest.raises(ValueError, match="parallel must be one of ddp, fsdp; got 'tp'"),
-        joined("tp", CPU),
-    ):
-        pass
 
 
 def test_cuda_trains_with_deterministic_kernels_and_leaves_the_setting_as_it_was(monkeypatch):
