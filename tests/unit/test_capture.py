@@ -140,7 +140,9 @@ def test_bos_is_read_off_the_ids_and_printed_also_where_there_are_several():
     model, ids = build("llama"), tokens()
     assert measure(model, ids).bos is False
     ids[:, 0] = model.config.bos_token_id
+    model.name_or_path = "somebody/llama"
     report = measure(model, ids)
+    assert report.name == "somebody/llama" and measure(model, ids, name="mine").name == "mine"
     assert report.bos is True and "BOS first: yes" in str(report) and "T = 24, n = 3" in str(report)
     vars(model.config)["bos_token_id"] = [1, 2]  # as some families have it
     ids[:, 0] = torch.tensor([1, 2, 1])
@@ -271,6 +273,7 @@ def test_bad_input_is_a_clear_error():
     refuses("int64", measure, model, tokens().float())
     refuses(r"ids must be in 0..95, .* got 96..96", measure, model, torch.full((1, 4), VOCAB))
     refuses("a row of padding", measure, model, ids, attention_mask=torch.zeros(3, T))
+    refuses("attention_mask must be of type Tensor", measure, model, ids, attention_mask=[[1]])
     with refused("between the tokens"):
         measure(model, ids, attention_mask=torch.tensor([1, 0] * (T // 2)).repeat(3, 1))
     packed = torch.tensor([1, 2]).repeat_interleave(T // 2).repeat(3, 1)

@@ -570,11 +570,14 @@ def test_two_bos_short_texts_and_too_many_positions_are_warned_of():
     twice = ids.clone()
     twice[:, :2] = model.config.bos_token_id
     short = (ids[:, :8], "8 tokens are too short for eps = 0.3")
-    for batch, message in ((twice, "begins with two BOS"), short):
+    for batch, message in ((twice, "begins with two BOS"), (twice[:, :2], "two BOS"), short):
         with pytest.warns(UserWarning, match=message):
             measure(model, batch)
     with pytest.warns(UserWarning, match="24 positions, and the model was made for 20"):
         measure(build("llama", max_position_embeddings=20), ids)
+    with pytest.warns(UserWarning) as warned:
+        measure(model, twice[:, :1])
+    assert not [warning for warning in warned if "BOS" in str(warning.message)]
 
 
 def test_what_a_tokenizer_returns_is_measured_with_its_mask():

@@ -134,7 +134,10 @@ def test_an_interval_is_over_texts_not_heads_at_95_percent():
     assert two.interval() == (0, 100)
     hundred = report_of([[[0.9]]] * 50 + [[[0.1]]] * 50)  # the binomial's quantiles
     assert hundred.interval() == pytest.approx((40, 60), abs=1)
-    assert hundred.interval() == hundred.interval()
+    spread = report_of(
+        [[torch.linspace(0, 1, 97).roll(n)[:n].tolist() + [0] * (97 - n)] for n in range(97)]
+    )
+    assert spread.interval() == spread.interval()
 
 
 def test_questions_a_report_cannot_answer_are_clear_errors():
