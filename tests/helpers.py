@@ -36,11 +36,8 @@ SHAPE |= {"hidden_size": 16, "intermediate_size": 24}
 def architectures() -> dict[str, dict[str, Any]]:
     """Fields of a small model: what the experiments train at smoke, by the first name of each, and combinations."""
     trained: dict[str, dict[str, Any]] = {}
-    for name in (
-        e.name
-        for e in EXPERIMENTS.values()
-        if "smoke" in e.presets and e.name not in unavailable("smoke")
-    ):
+    rows = [e.name for e in EXPERIMENTS.values() if "smoke" in e.presets]
+    for name in (name for name in rows if name not in unavailable("smoke")):
         fields = {k: v for k, v in vars(config(name, "smoke").model).items() if k not in SHAPE}
         if (fields["attention"].bias_dims or 0) <= 8 and fields not in trained.values():
             trained[name] = fields
@@ -264,11 +261,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [
-            x.untyped_storage().nbytes() // x.element_size()
-            for x in tree_leaves(result)
-            if isinstance(x, Tensor)
-        ]
+        storages = [(x.untyped_storage(), x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        sizes = [storage.nbytes() // x.element_size() for storage, x in storages]
         self.elements = max(self.elements, *sizes, 0)
         return result
 

@@ -43,10 +43,8 @@ def tokens(samples: int = 3, length: int = 24) -> Tensor:
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
     """What an operation has to leave as it was, besides weights: hooks, attributes, modes, the kind of attention."""
-    parts = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m)), m.training)
-        for m in model.modules()
-    ]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    parts = hooks + [(set(vars(m)), m.training) for m in model.modules()]
     return model.config._attn_implementation, parts
 
 

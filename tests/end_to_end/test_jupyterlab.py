@@ -17,10 +17,8 @@ from browser import NOTEBOOKS, ROOT, SHOTS, chromium, needs_chromium
 
 LAB = ROOT / ".venv" / "bin" / "jupyter-lab"
 SECONDS = 900  # for one notebook: 00 trains a small model, on a busy machine too
-pytestmark = [
-    needs_chromium,
-    pytest.mark.skipif(not LAB.exists(), reason="there is no JupyterLab in .venv: make run"),
-]
+no_lab = pytest.mark.skipif(not LAB.exists(), reason="there is no JupyterLab in .venv: make run")
+pytestmark = [needs_chromium, no_lab]
 
 RUN_ALL = """
 const done = arguments[0], pause = (milliseconds) => new Promise((wake) => setTimeout(wake, milliseconds));

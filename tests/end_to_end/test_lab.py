@@ -94,11 +94,8 @@ def by_hand(model, ids, hide, element, flat):
         h = h + model.position_embedding[:T]
     alphas, stars = [], []
     for layer, block in enumerate(model.blocks):
-        q, k, v = (
-            block.attention.qkv(block.norm_1(h))
-            .view(T, 3, cfg.num_heads, cfg.head_dim)
-            .permute(1, 2, 0, 3)
-        )
+        qkv = block.attention.qkv(block.norm_1(h)).view(T, 3, cfg.num_heads, cfg.head_dim)
+        q, k, v = qkv.permute(1, 2, 0, 3)
         if cfg.position == "rotary":
             cos, sin = (model.tables[name][:T] for name in ("cos", "sin"))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -153,10 +150,8 @@ def test_alpha_star_and_loss_are_those_of_measure(name, step, texts):
 @pytest.mark.parametrize("name", data()["models"])
 def test_each_operation_does_what_its_formula_says(name, texts):
     step = list(data()["models"][name]["sets"])[-1]
-    cases = [
-        {"model": name, "step": step, "ids": ids[0].tolist(), "edits": AS_TRAINED | edits}
-        for ids, edits in product(texts, EDITS.values())
-    ]
+    asked = [(ids[0].tolist(), AS_TRAINED | edits) for ids, edits in product(texts, EDITS.values())]
+    cases = [{"model": name, "step": step, "ids": ids, "edits": edits} for ids, edits in asked]
     answers, weights = in_node(cases)
     model = with_weights(name, weights[f"{name}/{step}"])
     for case, answer in zip(cases, answers, strict=True):
@@ -185,14 +180,8 @@ def test_the_fixed_token_stands_where_it_is_put():
 
 def test_texts_have_the_tokens_of_the_study():
     corpus = su.load_corpus("docstrings", 1024)
-    strange = [
-        "it's 3.14 °C  \n\n\t x",
-        "😀👩‍👩‍👧",
-        "مرحبا بالعالم",
-        "<script>1</script>",
-        "a" * 10_000,
-        "\u0085\u3000.",
-    ]
+    strange = ["it's 3.14 °C  \n\n\t x", "😀👩‍👩‍👧", "مرحبا بالعالم", "<script>1</script>"]
+    strange += ["a" * 10_000, "\u0085\u3000."]
     documents = [corpus.decode(ids[:300]) for ids in islice(corpus.documents("probe"), 20)]
     texts = [*data()["samples"], *strange, *documents]
     name = next(iter(data()["models"]))

@@ -91,10 +91,10 @@ def only_calls_the_package(source):
 @each(MAIN)
 def test_a_page_can_be_read_in_a_few_minutes_and_names_things_in_words(path):
     """And does its own work; `pytest -s -k few_minutes` prints the counts."""
-    shown = " ".join(
-        re.sub("<details.*?</details>", "", cell.source, flags=re.S)
-        for cell in cells(path, "markdown")
-    )
+    texts = [
+        re.sub("<details.*?</details>", "", c.source, flags=re.S) for c in cells(path, "markdown")
+    ]
+    shown = " ".join(texts)
     words, code = len(shown.split()), [cell.source for cell in cells(path, "code")]
     share = sum(map(only_calls_the_package, code)) / len(code)
     print(

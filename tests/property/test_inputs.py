@@ -40,13 +40,9 @@ NOTHING = st.sampled_from([None, *NUMBERS, "x", "", b"x", (), (0,), [1], {}])
 
 def cases(share: float):
     """So many of the cases, always the same ones, however long they take."""
-    return settings(
-        max_examples=max(10, round(share * CASES)),
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    options = {"deadline": None, "derandomize": True, "database": None}
+    options["suppress_health_check"] = list(HealthCheck)
+    return settings(max_examples=max(10, round(share * CASES)), **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,11 +177,8 @@ TOKENIZERS = {
         tokenizer_object=word_tokenizer(20), bos_token="<bos>", eos_token="<eos>", pad_token="<fix>"
     ),
 }
-TEXTS = st.lists(
-    st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns)),
-    min_size=2,
-    max_size=8,
-)
+WORDS = st.lists(st.integers(0, 25), max_size=20).map(lambda ns: " ".join(f"w{n}" for n in ns))
+TEXTS = st.lists(WORDS, min_size=2, max_size=8)
 PROBE = {
     "n": mostly(st.integers(1, 4), st.integers(-1, 9)),
     "length": mostly(st.integers(1, 8), st.integers(-1, 12)),
@@ -244,10 +237,8 @@ MODELS = {
     "gpt2": build("gpt2", vocab_size=30, n_positions=12),
     "llama": build("llama", vocab_size=30, max_position_embeddings=12),
 }
-SHAPES = mostly(
-    st.tuples(st.integers(1, 3), st.integers(1, 12)),
-    st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)]),
-)
+STRANGE = st.sampled_from([(), (3,), (0, 4), (2, 0), (2, 13), (1, 2, 3)])
+SHAPES = mostly(st.tuples(st.integers(1, 3), st.integers(1, 12)), STRANGE)
 MASKS = (*["none", "ones", "left", "right"] * 4, "hole", "empty row", "wrong shape", "list")
 ASKED = {
     "targets": mostly(
@@ -325,11 +316,8 @@ def test_measure_gives_numbers_of_whole_maps_or_refuses(
     finally:
         weight.copy_(saved)
     assert not broken and vocabulary >= 30
-    rows = (
-        ids.long()
-        if mask is None
-        else [row[seen.bool()].long() for row, seen in zip(ids, mask, strict=True)]
-    )
+    kept = torch.ones_like(ids) if mask is None else mask
+    rows = [row[seen.bool()].long() for row, seen in zip(ids, kept, strict=True)]
     rows = [row for row in rows if len(row) >= max(report.targets)]
     expected = torch.stack([alpha_of(model, row, report.targets).float() for row in rows])
     assert_close(report.alpha, expected, rtol=1e-3, atol=1e-4)
@@ -405,10 +393,8 @@ def test_the_fast_forms_equal_the_reference(fields, length, bias, position):
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=200, unique=True))
 def test_a_small_corpus_has_at_least_one_document_in_every_split(fractions):
     probe_below, valid_below = corpora._thresholds(sorted(fractions), complete=True)
-    probes, valid = (
-        [f for f in fractions if low <= f < high]
-        for low, high in ((0, probe_below), (probe_below, valid_below))
-    )
+    probes = [f for f in fractions if f < probe_below]
+    valid = [f for f in fractions if probe_below <= f < valid_below]
     assert len(probes) == len(valid) == max(1, len(fractions) // 5)
     assert len(probes) + len(valid) < len(fractions)
 

@@ -81,17 +81,7 @@ def test_a_mistake_gives_one_line_that_helps_and_status_2(capsys, arguments):
 
 def test_a_dry_run_says_what_would_run_and_how_long_it_takes(capsys, tmp_path):
     out = said(
-        capsys,
-        "sweep",
-        "--preset",
-        "smoke",
-        "--dry-run",
-        "--runs",
-        tmp_path,
-        "--only",
-        "k_bias",
-        "--seeds",
-        0,
+        capsys, *f"sweep --preset smoke --dry-run --runs {tmp_path} --only k_bias --seeds 0".split()
     )
     assert "k_bias" in out and "about 0:00:10" in out and "1 runs are missing" in out
     assert not list(tmp_path.iterdir())
@@ -187,18 +177,8 @@ def test_measure_prints_a_table_or_json_for_a_record_with_its_first_token(capsys
     assert set(reports) == {"random", "repeat"} and reports["random"]["T"] == 32
     arguments = (*"measure smoke/fixed_1/0 -n 5 --probe random --json --runs".split(), runs)
     assert json.loads(said(capsys, *arguments))["random"]["name"].endswith("x_fix first")
-    both = said(
-        capsys,
-        "measure",
-        "smoke/k_bias/0",
-        "smoke/fixed_1/0",
-        "--runs",
-        runs,
-        "-n",
-        5,
-        "--probe",
-        "random",
-    )
+    command = "measure smoke/k_bias/0 smoke/fixed_1/0 -n 5 --probe random --runs"
+    both = said(capsys, *command.split(), runs)
     header, *rows = both.strip().splitlines()[-3:]
     assert "later_blocks" in header
     assert [row.split()[0] for row in rows] == ["smoke/k_bias/0", "smoke/fixed_1/0"]
@@ -215,11 +195,8 @@ def test_the_command_measure_gives_what_it_is_asked(
     command = "measure smoke/k_bias/0 -n 5 -T 32 --dtype float64 --json"
     usual = (*command.split(), "--runs", runs)
     asked = ("--targets", 1, 2, "--eps", 0.2, 0.4, "--seed", 3, "--bos")
-    fixed = fix_position(
-        probe("natural", tokenizer, 5, 32, corpus=text),
-        1,
-        special_ids(tokenizer, "k_bias")["fix_id"],
-    )
+    natural_ids = probe("natural", tokenizer, 5, 32, corpus=text)
+    fixed = fix_position(natural_ids, 1, special_ids(tokenizer, "k_bias")["fix_id"])
     for kind, given, ids, options in (
         (
             "random",
@@ -237,10 +214,8 @@ def test_the_command_measure_gives_what_it_is_asked(
 @pytest.mark.slow
 def test_train_takes_seed_and_text_and_keeps_weights_if_told(capsys, corpus, tmp_path, monkeypatch):
     texts = []
-    monkeypatch.setattr(
-        "sinkutils.training.trainer.load_corpus",
-        lambda name, *_, **__: texts.append(name) or corpus,
-    )
+    take = "sinkutils.training.trainer.load_corpus"
+    monkeypatch.setattr(take, lambda name, *_, **__: texts.append(name) or corpus)
     usual = ("train", "v_bias", "--preset", "smoke", "--runs", tmp_path)
     for seed, options in ((0, ()), (1, ("--keep-weights", "--corpus", "path:mine"))):
         said(capsys, *usual, "--seed", seed, *options)

@@ -180,10 +180,9 @@ def test_a_text_that_cannot_be_used_is_told_what_to_do(text_folder, tmp_path, mo
 
 def test_three_novels_are_cut_at_ends_of_paragraphs_and_have_enough_to_probe(tmp_path):
     rng = random.Random(0)
-    novels = [
-        "\n\n".join(" ".join(rng.choices(["alpha", "beta", "gamma"], k=60)) for _ in range(1100))
-        for _ in range(3)
-    ]
+    words = ["alpha", "beta", "gamma"]
+    paragraphs = [" ".join(rng.choices(words, k=60)) for _ in range(3300)]
+    novels = ["\n\n".join(paragraphs[start : start + 1100]) for start in (0, 1100, 2200)]
     files = dict(zip(("a.txt", "b.txt", "c.txt"), novels, strict=True))
     folder = folder_of(tmp_path / "novels", files)
     corpus = load(f"path:{folder}", tmp_path / "cache")
@@ -207,11 +206,8 @@ def fake_hub(monkeypatch, rows):
     return asked
 
 
-ON_THE_HUB = {
-    "hub:single": ("single", None),
-    "hub:owner/name": ("owner/name", None),
-    "hub:owner/name/a/b": ("owner/name", "a/b"),
-}
+ON_THE_HUB = {"hub:single": ("single", None), "hub:owner/name": ("owner/name", None)}
+ON_THE_HUB["hub:owner/name/a/b"] = ("owner/name", "a/b")
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)

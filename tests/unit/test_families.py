@@ -66,15 +66,11 @@ def test_a_learned_sink_is_star_on_every_path_and_in_every_layer(family):
     with families.attention(model, "dense"):
         model(ids, use_cache=False)
     kept = [layer.sum(dim=-1, keepdim=True) for layer in dense.maps]  # rows sum to less than one
-    expected = {
-        "alpha": alpha_by_definition(dense.maps, (1, 2)),
-        "star": torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1),
-    }
+    expected = {"alpha": alpha_by_definition(dense.maps, (1, 2))}
+    expected["star"] = torch.stack([1 - rest.mean(dim=(-1, -2)) for rest in kept], 1)
     assert expected["star"].max() > 0.05
-    has_sink = [
-        getattr(module, "sinks", None) is not None
-        for module in rules.attention_layers(model.base_model)[1]
-    ]
+    modules = rules.attention_layers(model.base_model)[1]
+    has_sink = [getattr(module, "sinks", None) is not None for module in modules]
     for exact in (False, True):
         report = measure(model, ids, (1, 2), exact=exact)
         assert report.path == ("exact" if exact else "fused")

@@ -240,10 +240,9 @@ def test_cuda_equals_the_reference(operation, no_gpu):
     for (dtype, changes), position in itertools.product(settings, ("none", "heads")):
         spec = AttentionSpec(**operation, **changes)
         leaves, given = draw(spec, 333, position, dtype, shape=(2, 2, 64))
-        inputs, wide = (
-            [x.detach().to("cuda", t).requires_grad_() for x in leaves[:3]]
-            for t in (dtype, torch.float32)
-        )
+        detached = [x.detach() for x in leaves[:3]]
+        inputs = [x.to("cuda", dtype).requires_grad_() for x in detached]
+        wide = [x.to("cuda", torch.float32).requires_grad_() for x in detached]
         out = fast.attention_output(*inputs, spec, **there(given, "cuda"))
         expected = attend(*wide, spec, **there(given, "cuda", torch.float32))[0]
         gradients = (

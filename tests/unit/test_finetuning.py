@@ -73,10 +73,8 @@ def chats(text_folder, tmp_path_factory):
     rng = np.random.default_rng(0)
     words = (text_folder / "000.txt").read_text().split()
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    rows = [
-        {"prompt_id": str(n), "messages": chat(*(" ".join(rng.choice(words, 6)) for _ in "qa"))}
-        for n in range(120)
-    ]
+    messages = [chat(*(" ".join(rng.choice(words, 6)) for _ in "qa")) for _ in range(120)]
+    rows = [{"prompt_id": str(n), "messages": pair} for n, pair in enumerate(messages)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 

@@ -401,11 +401,8 @@ def test_another_thread_may_use_a_model_that_is_measured_or_operated_on(family, 
     report, before = measure(model, ids), state_of(model)
     operations = [measure, surgery.untouched]
     if family != "deepseek_v32":
-        operations += [
-            surgery.hide,
-            lambda m, x: surgery.set_back(m, x, 0, 2),
-            lambda m, x: surgery.stream(m, x, 4),
-        ]
+        operations += [surgery.hide, lambda m, x: surgery.set_back(m, x, 0, 2)]
+        operations.append(lambda m, x: surgery.stream(m, x, 4))
     serve, look = (lambda: model(ids, use_cache=False).logits), (lambda: measure(model, ids).alpha)
     with beside(serve) as logits, beside(look) as alphas:
         for operate in operations * 4:

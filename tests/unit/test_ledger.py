@@ -140,10 +140,8 @@ def test_fresh_seeds_are_compared_with_the_spread_of_all():
 
 def test_a_sink_near_a_bar_is_open_where_the_base_scatters():
     for base, state in (([0.29, 0.3, 0.31], "holds"), ([0.2, 0.3, 0.4], "open")):
-        outcome = judge(
-            Check("present", ("sigmoid",), "excess"),
-            made({"fixed_1": base, "sigmoid": around(SINK + 0.01)}),
-        )
+        ours = made({"fixed_1": base, "sigmoid": around(SINK + 0.01)})
+        outcome = judge(Check("present", ("sigmoid",), "excess"), ours)
         assert outcome.state == state and outcome.bar == pytest.approx(SINK)
         assert outcome.estimate.low > SINK  # so it would hold if the bar were taken as exact
 
@@ -462,8 +460,8 @@ def test_a_claim_is_judged_with_what_it_takes_for_granted_on_real_models_and_by_
 
 
 def test_public_calls_say_what_is_wrong():
-    refuses("no claim 'nothing'", su.verdict, "nothing")
-    refuses("preset must be one of", su.claims, "desktop")
+    for table in (su.claims, su.runs):
+        refuses("preset must be one of", table, "desktop")
 
 
 @pytest.mark.slow
@@ -471,6 +469,7 @@ def test_the_ledger_on_the_records():
     ledger = su.claims("laptop").set_index("id")
     assert ledger.loc["key_biases", "verdict"] == "reproduced"
     assert su.verdict("key_biases") == "reproduced (6 of 6 checks)"
+    refuses("no claim 'nothing'", su.verdict, "nothing")
     assert ledger.loc["proposition_1", "verdict"] == "by mathematics"
     assert ledger.loc["random_first", "verdict"] == "not visible"
     assert ledger.loc["jamba", "verdict"] == "not run"

@@ -68,16 +68,15 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     assert half.unembed.weight.dtype == torch.bfloat16
     assert torch.equal(half.tables["cos"], model.tables["cos"])  # bfloat16 would blur far positions
     write_record(folder, config, DONE, {})
-    with pytest.raises(
-        ModelUnavailable,
-        match=r"without weights: python -m sinkutils train fixed_1 .* --keep-weights",
-    ):
+    says = r"without weights: python -m sinkutils train fixed_1 .* --keep-weights"
+    with pytest.raises(ModelUnavailable, match=says):
         load_lm(folder)
-    for name, runs in {
+    absent = {
         "tiny/fixed_1/7": None,
         "laptop/fixed_1": None,
         "tiny/fixed_1/0": tmp_path / "elsewhere",
-    }.items():
+    }
+    for name, runs in absent.items():
         with pytest.raises(
             ModelUnavailable, match=f"no recorded run '{name}': give preset/experiment/seed of one"
         ):
@@ -180,18 +179,14 @@ def test_what_the_hub_says_is_one_line_and_remote_code_runs_only_if_asked_for(mo
     gated = "You are trying to access a gated repo.\nMake sure to have access to it"
     refuse = Mock(side_effect=OSError(gated))
     monkeypatch.setattr(load, "hub_reachable", lambda: False)
-    with pytest.raises(
-        ModelUnavailable,
-        match=r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached",
-    ):
+    says = r"'EleutherAI/pythia-14m' .* local cache and the hub cannot be reached"
+    with pytest.raises(ModelUnavailable, match=says):
         load_lm("Pythia-14M")
     monkeypatch.setattr(load, "hub_reachable", lambda: True)
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", refuse)
     for options in ({"trust_remote_code": False}, {"trust_remote_code": True}, {}):
-        with pytest.raises(
-            ModelUnavailable,
-            match=r"'owner/model' could not be loaded: .* gated repo\. Make sure to",
-        ):
+        says = r"'owner/model' could not be loaded: .* gated repo\. Make sure to"
+        with pytest.raises(ModelUnavailable, match=says):
             load_lm("owner/model", **options)
     trusted = [call.kwargs["trust_remote_code"] for call in refuse.call_args_list]
     assert trusted == [False, True, False]

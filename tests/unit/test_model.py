@@ -104,10 +104,8 @@ def test_an_experiment_and_the_base_start_from_the_same_values_where_they_share_
     """Of one seed: of another they start from others, and so do two layers."""
     if name in unavailable("smoke"):
         pytest.skip("not at this scale")
-    base, variant = (
-        dict(TransformerLM(config(n, "smoke").model, seed=3).named_parameters())
-        for n in ("base", name)
-    )
+    models = [TransformerLM(config(n, "smoke").model, seed=3) for n in ("base", name)]
+    base, variant = (dict(model.named_parameters()) for model in models)
     other = dict(TransformerLM(config("base", "smoke").model, seed=4).named_parameters())
     out = "blocks.{}.attention.out.weight"
     starts = [base[out.format(0)], other[out.format(0)], base[out.format(1)]]

@@ -114,10 +114,9 @@ def test_what_contributing_says_to_paste_is_an_experiment():
 def test_rooms_import_only_from_those_before_them_and_no_two_modules_each_other():
     package = ROOT / "sinkutils"
     rooms = ("model", "data", "study", "measuring", "training", "ledger", "plots")
-    paths = {
-        ".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts)): path
-        for path in package.rglob("*.py")
-    }
+    paths = {}
+    for path in package.rglob("*.py"):
+        paths[".".join(("sinkutils", *path.relative_to(package).with_suffix("").parts))] = path
     graph = {}
     for name, path in paths.items():
         source = re.sub(
@@ -246,11 +245,8 @@ def test_a_name_that_a_text_gives_between_backticks_is_there():
             if home == "su":
                 known = hasattr(su, name)
             elif home in homes:
-                known = re.search(
-                    rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]",
-                    homes[home].read_text("utf-8"),
-                    re.M,
-                )
+                pattern = rf"^\s*(def|class) {name}\b|^\s*{name}\b[^=]*[=:]"
+                known = re.search(pattern, homes[home].read_text("utf-8"), re.M)
             else:
                 continue
             if not known and name not in ("py", "md", "yaml"):

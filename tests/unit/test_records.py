@@ -224,10 +224,8 @@ def test_git_for_windows_leaves_every_byte_as_it_is(tmp_path):
     """A commit of a record, a script and the attributes, cloned with the setting that Git for Windows makes."""
     source, clone = tmp_path / "source", tmp_path / "clone"
     names = [".gitattributes", "studies/gpu.sh"]
-    names += [
-        f"data/runs/laptop/fixed_1/0/{path.name}"
-        for path in (paths.RUNS / "laptop" / "fixed_1" / "0").iterdir()
-    ]
+    record = paths.RUNS / "laptop" / "fixed_1" / "0"
+    names += [f"data/runs/laptop/fixed_1/0/{path.name}" for path in record.iterdir()]
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(paths.ROOT / name, source / name)
@@ -449,10 +447,8 @@ def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
-    with pytest.raises(
-        CorruptRecord,
-        match=r"record test/tiny/0: model\.safetensors is missing, truncated or changed",
-    ):
+    says = r"record test/tiny/0: model\.safetensors is missing, truncated or changed"
+    with pytest.raises(CorruptRecord, match=says):
         record.load_weights()
     with refused(r"model\.safetensors is missing, truncated", ModelUnavailable):
         load_lm(folder, "cpu")
@@ -546,8 +542,3 @@ def test_blocks_heads_and_curves_are_the_reports_numbers_in_their_order(study):
     assert curve.valid_loss.tolist()[-1] == final["valid_loss"]
     seen_once = su.blocks("laptop", study).query("experiment == 'window_1_64'")
     assert np.isfinite(seen_once.excess_1).all()
-
-
-def test_a_preset_without_records_is_an_empty_frame_with_the_columns(tmp_path):
-    assert su.runs("smoke", tmp_path).columns[:3].tolist() == ["preset", "experiment", "seed"]
-    refuses("preset must be one of", su.runs, "laptp")

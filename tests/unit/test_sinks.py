@@ -192,11 +192,12 @@ def test_a_report_says_under_which_conditions_and_its_summary_has_its_numbers(na
             assert sink[str(eps)] == pytest.approx(live.sink(k, eps), abs=1e-5)
         ends = summary["interval"][str(k)]["0.22"]
         assert ends == pytest.approx(live.interval(k, 0.22), abs=1e-5)
-    for name, values in (
+    pairs = (
         ("alpha", live.alpha.mean(0)),
         ("alpha_star", live.star),
         ("hidden_norms", live.hidden_norms),
-    ):
+    )
+    for name, values in pairs:
         if values is not None:
             values = values.mean(0) if name == "alpha_star" else values
             assert_close(torch.tensor(summary[name]), values, atol=1e-5, rtol=0)
