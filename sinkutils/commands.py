@@ -155,7 +155,6 @@ def train_command(options: argparse.Namespace) -> None:
     """train or fine-tune one experiment and write its record; a killed run goes on where it was"""
     from sinkutils.checks import device as find_device
     from sinkutils.study.grid import config, keeps_weights
-    from sinkutils.study.presets import PRESETS
     from sinkutils.study.record import short_name
     from sinkutils.training.group import joined
     from sinkutils.training.sweep import end_with_parent
@@ -166,7 +165,7 @@ def train_command(options: argparse.Namespace) -> None:
     device = find_device(options.device)
     keep = options.keep_weights or keeps_weights(run)
     where = chosen(options, "runs", "corpus", "checkpoint_seconds")
-    with joined(PRESETS[options.preset].parallel, device) as group:
+    with joined(device) as group:
         record = train(run, device=device, keep_weights=keep, group=group, **where)
     if not group.first:  # of several processes that train one run, the first speaks
         return
@@ -364,7 +363,7 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-    from sinkutils.study.files import write_synced
+    from sinkutils.study.record import write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it

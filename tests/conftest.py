@@ -15,7 +15,7 @@ from sinkutils import LMConfig, paths
 from sinkutils.data.cache import verified, write_meta
 from sinkutils.data.corpus import Corpus, load_corpus
 from sinkutils.data.packing import DataConfig
-from sinkutils.study import presets
+from sinkutils.study import experiments as presets
 from sinkutils.study.config import RunConfig, TrainConfig
 
 WORDS = (

@@ -250,17 +250,15 @@ WRONG = {  # a log-sum-exp (B, H, T) over so many keys, made wrong
 }
 
 
-def spoil(patch: pytest.MonkeyPatch, kernel: str, where: str) -> None:
-    """Make a kernel's log-sum-exp wrong."""
-    name = {"fused": "fused", "flex": "flex_attention"}[kernel]
-    right = getattr(flash, name)
+def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
+    """Make the kernel's log-sum-exp wrong."""
+    right = flash.fused
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Any]:
-        out, aux = right(q, k, v, **kw)
-        lse = WRONG[where](getattr(aux, "lse", aux), k.shape[2])
-        return out, aux._replace(lse=lse) if kernel == "flex" else lse
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> tuple[Tensor, Tensor]:
+        out, lse = right(q, k, v, **kw)
+        return out, WRONG[where](lse, k.shape[2])
 
-    patch.setattr(flash, name, wrong)
+    patch.setattr(flash, "fused", wrong)
 
 
 def refuses(

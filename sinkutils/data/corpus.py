@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import choice, integer
 from sinkutils.data import embedded, external
@@ -72,7 +72,8 @@ class Corpus:
     def tokens(self, split: str) -> np.ndarray:
         """The documents of a split, each followed by EOS: (N,) unsigned, on disk."""
         choice("split", split, SPLITS)
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.dtype, mode="r")
+        # Copy on write: PyTorch takes no array that is read-only, and the file stays as it is.
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.dtype, mode="c")
 
     def documents(self, split: str) -> Iterator[np.ndarray]:
         """The documents of a split, each (N,), without EOS."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.paths import LEDGER, read_yaml
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.data import embedded, external
 from sinkutils.data.packing import Batches

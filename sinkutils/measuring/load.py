@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from sinkutils.checks import choice, short
 from sinkutils.checks import device as find_device
@@ -20,7 +21,7 @@ from sinkutils.measuring.measure import token_ids
 from sinkutils.measuring.real import REAL_MODELS, ModelUnavailable, model_folder
 from sinkutils.model.decoder import TransformerLM
 from sinkutils.paths import PAPER, read_csv
-from sinkutils.study.presets import PRESETS
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.record import CorruptRecord, Folder, read_record, short_name
 from sinkutils.study.store import Runs
 
@@ -121,6 +122,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     """From a hub id or a folder. target: None leaves the devices to accelerate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import set_tqdm_hook
 
     # The hub is asked once whether it is there: its library tries each file for half a minute.
     local = Path(name).exists()
@@ -134,6 +136,7 @@ def _load_transformers(
     gguf = gguf_file(Path(name))
     if gguf:  # transformers takes the folder and the file's name, and computes in full precision
         where, common["gguf_file"] = gguf.parent, gguf.name
+    bars = set_tqdm_hook(_plain_bar)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -149,10 +152,17 @@ def _load_transformers(
             tokenizer = AutoTokenizer.from_pretrained(where, **common)
     except Exception as error:  # files of others fail in every way: shapes, JSON, a missing package
         raise ModelUnavailable(_why(name, offline, error)) from error
+    finally:
+        set_tqdm_hook(bars)
     check_loaded(name, model, info)
     if target:
         model.to(target)
     return model.eval(), tokenizer
+
+
+def _plain_bar(bar: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A progress bar of text. A saved notebook shows a widget's as "model not found"."""
+    return (tqdm if issubclass(bar, tqdm) else bar)(*args, **kwargs)
 
 
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
@@ -274,28 +284,19 @@ def hub_reachable() -> bool:
 
 
 def _why(name: str, offline: bool, error: Exception) -> str:
-    """Why a model did not load, in one line: transformers' own, unless that says too little."""
-    message, path = " ".join(str(error).split()), Path(name)
-    if gguf_file(path) and not importlib.util.find_spec("gguf"):
-        return f"{name!r} is a GGUF file: pip install gguf"
-    if (path / "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
+    """Why a model did not load, in one line: transformers' own, unless that misleads."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if Path(name, "adapter_config.json").exists() and importlib.util.find_spec("peft") is None:
         return f"{name!r} holds an adapter of another model: pip install peft"
-    if re.search("Unsupported (global|class)", message):
-        return (
-            f"{name!r} has weights in a .bin file that holds more than tensors, which could run "
-            "any code: not loaded"
-        )
+    # PyTorch advises here to load it without weights_only, which would run whatever it holds.
     if "weights_only" in message or isinstance(error, pickle.UnpicklingError | EOFError):
         return (
-            f"{name!r} has a .bin file that torch.save did not write, or a cut one: fetch it again"
+            f"{name!r} has a .bin file that is cut, or holds more than tensors, which could run "
+            "any code: not loaded"
         )
-    if "deserializing header" in message:
-        return f"{name!r} could not be loaded: {message[:200]} (is its .safetensors file cut?)"
-    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", message):
-        return f"{name!r} is no causal language model: transformers has none for {found[1]}"
     if offline:
         return (
             f"{name!r} is not in the local cache and the hub cannot be reached: "
             "connect, or give a local folder"
         )
-    return f"{name!r} could not be loaded: {message[:300] or type(error).__name__}"
+    return f"{name!r} could not be loaded: {message[:300]}"

@@ -43,11 +43,6 @@ def mask(**kwargs: Any) -> Tensor | None:
     From `LONG` positions on that is all there is: the elements are nan then, so that nothing can
     read them unseen.
     """
-    if "q_length" not in kwargs:
-        raise ImportError(
-            "measuring models of others needs transformers 5.4 or later: "
-            "pip install -U transformers"
-        )
     length, window = kwargs["q_length"], kwargs.get("local_size")
     positions = None
     if window is not None and window <= length == kwargs["kv_length"] and is_plain(kwargs):

@@ -300,21 +300,25 @@ def seeing_share(length: int, k: int, window: int | None, chunked: bool) -> floa
 
 @lru_cache(maxsize=4096)
 def uniform_alpha(
-    length: int, k: int | str = 1, window: int | None = None, chunked: bool = False
+    length: int,
+    k: int | str = 1,
+    window: int | None = None,
+    chunked: bool = False,
+    own_keys: int = 0,
 ) -> float:
     """alpha_k of uniform causal attention, the mean over i = k..T of 1/i: the floor of the metric.
 
-    With a window w query i spreads over min(i, w) keys, the last ones. "star" is one key more,
-    which all queries see.
+    With a window w query i spreads over min(i, w) keys, the last ones. own_keys: of the model,
+    which all queries see beside them; "star" is one of these.
     """
-    first = 1 if k == "star" else int(k)
+    star = k == "star"
+    first = 1 if star else int(k)
     queries = np.arange(first, length + 1)
     keys = queries  # how many keys each query sees
     if window is not None:
         keys = (queries - 1) % window + 1 if chunked else np.minimum(queries, window)
-    if k == "star":
-        return float(np.mean(1 / (keys + 1)))
-    return float(np.mean((queries - keys < first) / keys))  # 0 where k is behind the window
+    sees = (queries - keys < first) | star  # whether k is not behind the query's window
+    return float(np.mean(sees / (keys + (own_keys or star))))
 
 
 def excess(alpha: Any, uniform: Any) -> Any:

@@ -40,7 +40,7 @@ SIMILARITIES: dict[str, Map] = {
     # Zuhri et al. (2025): relu(e^s - 1) over the sum of |e^s - 1|, see `normalise`
     "softpick": lambda s: torch.expm1(s).relu(),
 }
-# log f without overflow, of every f that is positive; FlexAttention takes it in place of the logits
+# log f without overflow, of every f that is positive
 LOGARITHMS = {
     "exp": lambda s: s,
     # beyond its threshold softplus(x) is x, which is wrong by e^-x: nothing in float64 from 40 on
@@ -58,6 +58,16 @@ OPERATION_CHOICES = {
     "fixed_value": ("zero", "first", "uniform"),
     "sink_logit": ("none", "zero", "learned"),
 }
+# What means nothing alone: a field, and the values that another field must have beside it
+NEEDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("p", "normalizer", ("p_norm",)),
+    ("kernel", "similarity", ("linear",)),
+    ("logit_bias", "similarity", ("sigmoid",)),
+    ("window", "prefix", (1,)),
+    ("bias_shared", "bias", ("kv", "k", "v")),
+    ("bias_dims", "bias", ("kv", "k")),
+    ("fixed_value", "bias", ("k",)),
+)
 
 
 @dataclass(frozen=True)
@@ -95,39 +105,26 @@ class AttentionSpec:
         real("p", self.p, "positive and finite", more=True)
         real("scale", self.scale, "positive and finite", more=True)
         checks.fields(self, logit_bias=-torch.inf)
-        linear = self.similarity == "linear"
-        has_bias = self.bias != "none"
-        divided = self.normalizer not in ("none", "max_abs_sum")
+        for name, other, values in NEEDS:
+            given, default = getattr(self, name), getattr(AttentionSpec, name)
+            if given != default and getattr(self, other) not in values:
+                wanted = " or ".join(map(repr, values))
+                raise ValueError(f"{name}={given!r} needs {other} to be {wanted}")
         special = (self.sink_logit != "none") + self.differential
-        if self.window is not None and self.prefix > 1:
-            raise ValueError("window and prefix cannot be combined: use one")
-        if self.p != 1 and self.normalizer != "p_norm":
-            raise ValueError("p other than 1 needs normalizer='p_norm'")
-        if self.kernel != "identity" and not linear:
-            raise ValueError("kernel other than 'identity' needs similarity='linear'")
-        if self.signed and divided:
+        if special and (special > 1 or not self.is_softmax or self.bias != "none"):
+            raise ValueError(
+                "sink_logit and differential each need a plain softmax: similarity='exp', "
+                "normalizer='sum', bias='none', and not the other of the two"
+            )
+        if self.signed and self.normalizer not in ("none", "max_abs_sum"):
             raise ValueError(
                 "similarity='linear' can be negative with this kernel and its sum zero: "
                 "normalizer must be 'none' or 'max_abs_sum'"
             )
-        if self.logit_bias != 0 and self.similarity != "sigmoid":
-            raise ValueError("logit_bias needs similarity='sigmoid'")
         if self.similarity == "softpick" and self.normalizer != "sum":
             raise ValueError("similarity='softpick' needs normalizer='sum'")
-        if special > 0 and not self.is_softmax:
-            raise ValueError(
-                "sink_logit and differential need a softmax: similarity='exp', normalizer='sum'"
-            )
-        if special + has_bias > 1:
-            raise ValueError("bias, sink_logit and differential cannot be combined: use one")
-        if self.bias == "v" and linear:
+        if self.bias == "v" and self.similarity == "linear":
             raise ValueError("bias='v' needs rows of weights, which similarity='linear' has not")
-        if self.bias_shared and not has_bias:
-            raise ValueError("bias_shared needs a bias: 'k', 'kv' or 'v'")
-        if self.bias_dims is not None and not self.has_key_bias:
-            raise ValueError("bias_dims needs a key bias: 'k' or 'kv'")
-        if self.fixed_value != "zero" and self.bias != "k":
-            raise ValueError("fixed_value other than 'zero' needs bias='k'")
 
     @property
     def is_softmax(self) -> bool:
@@ -372,18 +369,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
     """Raise ValueError, naming the argument and the shape it should have, if inputs do not fit."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     require(
-        shapes == 3 * [shapes[0]] and len(shapes[0]) == 4 and shapes[0][2] >= 1,
+        shapes == 3 * [shapes[0]] and q.ndim == 4 and q.shape[2] >= 1,
         f"q, k and v must have one shape (B, H, T, D) with T at least 1, got {shapes}",
     )
-    _, heads, length, head_dim = shapes[0]
-    require(
-        not spec.differential or head_dim % 2 == 0,
-        "differential attention needs an even head dimension (D of q)",
-    )
-    require(
-        (spec.kernel == "mlp") == (extras.mlp is not None),
-        "mlp is the callable of kernel='mlp', and of no other",
-    )
+    _, heads, length, head_dim = q.shape
+    if spec.differential and head_dim % 2 > 0:
+        raise ValueError("differential attention needs an even head dimension (D of q)")
+    if (spec.kernel == "mlp") != (extras.mlp is not None):
+        raise ValueError("mlp is the callable of kernel='mlp', and of no other")
     has_value = spec.bias in ("kv", "v") or spec.fixed_value != "zero"
     sizes = {
         "key_bias": (heads, head_dim) if spec.has_key_bias else None,
@@ -394,13 +387,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: E
     for name, size in sizes.items():
         x = getattr(extras, name)
         shape = None if x is None else tuple(x.shape)
-        require(
-            shape == size,
-            f"the operation takes {name} of shape {size} (None: leave it out), got {shape}",
-        )
+        if shape != size:
+            raise ValueError(
+                f"the operation takes {name} of shape {size} (None: leave it out), got {shape}"
+            )
     if extras.distance_bias is not None:
         shape = tuple(extras.distance_bias.shape)
-        require(
-            len(shape) == 2 and shape[0] in (1, heads) and shape[1] >= length,
-            f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}",
-        )
+        if len(shape) != 2 or shape[0] not in (1, heads) or shape[1] < length:
+            raise ValueError(
+                f"distance_bias must have shape (1 or {heads}, at least {length}), got {shape}"
+            )

@@ -1,11 +1,10 @@
 """The attention algebra at speed: the output of `attention.attend`, in values and gradients.
 
-Three forms (`choose_form`):
+Two forms (`choose_form`):
 
 - "sdpa": PyTorch's fused kernel; causal softmax or one with a prefix, with any bias of Table 4.
   O(T d_h) memory.
-- "flex": FlexAttention on CUDA, for other positive f over the causal keys. O(T d_h) memory.
-- "dense": everything else, and whatever is short: the matrix of logits, O(T^2) memory.
+- "dense": everything else: the matrix of logits, O(T^2) memory.
 """
 
 from __future__ import annotations
@@ -17,30 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinkutils.model import attention, flash
+from sinkutils.model import attention
 from sinkutils.model.attention import AttentionSpec, Extras, divide, operate
 
-# Tokens up to which the dense form is faster than FlexAttention (cuda), and than the fused kernel
-# in half precision (cpu), which takes four times as long at T = 64 and twice at 512.
-DENSE_LENGTH = {"cpu": 512, "cuda": 128}
+# Tokens up to which the dense form is faster than a CPU's fused kernel in half precision, which
+# takes four times as long at T = 64 and twice at 512.
+DENSE_LENGTH = 512
 
 
 def choose_form(
-    spec: AttentionSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    length: int,
-    head_dim: int,
-    position_term: bool,
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, length: int, position_term: bool
 ) -> str:
     """Which form serves an operation."""
-    short = length <= DENSE_LENGTH.get(device.type, 0)
     whole = spec.window is None or spec.window >= length
-    if spec.is_softmax and whole and not position_term:
-        return "dense" if short and slow_kernel(device.type, dtype) else "sdpa"
-    if short or position_term:
-        return "dense"
-    return "flex" if flash.flex_serves(spec, device, dtype, head_dim) else "dense"
+    quick = length > DENSE_LENGTH or not slow_kernel(device.type, dtype)
+    plain = spec.is_softmax and whole and not position_term
+    return "sdpa" if plain and quick else "dense"
 
 
 def slow_kernel(device: str, dtype: torch.dtype) -> bool:
@@ -60,11 +51,9 @@ def attention_output(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **ext
 def _by_best_form(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, distance_bias: Tensor | None
 ) -> tuple[Tensor]:
-    form = choose_form(spec, q.device, q.dtype, q.shape[2], q.shape[3], distance_bias is not None)
+    form = choose_form(spec, q.device, q.dtype, q.shape[2], distance_bias is not None)
     if form == "sdpa":
         out = _sdpa(q, k, v, spec)
-    elif form == "flex":
-        out = flash.flex(q, k, v, spec)
     else:
         out = _few_passes(q, k, v, spec, distance_bias)
     return (out if spec.scale == 1 else out * spec.scale,)

@@ -18,11 +18,9 @@ from sinkutils import paths
 from sinkutils.checks import integer
 from sinkutils.data.corpus import Identity, public_name
 from sinkutils.study.config import RunConfig, check_name
-from sinkutils.study.experiments import EXPERIMENTS
-from sinkutils.study.files import remove
+from sinkutils.study.experiments import EXPERIMENTS, PRESETS
+from sinkutils.study.experiments import preset as find_preset
 from sinkutils.study.grid import config, plan, resolve
-from sinkutils.study.presets import PRESETS
-from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import (
     FILES,
     SUMS,
@@ -31,11 +29,12 @@ from sinkutils.study.record import (
     Record,
     RunLocked,
     config_dict,
-    finish_replacement,
     open_record,
     read_record,
     record_folder,
+    remove,
     short_name,
+    undo_half,
 )
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
@@ -131,7 +130,7 @@ class RunFolder:
             ) from error
         with lock:
             try:
-                finish_replacement(self.folder)
+                undo_half(self.folder)
                 yield
                 self.checkpoint.unlink(missing_ok=True)
             finally:

@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
-from sinkutils.data.packing import Batches, Chunks, ChunksOnDevice, fix_position
+from sinkutils.data.packing import CPU, Batches, Chunks, fix_position
 from sinkutils.data.probes import probe
 from sinkutils.measuring.destinations import destinations, line_breaks
 from sinkutils.measuring.gradients import gradient_norms
 from sinkutils.measuring.measure import measure
 from sinkutils.measuring.report import BY_POSITION, NotFinite, Report
 from sinkutils.model.decoder import TransformerLM
-from sinkutils.study.config import Json, RunConfig, learning_rate
+from sinkutils.study.config import Json, RunConfig, TrainConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
-from sinkutils.training.optimizers import make_optimizers, set_rate
 
 AHEAD = 16  # steps whose batches go to the device together
 ON_DEVICE = 2**30  # bytes of a text that a GPU holds for its run: any of the study's but the Pile
@@ -108,6 +108,38 @@ def usable_precision(precision: str, device: torch.device) -> str:
     return "bf16" if able else "fp32"
 
 
+def make_optimizers(named: dict[str, nn.Parameter], train: TrainConfig) -> list[Optimizer]:
+    """The optimisers that a config names: one, but for muon, which needs AdamW for the rest."""
+    rate, decay = train.learning_rate, train.weight_decay
+    if train.optimizer == "sgd":
+        return [SGD(named.values(), rate, momentum=train.beta1, weight_decay=decay)]
+    # Muon is for linear maps: not embeddings, gains, or biases that are matrices only by their
+    # heads. It takes q, k and v as the one matrix that they are here, and gate and up likewise;
+    # others cut them first.
+    linear = list[nn.Parameter]()
+    others = list[nn.Parameter]()
+    for name, parameter in named.items():
+        in_block = name.startswith("blocks.") and name.endswith(".weight")
+        maps = train.optimizer == "muon" and in_block and parameter.ndim == 2
+        (linear if maps else others).append(parameter)
+    betas = (train.beta1, train.beta2)
+    adamw = AdamW(others, rate, betas, train.adam_eps, weight_decay=decay, fused=True)
+    if not linear:
+        return [adamw]
+    # match_rms_adamw: an update has the size of AdamW's, so that one rate and one decay serve both.
+    return [Muon(linear, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
+def set_rate(optimizers: list[Optimizer], rate: float) -> None:
+    """The learning rate of the next step; of a CUDA graph into the tensor that it reads."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
 class Run:
     """The state of one run between two optimiser steps; `train` drives it.
 
@@ -137,8 +169,8 @@ class Run:
         self.precision = usable_precision(train.precision, device)
         self.model = self.first_model().to(device)
         # The model itself, or what DDP puts around it.
-        self.trained = group.wrap(self.model, self.precision)
-        self.optimizers = make_optimizers(dict(self.model.named_parameters()), train, group)
+        self.trained = group.wrap(self.model)
+        self.optimizers = make_optimizers(dict(self.model.named_parameters()), train)
         self.chunks, valid = self.batches()
         # The batches of this step and the next ones, on the device.
         self.ahead: Tensor | None = None
@@ -168,13 +200,11 @@ class Run:
         config, length = self.config, self.config.model.context_length
         # Random tokens cannot be predicted, so the validation text keeps its own (Section 5).
         unchanged = dataclasses.replace(config.data, random_positions=(), random_place=False)
-        train = self.corpus, "train", length, config.data, config.seed
         small = self.corpus.tokens("train").nbytes < ON_DEVICE
-        chunks = Chunks(*train)
-        if small and self.device.type == "cuda":
-            chunks = ChunksOnDevice(*train, device=self.device)
+        device = self.device if small else CPU
+        train = Chunks(self.corpus, "train", length, config.data, config.seed, device)
         validation = self.group.in_turn(self.validation_corpus)
-        return chunks, Chunks(validation, "valid", length, unchanged)
+        return train, Chunks(validation, "valid", length, unchanged)
 
     def validation_corpus(self) -> Corpus:
         """The text to validate on, in the run's tokens: its own, or where it is the config's, that
@@ -195,7 +225,7 @@ class Run:
             "wall_seconds": round(self.seconds, 1),
             "tokens_per_second": round(self.step * self.tokens_per_step / self.seconds),
             "processes": self.group.size,
-            "parallel": self.group.parallel,
+            "parallel": "ddp" if self.group.size > 1 else None,
             **self.more,
         }
         if len(self.parts) > 1:
@@ -233,7 +263,8 @@ class Run:
         parts = batch.split(config.micro_batch or config.batch_size)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
-            self.group.sync_gradients(self.trained, last=number == len(parts))
+            if self.group.size > 1:  # gradients are averaged with the last micro-batch
+                self.trained.require_backward_grad_sync = number == len(parts)  # type: ignore[assignment]
             with self.autocast():
                 loss = forward(self.trained, part, self.unscored) / len(parts)
             loss.backward()
@@ -270,7 +301,7 @@ class Run:
             point["train_loss"] = sum(losses) / len(losses)
         if self.each_step:  # Figure 30
             point["losses"] = losses
-            point["gradient_norms"] = [float(self.group.whole(norm)) for _, norm in self.passed]
+            point["gradient_norms"] = [float(norm) for _, norm in self.passed]
         self.curve.append(point)
         alpha = report.alpha[:, :ALPHA_TARGETS].mean(dim=0)
         if report.star is not None:
@@ -326,9 +357,8 @@ def summary(run: Run, report: Report | None, reason: str | None) -> Json:
     if report is not None:
         final["report"] = of_report(report)
         final["destinations"] = destinations(run.model, run.probe, line_breaks(run.tokenizer))
-        if run.group.size == 1:  # weights of a group may be cut over its processes
-            with run.autocast():
-                final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
+        with run.autocast():
+            final["gradients"] = {"input": three_digits(gradient_norms(run.model, run.probe))}
     return {
         "status": "failed" if reason else "done",
         "reason": reason,

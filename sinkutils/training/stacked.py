@@ -27,8 +27,7 @@ from sinkutils.study.config import RunConfig, learning_rate
 from sinkutils.study.record import Record
 from sinkutils.study.store import Folder, Runs
 from sinkutils.training.graph import GraphedStep
-from sinkutils.training.optimizers import make_optimizers, set_rate
-from sinkutils.training.run import Run, without
+from sinkutils.training.run import Run, make_optimizers, set_rate, without
 from sinkutils.training.trainer import evaluated, how, may_graph, reproducible, save_run
 
 

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from sinkutils.checks import device as find_device
 from sinkutils.checks import real, require
 from sinkutils.data.corpus import Corpus, load_corpus, public_name
 from sinkutils.measuring.report import Report
-from sinkutils.model.flash import flex_serves
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig, Json, RunConfig
-from sinkutils.study.presets import PRESETS
-from sinkutils.study.record import CHECKPOINT_SECONDS, Record, write_record
+from sinkutils.study.experiments import PRESETS
+from sinkutils.study.record import (
+    CHECKPOINT_SECONDS,
+    CorruptRecord,
+    Record,
+    config_hash,
+    not_saved,
+    sync_folder,
+    write_record,
+    write_synced,
+)
 from sinkutils.study.store import Folder, RunFolder, Runs
-from sinkutils.training.checkpoints import WHOLE, load_checkpoint, save_checkpoint
 from sinkutils.training.finetune import FinetuneRun
 from sinkutils.training.graph import GraphedStep
 from sinkutils.training.group import ALONE, Group
 from sinkutils.training.run import Run, instruction_set, summary
+
+CHECKPOINT = 2  # raised when what a checkpoint holds changes
+DIGEST = hashlib.sha256().digest_size  # bytes of a digest, which stands before the rest
 
 
 def train(
@@ -89,18 +100,19 @@ def train(
         compile = wanted and target.type == "cpu" and compiles()
     start = None
     if isinstance(config, FinetuneConfig):
-        start = _start_of(
-            config,
-            store,
-            text,
-            group,
+        pretrain = partial(
+            train,
+            runs=runs,
             device=device,
             corpus=None if corpus is None else text,
+            keep_weights=True,
             compile=compile,
             graph=graph,
             checkpoint_seconds=checkpoint_seconds,
             progress=progress,
+            group=group,
         )
+        start = _start_of(config, store, text, group, pretrain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(reproducible(target))
         group.once(stack.enter_context, place.lock())
@@ -124,7 +136,7 @@ def save_run(
 
     reason: of its failure, None if it has none. report: of its last evaluation.
     """
-    weights = dict(get_model_state_dict(run.model, options=WHOLE)) if keep_weights else None
+    weights = run.model.state_dict() if keep_weights else None
     tokenizer = run.tokenizer if keep_weights else None
     arrays = {"curve": torch.stack(run.alphas)} if run.alphas else None
     metrics, provenance = summary(run, report, reason), run.provenance()
@@ -155,7 +167,11 @@ def _check_text(corpus: Corpus, place: RunFolder, usual: RunFolder) -> None:
 
 
 def _start_of(
-    config: FinetuneConfig, store: Runs, text: Corpus, group: Group, **options: Any
+    config: FinetuneConfig,
+    store: Runs,
+    text: Corpus,
+    group: Group,
+    pretrain: Callable[[RunConfig], Record],
 ) -> Record:
     """The record, with weights, that a fine-tuning starts from; trained if it is not there."""
     before = grid.config(config.start, config.preset, config.seed)
@@ -163,7 +179,7 @@ def _start_of(
         lambda: store.of(before, text.identity).record() or store.of(before).record()
     )
     if start is None or (start.status == "done" and start.weights is None):
-        start = train(before, store.root, keep_weights=True, group=group, **options)
+        start = pretrain(before)
     require(
         start.status == "done",
         f"{config.experiment} starts from {config.preset}/{config.start}/{config.seed}, "
@@ -181,10 +197,7 @@ def _to_its_end(
     graph: bool,
 ) -> tuple[str | None, Report | None]:
     """Train from the last checkpoint to the last step: why it failed, and the last report."""
-    model, steps = run.config.model, run.config.train.steps
-    if compile:  # a graph cannot compare a kernel with dense rows
-        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-        flex_serves(model.attention, run.device, dtype, model.head_dim)
+    steps = run.config.train.steps
     forward = torch.compile(run.loss) if compile else run.loss
     load_checkpoint(run, checkpoint)
     if graph:
@@ -199,7 +212,6 @@ def _to_its_end(
     bar = tqdm(
         total=steps,
         initial=run.step,
-        # By this a sweep finds the bar in a log.
         desc=f"{run.config.experiment} seed {run.config.seed}",
         unit="step",
         leave=False,
@@ -217,9 +229,9 @@ def _to_its_end(
             if reason is not None:
                 return reason, None
             bar.set_postfix(loss=run.curve[-1]["valid_loss"], sink=run.curve[-1]["sink_1"])
-            # Only here is the state whole: no losses wait to be averaged. Rank 0's clock counts.
+            # Only here is the state whole: no losses wait to be averaged.
             due = run.step < steps and time.monotonic() - saved > checkpoint_seconds
-            if run.group.once(bool, due):
+            if due and run.group.first:
                 save_checkpoint(run, checkpoint)
                 saved = time.monotonic()
     return None, report
@@ -279,6 +291,67 @@ def compiles() -> bool:
         )
         return False
     return True
+
+
+def save_checkpoint(run: Run, path: Path) -> None:
+    """Write the whole state to one file, or leave the previous one: a full disk, a kill."""
+    state: Json = {"of": identity(run), "model": run.model.state_dict()}
+    state["optimizers"] = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
+    for name in run.PROGRESS:
+        state[name] = getattr(run, name)
+    file = io.BytesIO()
+    torch.save(state, file)
+    data = file.getvalue()
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_synced(temporary, hashlib.sha256(data).digest() + data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise not_saved(path.name, error) from error
+    sync_folder(path.parent)
+
+
+def load_checkpoint(run: Run, path: Path) -> None:
+    """Continue `run` from `path` if it holds this run's state; else say why not, and start anew."""
+    state = run.group.once(_state_of, run, path)
+    if not state:
+        return
+    run.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        # Rates and the like are those of this start, which may be on another device.
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": saved, "param_groups": groups})
+    for name in run.PROGRESS:
+        setattr(run, name, state[name])
+
+
+def identity(run: Run) -> list[Any]:
+    """What a checkpoint has to be of: the config, and the text and whatever a run starts from."""
+    return [CHECKPOINT, config_hash(run.config), run.fingerprint]
+
+
+def read_checkpoint(path: Path) -> Json:
+    """The state in a file, on the CPU. Raises `CorruptRecord` if a single byte has changed."""
+    blob = path.read_bytes()
+    if hashlib.sha256(blob[DIGEST:]).digest() != blob[:DIGEST]:
+        raise CorruptRecord(f"{path.parent.name}/{path.name} is truncated or changed")
+    return torch.load(io.BytesIO(blob[DIGEST:]), weights_only=True, map_location="cpu")
+
+
+def _state_of(run: Run, path: Path) -> Json:
+    """The state in a file; empty, with a warning that says why, if there is one of no use."""
+    if not path.exists():
+        return {}
+    try:
+        state = read_checkpoint(path)
+        if state["of"] == identity(run):
+            return state
+        reason = f"{path.parent.name}/{path.name} is of another config or corpus, or an older form"
+    except CorruptRecord as error:
+        reason = str(error)
+    warnings.warn(f"{reason}; training starts again from step 0", stacklevel=4)
+    return {}
 
 
 @contextlib.contextmanager

@@ -39,13 +39,13 @@ def torchrun(*arguments: str, **more: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-# Each mode: a run that is broken off after a checkpoint, the same resumed, and another from its start to its end.
+# A run that is broken off after a checkpoint, the same resumed, and another from its start to its end.
 WORKER = """
 import contextlib, dataclasses, json, sys
 from pathlib import Path
 import torch
 from helpers import interrupted
-from sinkutils.study import presets
+from sinkutils.study import experiments as presets
 from sinkutils.training import group as distributed
 from sinkutils.training import run as states
 from sinkutils.__main__ import main
@@ -57,18 +57,16 @@ from sinkutils.training.trainer import train
 
 config, corpus, out = from_dict(RunConfig, json.loads(sys.argv[1])), Corpus(Path(sys.argv[2])), Path(sys.argv[3])
 
-with joined("ddp", torch.device("cpu")) as ddp:
-    for mode in ("ddp", "fsdp"):
-        group = dataclasses.replace(ddp, parallel=mode)
-        arguments = {"corpus": corpus, "progress": False, "keep_weights": True, "group": group}
-        train(config, out / mode, **arguments)
-        with contextlib.suppress(KeyboardInterrupt), interrupted(10):
-            train(config, out / f"{mode}-broken", checkpoint_seconds=0.0, **arguments)
-        record = train(config, out / f"{mode}-broken", **arguments)
-        half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
-        states.usable_precision = lambda asked, device: asked  # also on a CPU that is slow in bf16
-        train(half, out / f"{mode}-bf16", **arguments)
-        (out / f"{mode}-{group.rank}.json").write_text(json.dumps([record.status, record.metrics["final"]["step"]]))
+with joined(torch.device("cpu")) as ddp:
+    arguments = {"corpus": corpus, "progress": False, "keep_weights": True, "group": ddp}
+    train(config, out / "ddp", **arguments)
+    with contextlib.suppress(KeyboardInterrupt), interrupted(10):
+        train(config, out / "ddp-broken", checkpoint_seconds=0.0, **arguments)
+    record = train(config, out / "ddp-broken", **arguments)
+    half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
+    states.usable_precision = lambda asked, device: asked  # also on a CPU that is slow in bf16
+    train(half, out / "ddp-bf16", **arguments)
+    (out / f"ddp-{ddp.rank}.json").write_text(json.dumps([record.status, record.metrics["final"]["step"]]))
     # Two processes take a micro batch each of what one process takes as two.
     smoke = presets.PRESETS["smoke"]
     short = dataclasses.replace(smoke.train, steps=4, eval_every=4, warmup_steps=1)
@@ -76,13 +74,12 @@ with joined("ddp", torch.device("cpu")) as ddp:
     tuning = grid.config("sft_softmax", "smoke")
     schedule = dataclasses.replace(tuning.train, steps=4, eval_every=2, batch_size=8, micro_batch=4, valid_chunks=8)
     tuning = dataclasses.replace(tuning, train=schedule, pairs=32, instructions=f"path:{sys.argv[5]}")
-    for mode in ("one", "ddp", "fsdp"):
-        group = ALONE if mode == "one" else dataclasses.replace(ddp, parallel=mode)
+    for mode, group in (("one", ALONE), ("ddp", ddp)):
         if mode != "one" or ddp.first:
             train(dataclasses.replace(tuning, experiment=mode), out / "sft", corpus=corpus, progress=False, group=group)
 
     # A process joins once; the command line gets the group that is there.
-    distributed.joined = lambda parallel, device: contextlib.nullcontext(dataclasses.replace(ddp, parallel=parallel))
+    distributed.joined = lambda device: contextlib.nullcontext(ddp)
     arguments = ["train", "nope", "--preset", "smoke", "--corpus", f"packed:{sys.argv[4]}", "--runs", str(out / "cli")]
     assert main(arguments) == 0
 """
@@ -97,7 +94,7 @@ def packed(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def modes(corpus, packed, tmp_path_factory):
-    """Records of one config: by one process, and by two under DDP and FSDP2, whole and broken off."""
+    """Records of one config: by one process, and by two under DDP, whole and broken off."""
     out = tmp_path_factory.mktemp("modes")
     smoke = config("k_bias", "smoke")
     model = dataclasses.replace(smoke.model, vocab_size=300)
@@ -132,17 +129,16 @@ def record_of(modes: Path, name: str):
     return read_record(record_folder("smoke", "k_bias", 0, modes / name))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_the_loss_in_bf16(
-    modes, mode
+    modes,
 ):
     one, two, broken, half = (
-        record_of(modes, name) for name in ("one", mode, f"{mode}-broken", f"{mode}-bf16")
+        record_of(modes, name) for name in ("one", "ddp", "ddp-broken", "ddp-bf16")
     )
     for rank in (0, 1):  # each process gets the record
-        assert json.loads((modes / f"{mode}-{rank}.json").read_text()) == ["done", 16]
+        assert json.loads((modes / f"ddp-{rank}.json").read_text()) == ["done", 16]
     for record in (two, broken):
-        assert record.provenance["processes"] == 2 and record.provenance["parallel"] == mode
+        assert record.provenance["processes"] == 2 and record.provenance["parallel"] == "ddp"
     for a, b in zip(one.metrics["curve"], two.metrics["curve"], strict=True):
         assert a["step"] == b["step"]
         assert a.get("train_loss", 0) == pytest.approx(
@@ -159,10 +155,9 @@ def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_th
     )
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_fine_tuning_by_two_processes_is_that_of_one(modes, mode):
+def test_a_fine_tuning_by_two_processes_is_that_of_one(modes):
     one, two = (
-        read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", mode)
+        read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", "ddp")
     )
     assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
     for name in ("losses", "gradient_norms"):
@@ -209,9 +204,8 @@ def test_the_papers_60m_takes_an_optimiser_step(corpus):
     schedule = dataclasses.replace(paper.train, **ones)
     model = dataclasses.replace(paper.model, context_length=256)
     run = Run(dataclasses.replace(paper, train=schedule, model=model), corpus, CPU)
-    run.chunks.tokens = np.random.default_rng(0).integers(
-        3, 50_432, len(run.chunks.tokens)
-    )  # of all its words
+    # Of all its words.
+    run.chunks.tokens = torch.randint(3, 50_432, run.chunks.tokens.shape)
     before = run.model.blocks[9].attention.qkv.weight[:4].detach().clone()
     loss = float(run.advance(next_token_loss))
     # Untrained logits are normal with variance 2/5, by the initialisation: the loss is log V + 1/5.

@@ -194,11 +194,11 @@ def test_a_row_that_sees_nothing_or_sums_to_zero_has_zero_weights_and_a_finite_g
 def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses("similarity must be one of exp, sigmoid, elu", AttentionSpec, similarity="tanh")
     refuses("bias_shared must be of type bool", AttentionSpec, bias_shared=1, bias="k")
-    refuses("p other than 1 needs normalizer='p_norm'", AttentionSpec, p=2.0)
+    refuses("p=2.0 needs normalizer to be 'p_norm'", AttentionSpec, p=2.0)
     refuses("scale must be positive and finite, got nan", AttentionSpec, scale=math.nan)
     refuses("window must be an integer, got 2.5", AttentionSpec, window=2.5)
-    refuses("window and prefix cannot be combined", AttentionSpec, window=4, prefix=2)
-    refuses("kernel other than 'identity' needs similarity='linear'", AttentionSpec, kernel="elu")
+    refuses("window=4 needs prefix to be 1", AttentionSpec, window=4, prefix=2)
+    refuses("kernel='elu' needs similarity to be 'linear'", AttentionSpec, kernel="elu")
     refuses("normalizer must be 'none' or 'max_abs_sum'", AttentionSpec, similarity="linear")
     refuses(
         "can be negative with this kernel",
@@ -210,10 +210,10 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
     refuses(
         "bias='v' needs rows of weights", AttentionSpec, similarity="linear", kernel="elu", bias="v"
     )
-    refuses("bias_shared needs a bias", AttentionSpec, bias_shared=True)
-    refuses("bias_dims needs a key bias", AttentionSpec, bias="v", bias_dims=2)
+    refuses("bias_shared=True needs bias to be 'kv' or 'k' or 'v'", AttentionSpec, bias_shared=True)
+    refuses("bias_dims=2 needs bias to be 'kv' or 'k'", AttentionSpec, bias="v", bias_dims=2)
     refuses(
-        "fixed_value other than 'zero' needs bias='k'",
+        "fixed_value='first' needs bias to be 'k'",
         AttentionSpec,
         bias="kv",
         fixed_value="first",
@@ -224,9 +224,9 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
         bias="k",
         fixed_value_norm=-1.0,
     )
-    refuses("logit_bias needs similarity='sigmoid'", AttentionSpec, logit_bias=1.0)
+    refuses("logit_bias=1.0 needs similarity to be 'sigmoid'", AttentionSpec, logit_bias=1.0)
     refuses(
-        "bias, sink_logit and differential cannot be combined",
+        "sink_logit and differential each need a plain softmax",
         AttentionSpec,
         sink_logit="zero",
         bias="k",
@@ -238,7 +238,7 @@ def test_a_spec_without_a_meaning_is_refused_with_the_reason():
         normalizer="none",
     )
     refuses(
-        "sink_logit and differential need a softmax",
+        "sink_logit and differential each need a plain softmax",
         AttentionSpec,
         differential=True,
         similarity="sigmoid",

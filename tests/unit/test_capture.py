@@ -172,7 +172,7 @@ def test_a_fused_path_with_a_wrong_row_sum_is_not_used(kind, tried, monkeypatch)
         mask_without_positions(monkeypatch)
     expected = eager_alpha(model, ids, TARGETS)
     assert measure(model, ids, TARGETS).path == "fused"
-    spoil(monkeypatch, "fused", "in row 3")
+    spoil(monkeypatch, "in row 3")
     if not tried:
         flash.TRUST.clear()
         with pytest.warns(UserWarning, match=f"{kind} attention.* other row sums"):
@@ -189,7 +189,7 @@ def test_a_kernel_is_tried_anew_where_longer_sequences_bring_a_mask(tried, monke
     model, ids, mask = build("mistral"), tokens(), torch.ones(3, T, dtype=torch.long)
     monkeypatch.setattr(flash, "TRUST", {})
     if tried:
-        assert flash.trusted("fused", "window", ids.device, torch.float32, 8)
+        assert flash.trusted("window", ids.device, torch.float32, 8)
     mask[0, 6:] = 0  # shorter than the window of 7: plainly causal, and run first
     right = flash.fused
 

@@ -11,9 +11,15 @@ from sinkutils import claim_checks
 from sinkutils.paths import PAPER
 from sinkutils.study import grid
 from sinkutils.study.config import RunConfig, from_dict
-from sinkutils.study.experiments import EXPERIMENTS, Experiment, experiment, experiments
+from sinkutils.study.experiments import (
+    EXPERIMENTS,
+    PRESETS,
+    Experiment,
+    experiment,
+    experiments,
+    preset,
+)
 from sinkutils.study.grid import config, resolve, unavailable
-from sinkutils.study.presets import PRESETS, preset
 from sinkutils.study.record import config_dict
 from sinkutils.study.store import Runs
 

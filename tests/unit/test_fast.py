@@ -9,10 +9,9 @@ import pytest
 import torch
 from helpers import CPU, draw, name_of, refuses, spoil
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
 from sinkutils.model import fast, flash
-from sinkutils.model.attention import LOGARITHMS, SIMILARITIES, AttentionSpec, attend
+from sinkutils.model.attention import SIMILARITIES, AttentionSpec, attend
 
 OPERATIONS = [
     {},
@@ -42,23 +41,6 @@ SPECS = [
     *(AttentionSpec(**operation, **mask) for mask in MASKS
       for operation in ({"sink_logit": "learned"}, {"sink_logit": "zero"}, {"differential": True})),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def flex_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take FlexAttention on the CPU: traced but not compiled it is dense, with the same identities and gradients."""
-    traced = torch.compile(
-        flex_attention.flex_attention,
-        fullgraph=True,
-        dynamic=False,
-        recompile_limit=64,
-        backend="eager",
-    )
-    monkeypatch.setattr(flash, "flex_attention", traced)
-    monkeypatch.setattr(fast, "choose_form", lambda *_: "flex")
-    monkeypatch.setattr(
-        flex_attention, "_validate_device", lambda *tensors: None
-    )  # which refuses gradients there
 
 
 def assert_same_as_dense(
@@ -95,21 +77,6 @@ def assert_same_as_dense(
 def test_a_form_equals_the_reference(spec):
     for length, position in ((1, "none"), (17, "none"), (17, "heads")):
         assert_same_as_dense(spec, *draw(spec, length, position), 1e-10)
-
-
-FLEX = zip(
-    [o for o in OPERATIONS
-     if o.get("similarity", "exp") in LOGARITHMS and o.get("normalizer", "sum") in ("sum", "none")],
-    itertools.cycle([{"bias": "kv"}, {"bias": "k"}, {"bias": "v"}]),
-    strict=False,
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("operation", "bias"), FLEX, ids=str)
-def test_flex_attention_over_the_logarithm_equals_the_reference(operation, bias, flex_form):
-    spec = AttentionSpec(**operation, **bias)
-    assert_same_as_dense(spec, *draw(spec, 13), 1e-10)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=name_of)
@@ -186,28 +153,27 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPOILT = [
-    *(("fused", "in row 3", *of) for of in itertools.product(
+    *(("in row 3", *of) for of in itertools.product(
         ("causal", "window", "mask"), (torch.float32, torch.float64, torch.bfloat16))),
-    *(("fused", "beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
-    ("flex", "in base 2", "causal", torch.float32),
+    *(("beyond key 512", kind, torch.float32) for kind in ("causal", "mask")),
+    ("in base 2", "causal", torch.float32),
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("kernel", "where", "kind", "dtype"), SPOILT, ids=str)
+@pytest.mark.parametrize(("where", "kind", "dtype"), SPOILT, ids=str)
 def test_a_wrong_log_sum_exp_is_caught_under_every_kind_of_mask(
-    kernel, where, kind, dtype, untried, monkeypatch
+    where, kind, dtype, untried, monkeypatch
 ):
-    assert flash.trusted(kernel, kind, CPU, dtype, 16)
-    spoil(monkeypatch, kernel, where)
+    assert flash.trusted(kind, CPU, dtype, 16)
+    spoil(monkeypatch, where)
     flash.TRUST.clear()
-    with pytest.warns(UserWarning, match=f"{kernel} kernel .*{kind} attention.* other row sums"):
-        assert not flash.trusted(kernel, kind, CPU, dtype, 16)
+    with pytest.warns(UserWarning, match=f"fused kernel .*{kind} attention.* other row sums"):
+        assert not flash.trusted(kind, CPU, dtype, 16)
 
 
 def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried):
     def asks(x: Tensor) -> Tensor:
-        return x + 1 if flash.trusted("fused", "window", x.device, x.dtype, x.shape[-1]) else x - 1
+        return x + 1 if flash.trusted("window", x.device, x.dtype, x.shape[-1]) else x - 1
 
     x = torch.zeros(3, 16)
     for kind, expected in (
@@ -216,7 +182,7 @@ def test_a_graph_under_compilation_trusts_only_what_was_compared_before(untried)
         ("window", 1),
     ):  # the second is another kind of mask
         if kind:
-            flash.TRUST["fused", kind, x.device, x.dtype, 16] = True
+            flash.TRUST[kind, x.device, x.dtype, 16] = True
         torch.compiler.reset()
         assert (torch.compile(asks, fullgraph=True, backend="eager")(x) == expected).all()
 
@@ -261,32 +227,16 @@ def test_which_kernel_serves_where():
         ("dense", {"similarity": "sigmoid"}, "cpu", torch.float32, 4096, False),
         ("dense", {"similarity": "relu"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"normalizer": "length"}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
-        ("flex", {"similarity": "elu", "normalizer": "none"}, "cuda", torch.float32, 4096, False),
+        ("dense", {"similarity": "sigmoid"}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"similarity": "sigmoid", "prefix": 5}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"similarity": "sigmoid"}, "cuda", torch.float32, 4096, True),
         ("dense", {"window": 512}, "cuda", torch.bfloat16, 4096, False),
         ("dense", {"window": 512}, "cuda", torch.float64, 4096, False),
     ],
 )
-def test_which_form_serves_where(form, fields, device, dtype, length, term, monkeypatch):
-    compared: list[tuple[str, str]] = []
-    otherwise = form.replace("flex", "dense")
-    for triton, right, expected in (
-        (True, True, form),
-        (True, False, otherwise),
-        (False, True, otherwise),
-    ):
-        monkeypatch.setattr(
-            flash, "trusted", lambda *of, right=right: compared.append(of[:2]) or right
-        )
-        monkeypatch.setattr(flash, "HAS_TRITON", triton)
-        chosen = fast.choose_form(
-            AttentionSpec(**fields), torch.device(device), dtype, length, 64, term
-        )
-        assert chosen == expected
-    # Only where it fits, and where Triton compiles it.
-    assert compared == ([("flex", "causal")] * 2 if form == "flex" else [])
+def test_which_form_serves_where(form, fields, device, dtype, length, term):
+    spec = AttentionSpec(**fields)
+    assert fast.choose_form(spec, torch.device(device), dtype, length, term) == form
 
 
 @pytest.mark.slow

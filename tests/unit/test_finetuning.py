@@ -26,12 +26,12 @@ from sinkutils.data.instructions import (
 )
 from sinkutils.study import grid
 from sinkutils.study.config import FinetuneConfig
+from sinkutils.study.experiments import PRESETS
 from sinkutils.study.grid import config, keeps_weights, plan
-from sinkutils.study.presets import PRESETS
 from sinkutils.study.record import rounded
 from sinkutils.study.store import Runs
 from sinkutils.training.finetune import FinetuneRun, answer_loss
-from sinkutils.training.sweep import _next
+from sinkutils.training.sweep import _needs_another
 
 SOURCE = '''"""A module about nothing."""
 
@@ -229,15 +229,12 @@ def test_a_sweep_takes_fine_tunings_after_what_they_start_from():
         if isinstance(run, FinetuneConfig):
             assert order.index((run.start, run.seed)) < order.index((run.experiment, run.seed))
             before = config(run.start, "smoke", run.seed)
-            assert _next([run], [before]) is None, "its start is being trained"
-            assert _next([run, before], []) == before and _next([run], []) == run
-            other = dataclasses.replace(
-                run, experiment="other"
-            )  # which trains a start that is missing
-            assert (
-                _next([run], [other]) is None
-                and _next([run], [dataclasses.replace(other, seed=9)]) == run
-            )
+            assert _needs_another(run, [], [before]), "its start is being trained"
+            assert _needs_another(run, [run, before], []) and not _needs_another(run, [run], [])
+            # One that trains a start that is missing.
+            other = dataclasses.replace(run, experiment="other")
+            assert _needs_another(run, [], [other])
+            assert not _needs_another(run, [], [dataclasses.replace(other, seed=9)])
     assert {name for name, _ in order} >= {"sft_softmax", "sft_sigmoid"}
     assert not any("ultrachat" in name for name, _ in order), (
         "what needs the network is trained where it is named"

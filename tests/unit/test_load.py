@@ -85,12 +85,12 @@ def test_a_recorded_run_loads_by_name_and_by_folder(tmp_path, monkeypatch):
 
 
 BROKEN = {
-    "malicious": "has weights in a .bin file that holds more than tensors",
+    "malicious": "has a .bin file that is cut, or holds more than tensors",
     "cut": "could not be loaded: Error while deserializing header",
-    "vit": "is no causal language model: transformers has none for ViTConfig",
+    "vit": "could not be loaded: Unrecognized configuration class .*ViTConfig",
     "shapes": r"lm_head.weight is \(96, 32\) in the file and \(96, 64\) by config.json \(and 20 more\)",
-    "no pickle": "that torch.save did not write, or a cut one",
-    "empty": "that torch.save did not write, or a cut one",
+    "no pickle": "has a .bin file that is cut, or holds more than tensors",
+    "empty": "has a .bin file that is cut, or holds more than tensors",
     "git-lfs": r"has git-lfs pointers in place of files \(model.safetensors\): run `git lfs pull`",
     "no config": "has no config.json",
     "tokenizer": "could not be loaded",
@@ -393,10 +393,7 @@ def test_a_gguf_file_or_a_folder_of_one_loads(tmp_path):
     refuses("could not be loaded", load_lm, tmp_path / "b.gguf", kind=ModelUnavailable)
 
 
-def test_a_gguf_file_and_an_adapter_say_which_package_reads_them(tmp_path, monkeypatch):
+def test_an_adapter_says_which_package_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for name in (tmp_path / "model.gguf", tmp_path):
-        refuses("is a GGUF file: pip install gguf", load_lm, name, kind=ModelUnavailable)
-    (tmp_path / "model.gguf").rename(tmp_path / "adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text("{}")
     refuses("adapter of another model: pip install peft", load_lm, tmp_path, kind=ModelUnavailable)

@@ -269,17 +269,26 @@ def test_a_page_says_what_a_learned_sink_takes():
     sunk = own_model(attention=su.AttentionSpec(sink_logit="learned"))
     html = su.report_model(sunk, word_tokenizer(57), "ours", ["w1 w2 " * 20] * 3, n=3, length=16)
     share = numbers_of(html)["reports"]["natural"]["sink_star"]["0.3"]
-    assert f"{share:.1f} %" in html.partition("Sink<sub>*</sub>")[2][:30]
+    assert f"{share:.1f} %" in html.partition("Sink*")[2][:30]
 
 
 def test_a_page_from_reports_alone_leaves_out_what_it_is_not_given(model, ids):
     report = measure(model, ids, norms=False)
     html = su.report_page(report, "ours", beside={"other": report})
     assert (
-        "<td>other</td>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
+        "<th>other</th>" in html and f"{report.sink(1):.1f} %" in html and html.count("<svg") == 1
     )
     refuses("about the first token", su.report_page, measure(model, ids, targets=(2,)))
     refuses("two models are called 'ours'", su.report_page, report, "ours", beside={"ours": report})
+
+
+def test_a_page_has_no_second_row_of_a_model_that_it_shows(model, ids):
+    report = measure(model, ids)
+    assert "SmolLM2-135M-Instruct (reference)" in su.report_page(report, "ours")
+    for name in ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        for html in (su.report_page(report, name), su.report_page(report, "o", {name: report})):
+            assert "SmolLM2-135M-Instruct (reference)" not in html
+            assert "Gemma 3 270M (reference)" in html
 
 
 def test_the_excess_of_a_page_is_that_of_the_report_also_with_windows_and_at_another_epsilon(

@@ -336,6 +336,12 @@ def test_an_edit_that_has_no_place_or_no_layer_is_refused(ids):
     refuses("ids must be int64", untouched, ours, ids[0])
 
 
+def test_only_a_transplant_needs_a_position_more_than_the_text_has():
+    model, ids = build("gpt2"), tokens(1, 320)  # as many as its table has
+    untouched(model, ids)
+    refuses("321 positions, and the model has learned 320", transplant, model, ids, ids[:, :4])
+
+
 def test_surgery_is_public():
     assert sinkutils.surgery.edit is edit and {"hide", "stream", "transplant", "set_back"} <= set(
         dir(sinkutils.surgery)

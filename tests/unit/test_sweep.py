@@ -25,10 +25,10 @@ from sinkutils.commands import parser
 from sinkutils.study import record as records_module
 from sinkutils.study.record import RunLocked, read_record, record_folder
 from sinkutils.study.store import Runs
-from sinkutils.training import checkpoints
 from sinkutils.training import sweep as sweep_module
+from sinkutils.training import trainer
 from sinkutils.training.run import Run
-from sinkutils.training.sweep import Job, devices, engine, estimate, run_one, sweep
+from sinkutils.training.sweep import devices, engine, estimate, run_one, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -263,7 +263,7 @@ def test_a_run_with_a_full_disk_stops_no_other_and_goes_on_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(records_module, "write_synced", write)
-        patch.setattr(checkpoints, "write_synced", write)
+        patch.setattr(trainer, "write_synced", write)
         assert sweep.status() == 1
     reason = rf"exit status 2; \[Errno 28\] could not save {name} \(No space left on device\): free some space"
     said = rf"k_bias +seed 0  crashed  {reason} [^\n]+; see smoke/k_bias-0\.log\nk_bias +seed 1  done  \n"
@@ -441,15 +441,6 @@ def test_jobs_of_slurm_are_named_as_they_outlive_the_sweep(monkeypatch, runs, ca
     monkeypatch.setattr(sweep_module, "engine", lambda *_, **__: lambda arguments, log: job)
     of_smoke("k_bias", engine_name="slurm")
     assert "k_bias seed 0: job 4711, which outlives this sweep" in capsys.readouterr().out
-
-
-def test_a_job_knows_its_step_by_its_log(tmp_path):
-    log = tmp_path / "k_bias-0.log"
-    job = Job(Runs(tmp_path).of(config("k_bias", "smoke")), "cpu", log, None)
-    assert job.steps() == 0
-    earlier, other = "k_bias seed 0: 9%| | 9/60 [00:0", "instructions: 50%| | 84/168 [00:01<00:01]"
-    log.write_text(f"{earlier}\r{other}\rk_bias seed 0:  25%|##  | 15/60 [00:01<00:03]\r{other}")
-    assert job.steps() == 15
 
 
 def test_a_real_local_ray_trains_runs_and_refuses_a_gpu_that_it_has_not(
