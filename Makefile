@@ -85,6 +85,7 @@ lab: text
 
 book: $(BOOK_VENV)/.installed
 	rm -rf book
+	$(BOOK_VENV)/bin/python docs/gallery.py
 	$(BOOK_VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d book/doctrees . book/html
 	mkdir -p book/html/docs/lab
 	cp docs/lab/index.html book/html/docs/lab/
@@ -96,4 +97,4 @@ browser: book $(VENV)/.installed
 	$(BOOK_VENV)/bin/python -m pytest --noconftest -rs tests/end_to_end/test_book.py tests/end_to_end/test_lab_page.py tests/end_to_end/test_jupyterlab.py
 
 clean:
-	rm -rf $(VENV) $(BOOK_VENV) build book rendered *.egg-info
+	rm -rf $(VENV) $(BOOK_VENV) build book docs/gallery docs/gallery.md rendered *.egg-info

@@ -299,3 +299,12 @@ def test_a_name_that_a_text_gives_between_backticks_is_there():
             if not known and name not in ("py", "md", "yaml"):
                 lacking.append((path.name, home, name))
     assert lacking == []
+
+
+def test_the_page_of_public_names_is_what_docs_api_makes_of_their_docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import api
+
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == api.page(), (
+        "a docstring or a signature changed: run python docs/api.py"
+    )
