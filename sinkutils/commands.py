@@ -369,6 +369,10 @@ def report_command(options: argparse.Namespace) -> None:
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it
         raise FileNotFoundError(f"-o {output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise IsADirectoryError(f"-o {output} is a folder: give a file, {output / 'report.html'}")
+    if options.beside == options.model:
+        raise ValueError(f"--beside must be another model than {options.model}")
     texts = read_texts(options.text) if options.text else None
     size = {"n": options.n or SEQUENCES, "length": options.length}
     model, tokenizer = load_lm(options.model, options.device, options.dtype)

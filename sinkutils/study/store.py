@@ -118,10 +118,11 @@ class RunFolder:
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02)
-            lock.acquire()
-        except (Timeout, FileNotFoundError) as error:
-            # Not there: its last owner is removing the folder.
-            raise RunLocked(f"{self.name} is being trained by another process") from error
+            try:
+                lock.acquire()
+            except (Timeout, FileNotFoundError) as error:
+                # Not there: its last owner is removing the folder.
+                raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
             what = "there are no locks" if error.errno in NO_LOCKS else "cannot write"
             raise OSError(

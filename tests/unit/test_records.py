@@ -167,6 +167,13 @@ def test_a_run_is_held_by_one_process_at_a_time_and_what_it_left_unfinished_goes
     assert not run.partial.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_where_no_folder_can_be_made_nobody_else_is_said_to_train(tiny):
+    """As below /proc, where making a folder ends with "not found": a sweep would wait for ever."""
+    with pytest.raises(OSError, match="cannot write below"), Runs("/proc/x").of(tiny).lock():
+        pass
+
+
 @pytest.mark.parametrize(
     "name",
     ["../precious", "a/b", "", ".", "..", "/tmp/x", "a\\b", ".hidden", "x\n", "c:", "x" * 101],
