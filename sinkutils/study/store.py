@@ -25,6 +25,7 @@ from sinkutils.study.presets import PRESETS
 from sinkutils.study.presets import preset as find_preset
 from sinkutils.study.record import (
     FILES,
+    RECIPE,
     SUMS,
     CorruptRecord,
     Folder,
@@ -261,6 +262,8 @@ def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
             reason = "the experiment or the recipe has changed since: train it again"
+            if record.config["recipe"] > RECIPE:
+                reason = "a later version of this package made it: update the package"
             return replace(record, problem=("stale", reason))
         record.check()
         return record

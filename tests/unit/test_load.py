@@ -1,6 +1,8 @@
 """The registry of Table 8, and loading of local and recorded models."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -318,8 +320,15 @@ def test_a_page_needs_a_folder_and_is_written_whole_or_not_at_all(tmp_path, caps
         assert cli.main([*command, str(there), "--beside", command[1]]) == 2
         assert "must be another model" in capsys.readouterr().err
     there.write_text("an older page")
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(os, "fsync", Mock(side_effect=full))
+        assert cli.main([*command, str(there)]) == 2
+    said = capsys.readouterr().err
+    assert "page.html (No space left on device): free some space" in said
+    assert there.read_text() == "an older page" and [*tmp_path.glob(".*.tmp")] == []
     assert cli.main([*command, str(there)]) == 0
-    assert "random" in there.read_text() and [*tmp_path.glob("*.tmp")] == []
+    assert "random" in there.read_text() and [*tmp_path.glob(".*.tmp")] == []
 
 
 def write_gguf(path, model):

@@ -496,6 +496,13 @@ def test_a_stale_record_is_looked_at_only_where_its_numbers_are_shown(two, tmp_p
     assert len(su.claims("smoke", tmp_path)) > 100
 
 
+def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_path):
+    config = json.loads((two / "config.json").read_text())
+    for recipe, advice in ((1, "train it again"), (9, "update the package")):
+        tamper(two, config=changed(config, "recipe", recipe))
+        assert advice in su.record("k_bias", "smoke", 1, tmp_path).reason
+
+
 def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(
     folder, tiny, tmp_path
 ):
