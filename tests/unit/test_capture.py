@@ -283,3 +283,9 @@ def test_bad_input_is_a_clear_error():
         measure(model, ids, attention_mask=torch.ones(3, 1, T, T))
     refuses("heads must be a sequence of", measure, model, ids, heads=(1, 0))
     refuses("bos must be True, False or None", measure, model, ids, bos="maybe")
+    ragged = torch.nested.nested_tensor([ids[0], ids[1]])
+    for without in (ids.to("meta"), ids.to_sparse(), ragged):
+        refuses("ids must be a dense tensor", measure, model, without)
+        refuses(
+            "attention_mask must be a dense tensor", measure, model, ids, attention_mask=without
+        )

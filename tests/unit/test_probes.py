@@ -99,6 +99,22 @@ def test_texts_are_read_from_files(tmp_path):
     assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two", "one\ntwo\n", "three"]
 
 
+def test_half_a_character_is_a_question_mark_as_in_a_corpus():
+    """A lone surrogate, which JSON can hold; no tokenizer of Rust takes it."""
+    ids = probe(tokenizer=RAW, texts=["w1 \ud83d w2 " * 5], length=15)
+    assert torch.equal(ids, probe(tokenizer=RAW, texts=["w1 ? w2 " * 5], length=15))
+
+
+def test_a_file_that_is_not_there_or_nests_too_deep_is_refused_in_words(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        read_texts("~nobody-of-that-name/a.txt")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    refuses("deep.jsonl, line 1: expected a JSON object", read_texts, tmp_path / "deep.jsonl")
+    refuses("unknown corpus", corpus.load_corpus, "~nobody-of-that-name")
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        corpus.load_corpus("path:~nobody-of-that-name/a")
+
+
 def byte_level(tmp_path):
     """Llama 3 in small: reserved tokens without a role, one added token that is not special."""
     raw = train_tokenizer(["hello reserved world " * 9], 300)
