@@ -361,11 +361,7 @@ def report_command(options: argparse.Namespace) -> None:
     from sinkutils.measuring.load import load_lm
     from sinkutils.measuring.measure import measure
     from sinkutils.plots.report import natural, report_model
-<<<<<<< HEAD
-    from sinkutils.study.record import write_synced
-=======
-    from sinkutils.study.files import not_saved, write_synced
->>>>>>> abf6b6fedeed99ea26eeea7ef7fe477b036ed908
+    from sinkutils.study.record import not_saved, write_synced
 
     output = options.output
     if not output.parent.is_dir():  # said before an hour of measuring, not after it

@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-<<<<<<< HEAD
 import lzma
-=======
->>>>>>> abf6b6fedeed99ea26eeea7ef7fe477b036ed908
 import os
 import platform
 import re

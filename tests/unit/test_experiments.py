@@ -180,16 +180,9 @@ def test_a_sweep_starts_with_the_base_ends_with_what_came_after_and_trains_nothi
     assert missing("laptop", tmp_path, (1,), ("sft_sigmoid_ultrachat",)) == [
         ("sft_sigmoid_ultrachat", 1)
     ]
-<<<<<<< HEAD
+    assert missing("laptop", tmp_path, (1, 1), ("fixed_1",)) == [("fixed_1", 1)]
     two = [("random_1_depth_6", 0), ("random_1_depth_6", 1)]
     assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == two
-=======
-    assert missing("laptop", tmp_path, (1, 1), ("fixed_1",)) == [("fixed_1", 1)]
-    assert missing("laptop", tmp_path, only=("random_1_depth_6",)) == [
-        ("random_1_depth_6", 0),
-        ("random_1_depth_6", 1),
-    ]
->>>>>>> abf6b6fedeed99ea26eeea7ef7fe477b036ed908
 
 
 @pytest.mark.parametrize("scale", PRESETS)

@@ -450,9 +450,6 @@ def test_a_stale_record_is_looked_at_only_where_its_numbers_are_shown(two, tmp_p
     assert len(su.claims("smoke", tmp_path)) > 100
 
 
-<<<<<<< HEAD
-def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
-=======
 def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_path):
     config = json.loads((two / "config.json").read_text())
     for recipe, advice in ((1, "train it again"), (9, "update the package")):
@@ -460,10 +457,7 @@ def test_a_record_of_a_later_version_is_not_said_to_be_of_an_older_one(two, tmp_
         assert advice in su.record("k_bias", "smoke", 1, tmp_path).reason
 
 
-def test_changed_weights_are_noticed_when_they_are_loaded_and_may_be_deleted_to_save_space(
-    folder, tiny, tmp_path
-):
->>>>>>> abf6b6fedeed99ea26eeea7ef7fe477b036ed908
+def test_changed_weights_are_noticed_when_loaded_and_may_be_deleted(folder, tiny, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"....")
     record = Runs(tmp_path).of(tiny).record()  # the numbers beside them are whole
