@@ -150,9 +150,18 @@ def digest(rows: Sequence[Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
+def dense(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a tensor that holds a number in each place."""
+    instance(name, value, Tensor)
+    require(
+        value.layout == torch.strided and not (value.is_nested or value.is_meta),
+        f"{name} must be a dense tensor, not a sparse or nested one, nor one on the meta device",
+    )
+
+
 def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple[list[Tensor], int]:
     """The rows of ids without padding, and how many were skipped: too short for a target."""
-    instance("ids", ids, Tensor)
+    dense("ids", ids)
     require(
         ids.ndim == 2 and ids.numel() > 0 and ids.dtype in (torch.int64, torch.int32),
         "ids must be int64 or int32 of the shape (samples, T), with at least one of each; "
@@ -161,7 +170,7 @@ def sequences(ids: Tensor, mask: Tensor | None, targets: Sequence[int]) -> tuple
     longest = max(check_targets(targets, ids.shape[1]))
     if mask is None:
         return list(ids), 0
-    instance("attention_mask", mask, Tensor)
+    dense("attention_mask", mask)
     require(
         mask.shape == ids.shape,
         f"attention_mask must have the shape of ids, {tuple(ids.shape)}; got {tuple(mask.shape)}",
