@@ -75,9 +75,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, without records, whose smoke has a fifth of the steps: for commands that run in their own processes."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("sinkutils", "data"):
-        shutil.copytree(
-            paths.ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "runs")
-        )
+        without = shutil.ignore_patterns("__pycache__", "runs")
+        shutil.copytree(paths.ROOT / folder, copy / folder, ignore=without)
     shutil.copy(paths.ROOT / "pyproject.toml", copy)
     file = copy / "data" / "presets.yaml"
     file.write_text(file.read_text().replace("{steps: 1000, ", "{steps: 200, "))

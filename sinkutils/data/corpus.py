@@ -115,14 +115,14 @@ CORPORA = (
 def public_name(name: str) -> str:
     """The name of a corpus in caches and records: of path:<folder> the last part alone."""
     kind, _, rest = name.partition(":")
-    return f"path:{Path(rest).expanduser().resolve().name}" if kind == "path" else name
+    return f"path:{Path(os.path.expanduser(rest)).resolve().name}" if kind == "path" else name
 
 
 def located(name: str) -> str:
     """The name of a corpus that means the same from every folder: with the whole path."""
     kind, _, rest = name.partition(":")
     if kind in ("path", "packed") and rest:
-        return f"{kind}:{Path(rest).expanduser().absolute()}"
+        return f"{kind}:{Path(os.path.expanduser(rest)).absolute()}"
     return name
 
 
@@ -200,7 +200,7 @@ def _source(name: str) -> tuple[Iterator[str], object]:
             version.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         return external.local(files), ["line ends are LF", version]
     message = f"unknown corpus {name!r}; there are: {', '.join(CORPORA)}"
-    if name and Path(name).expanduser().exists():
+    if name and os.path.exists(os.path.expanduser(name)):
         message += f"; for the text in that folder or file say 'path:{name}'"
     raise ValueError(message)
 

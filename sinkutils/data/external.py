@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def read_texts(path: str | Path) -> list[str]:
     where.
     """
     texts: list[str] = []
-    for file in local_files(Path(path).expanduser()):
+    for file in local_files(Path(os.path.expanduser(path))):
         texts += _texts_of(file)
     return texts
 
@@ -123,7 +124,7 @@ def _texts_of(file: Path) -> Iterator[str]:
         row = _decoded(line, f"{file}, line {number},")
         try:
             text = json.loads(row)["text"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ValueError(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import re
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ def conversations(name: str) -> Iterator[Conversation]:
     if name == "ultrachat":
         rows = external.hub_rows(*ULTRACHAT)
     elif kind == "path" and file:
-        rows = external.hub_rows("json", data_files=str(Path(file).expanduser()))
+        rows = external.hub_rows("json", data_files=os.path.expanduser(file))
     else:
         raise ValueError(
             f"unknown instructions {name!r}; there are: docstrings, ultrachat, path:<file.jsonl>"

@@ -22,6 +22,7 @@ from sinkutils.study.experiments import preset as find_preset
 from sinkutils.study.grid import config, plan, resolve
 from sinkutils.study.record import (
     FILES,
+    RECIPE,
     SUMS,
     CorruptRecord,
     Folder,
@@ -109,10 +110,11 @@ class RunFolder:
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.partial / "lock", timeout=LOCK_SECONDS, poll_interval=0.02)
-            lock.acquire()
-        except (Timeout, FileNotFoundError) as error:
-            # Not there: its last owner is removing the folder.
-            raise RunLocked(f"{self.name} is being trained by another process") from error
+            try:
+                lock.acquire()
+            except (Timeout, FileNotFoundError) as error:
+                # Not there: its last owner is removing the folder.
+                raise RunLocked(f"{self.name} is being trained by another process") from error
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -254,6 +256,8 @@ def _with_status(folder: Path, stamp: frozenset[tuple[str, int, int]]) -> Record
             return replace(record, problem=("stale", str(error)))
         if not is_of(record, run, record.config["corpus"] if apart else None):
             reason = "the experiment or the recipe has changed since: train it again"
+            if record.config["recipe"] > RECIPE:
+                reason = "a later version of this package made it: update the package"
             return replace(record, problem=("stale", reason))
         record.check()
         return record

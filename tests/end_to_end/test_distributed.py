@@ -106,14 +106,9 @@ def modes(corpus, packed, tmp_path_factory):
     worker = out / "worker.py"
     worker.write_text(WORKER)
     chats = out / "chats.jsonl"
-    said = [
-        {"user": f"what is {n} ?", "assistant": "a sink token " * (1 + n % 4) + f"{n}"}
-        for n in range(60)
-    ]
-    rows = [
-        {"messages": [{"role": role, "content": text} for role, text in row.items()]}
-        for row in said
-    ]
+    answers = ["a sink token " * (1 + n % 4) + f"{n}" for n in range(60)]
+    said = [{"user": f"what is {n} ?", "assistant": a} for n, a in enumerate(answers)]
+    rows = [{"messages": [{"role": r, "content": text} for r, text in row.items()]} for row in said]
     chats.write_text("\n".join(map(json.dumps, rows)))
     arguments = [
         json.dumps(dataclasses.asdict(run)),
@@ -129,60 +124,43 @@ def record_of(modes: Path, name: str):
     return read_record(record_folder("smoke", "k_bias", 0, modes / name))
 
 
-def test_two_processes_give_what_one_gives_resumed_to_the_same_bits_and_about_the_loss_in_bf16(
-    modes,
-):
-    one, two, broken, half = (
-        record_of(modes, name) for name in ("one", "ddp", "ddp-broken", "ddp-bf16")
-    )
+def test_two_processes_give_what_one_gives_resumed_bit_for_bit_and_nearly_in_bf16(modes):
+    names = ("one", "ddp", "ddp-broken", "ddp-bf16")
+    one, two, broken, half = (record_of(modes, name) for name in names)
     for rank in (0, 1):  # each process gets the record
         assert json.loads((modes / f"ddp-{rank}.json").read_text()) == ["done", 16]
     for record in (two, broken):
         assert record.provenance["processes"] == 2 and record.provenance["parallel"] == "ddp"
     for a, b in zip(one.metrics["curve"], two.metrics["curve"], strict=True):
         assert a["step"] == b["step"]
-        assert a.get("train_loss", 0) == pytest.approx(
-            b.get("train_loss", 0), rel=1e-5
-        )  # none before the first step
+        # none before the first step
+        assert a.get("train_loss", 0) == pytest.approx(b.get("train_loss", 0), rel=1e-5)
         assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-5)
     ours, theirs, half = (record.metrics["final"] for record in (one, two, half))
     np.testing.assert_allclose(ours["report"]["alpha"], theirs["report"]["alpha"], atol=1e-4)
     assert half["valid_loss"] != ours["valid_loss"] == pytest.approx(half["valid_loss"], rel=0.02)
     ours, theirs, resumed = (load_file(record.weights) for record in (one, two, broken))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
-    assert two.metrics == broken.metrics and all(
-        torch.equal(resumed[name], weight) for name, weight in theirs.items()
-    )
+    assert two.metrics == broken.metrics
+    assert all(torch.equal(resumed[name], weight) for name, weight in theirs.items())
 
 
 def test_a_fine_tuning_by_two_processes_is_that_of_one(modes):
-    one, two = (
-        read_record(record_folder("smoke", name, 0, modes / "sft")) for name in ("one", "ddp")
-    )
+    folders = [record_folder("smoke", name, 0, modes / "sft") for name in ("one", "ddp")]
+    one, two = map(read_record, folders)
     assert two.provenance["processes"] == 2 and one.provenance["processes"] == 1
     for name in ("losses", "gradient_norms"):
         a, b = (
             [x for point in run.metrics["curve"] for x in point.get(name, ())] for run in (one, two)
         )
         assert len(b) == 4 and a == pytest.approx(b, rel=1e-4)
-    assert two.metrics["final"]["valid_loss"] == pytest.approx(
-        one.metrics["final"]["valid_loss"], rel=1e-5
-    )
+    loss = one.metrics["final"]["valid_loss"]
+    assert two.metrics["final"]["valid_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_an_error_in_one_process_ends_all(tmp_path):
-    done = torchrun(
-        "-m",
-        "sinkutils",
-        "train",
-        "nope",
-        "--preset",
-        "smoke",
-        "--corpus",
-        "path:/nowhere",
-        "--device",
-        "cpu",
-    )
+    options = "nope --preset smoke --corpus path:/nowhere --device cpu"
+    done = torchrun("-m", "sinkutils", "train", *options.split())
     assert done.returncode != 0 and "no such folder or file" in done.stderr
 
 
@@ -229,20 +207,11 @@ runpy.run_module("sinkutils", run_name="__main__")
 """
 
 
-def test_a_bare_machine_trains_a_preset_on_a_corpus_it_was_brought(
+def test_a_bare_machine_trains_a_preset_on_a_corpus_brought_there(
     packed, corpus, checkout, tmp_path
 ):
     runs, cache = tmp_path / "runs", str(tmp_path / "cache")
-    asked = [
-        "train",
-        "fixed_1",
-        "--preset",
-        "smoke",
-        "--corpus",
-        f"packed:{packed}",
-        "--runs",
-        str(runs),
-    ]
+    asked = f"train fixed_1 --preset smoke --corpus packed:{packed} --runs {runs}".split()
     command = [sys.executable, "-c", BARE.format(blocked=BLOCKED), *asked]
     where = {"env": environment(SINKUTILS_CACHE=cache), "cwd": checkout}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=300)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers as tf
-from helpers import refuses, word_tokenizer
+from helpers import refused, refuses, word_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
@@ -25,9 +25,8 @@ def test_probes_differ_between_seeds_and_between_rows(kind):
     """Their shape, BOS and tokens: tests/property/test_inputs.py."""
     ids = probe(kind, RAW, 8, 20, texts=TEXTS)
     assert not torch.equal(ids, probe(kind, RAW, 8, 20, seed=1, texts=TEXTS))
-    least = {"natural": 8, "random": 8, "repeat": 5}[
-        kind
-    ]  # no document twice, but now and then a token
+    # no document twice, but now and then a token
+    least = {"natural": 8, "random": 8, "repeat": 5}[kind]
     assert len(ids.unique(dim=0)) >= least
 
 
@@ -43,23 +42,20 @@ def test_natural_probes_of_a_corpus_come_from_its_probe_split(corpus):
     assert all(row in starts for row in ids.tolist())
     again = Tokenizer.from_str(corpus.tokenizer.to_str())
     again.encode_special_tokens = True
-    assert torch.equal(
-        probe("natural", again, 3, 16, corpus=corpus), ids
-    )  # tokenised again, the same
+    # tokenised again, the same
+    assert torch.equal(probe("natural", again, 3, 16, corpus=corpus), ids)
 
 
 def test_bad_requests_are_clear():
     ask, a_text = partial(probe, texts=TEXTS), "the text that I should like to measure, " * 9
     refuses("natural, random, repeat", ask, "words", RAW)
     refuses(r"a tokenizers\.Tokenizer or a transformers tokenizer, got None", ask, "natural", None)
-    refuses(
-        "this one has none", ask, "random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True
-    )
+    with refused("this one has none"):
+        ask("random", word_tokenizer(40, ("<eos>", "<fix>")), 5, 5, bos=True)
     refuses("length must be at least 2", ask, "random", RAW, 5, 1, bos=True)
     refuses("n must be at least 1", ask, "random", RAW, 0)
-    refuses(
-        r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts=", ask, a_text, RAW
-    )
+    with refused(r"^kind must be one of .{,40}got .the text that.{,90} say probe.texts="):
+        ask(a_text, RAW)
     refuses("leave out the kind", probe, "natural", RAW, 12, 29, texts=["one text"])
     refuses(r"11 of 30 documents have at least 29 tokens, n=12", ask, "natural", RAW, 12, 29)
 
@@ -103,6 +99,22 @@ def test_texts_are_read_from_files(tmp_path):
     assert read_texts(str(tmp_path)) == ["long " * 1000, "one", "two", "one\ntwo\n", "three"]
 
 
+def test_half_a_character_is_a_question_mark_as_in_a_corpus():
+    """A lone surrogate, which JSON can hold; no tokenizer of Rust takes it."""
+    ids = probe(tokenizer=RAW, texts=["w1 \ud83d w2 " * 5], length=15)
+    assert torch.equal(ids, probe(tokenizer=RAW, texts=["w1 ? w2 " * 5], length=15))
+
+
+def test_a_file_that_is_not_there_or_nests_too_deep_is_refused_in_words(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        read_texts("~nobody-of-that-name/a.txt")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    refuses("deep.jsonl, line 1: expected a JSON object", read_texts, tmp_path / "deep.jsonl")
+    refuses("unknown corpus", corpus.load_corpus, "~nobody-of-that-name")
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):
+        corpus.load_corpus("path:~nobody-of-that-name/a")
+
+
 def byte_level(tmp_path):
     """Llama 3 in small: reserved tokens without a role, one added token that is not special."""
     raw = train_tokenizer(["hello reserved world " * 9], 300)
@@ -120,9 +132,8 @@ def fast(tmp_path):
 def unigram(tmp_path):
     """Holds </s> as a piece of its own, which no option of the library keeps from being found."""
     pieces = ["<unk>", "</s>", "▁", "▁hello", "<", "/", "s", ">", "worldly"]
-    raw = Tokenizer(
-        models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0)
-    )
+    words = [(piece, -float(i)) for i, piece in enumerate(pieces)]
+    raw = Tokenizer(models.Unigram(words, unk_id=0))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     raw.add_special_tokens(["</s>"])
     return raw
@@ -133,9 +144,8 @@ def put_around(tmp_path):
     words = {word: i for i, word in enumerate(["[UNK]", "[CLS]", "hello", "worldly"])}
     raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    raw.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
-    )
+    template = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    raw.post_processor = template
     return raw
 
 
@@ -149,19 +159,13 @@ def slow(tmp_path):
     return made
 
 
-SPECIAL = {
-    byte_level: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
-    fast: ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"],
-    unigram: ["</s>"],
-    put_around: ["[CLS]"],
-    slow: ["<unk>", "<|hop|>"],
-}
+RESERVED = ["<eos>", "<bos>", "<fix>", "<|reserved_0|>", "<|reserved_1|>"]
+SPECIAL = {byte_level: RESERVED, fast: RESERVED, unigram: ["</s>"], put_around: ["[CLS]"]}
+SPECIAL[slow] = ["<unk>", "<|hop|>"]
 
 
 @pytest.mark.parametrize("make", SPECIAL)
-def test_special_tokens_are_not_drawn_nor_read_in_a_text_and_the_tokenizer_stays_as_it_was(
-    make, tmp_path
-):
+def test_special_tokens_are_not_drawn_nor_read_and_the_tokenizer_stays_as_it_was(make, tmp_path):
     tokenizer = make(tmp_path)
     vocabulary = tokenizer.get_vocab()
     special = {vocabulary[name] for name in SPECIAL[make]}
@@ -170,15 +174,11 @@ def test_special_tokens_are_not_drawn_nor_read_in_a_text_and_the_tokenizer_stays
     assert drawn == sorted(set(vocabulary.values()) - special)
     written = f"hello {SPECIAL[make][-1]} worldly"
     plain = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    before = [
-        getattr(plain.encode(written), "ids", plain.encode(written)),
-        getattr(plain, "truncation", None),
-    ]
+    encoded = plain.encode(written)
+    before = [getattr(encoded, "ids", encoded), getattr(plain, "truncation", None)]
     ids = encode(tokenizer, written)
-    assert (
-        not (special - {vocabulary.get("<unk>")}) & {*ids}
-        and ids[0] == encode(tokenizer, "hello")[0]
-    )
+    assert not (special - {vocabulary.get("<unk>")}) & {*ids}
+    assert ids[0] == encode(tokenizer, "hello")[0]
     assert vocabulary["worldly"] in ids or make is slow or make is unigram
     assert vocabulary["worldly"] in encode(tokenizer, "hello worldly")
     assert probe("natural", tokenizer, 1, 3, texts=[written]).tolist() == [ids[:3]]
@@ -197,9 +197,8 @@ def test_what_cuts_and_pads_a_text_does_not_do_so_to_a_probe(tmp_path):
 @pytest.mark.parametrize("bos", ["<|endoftext|>", "<s>", "[BOS]", "<|bos|>"])
 def test_the_bos_of_a_probe_is_the_one_that_training_puts_before_documents(bos):
     tokenizer = word_tokenizer(1, ("</s>", bos, "<pad>"))
-    assert (
-        probe("random", tokenizer, 2, 4, bos=True)[:, 0] == special_ids(tokenizer, None)["bos_id"]
-    ).all()
+    bos = special_ids(tokenizer, None)["bos_id"]
+    assert (probe("random", tokenizer, 2, 4, bos=True)[:, 0] == bos).all()
     assert bos_id(tokenizer) == 1
     assert bos_id(tf.PreTrainedTokenizerFast(tokenizer_object=RAW, bos_token="w5")) == 8
 
