@@ -284,10 +284,7 @@ def write_record(
         for name, data in files.items():
             write_synced(new / name, data)
         read_record(new)  # what was written is read before the old one goes
-        if target.exists():
-            os.replace(target, old)
-        os.replace(new, target)
-        sync_folder(target.parent)
+        _put_in_place(new, target)
         _discard(old, target)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -301,14 +298,23 @@ def _beside(target: Path) -> tuple[Path, Path]:
     return target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
 
 
+def _put_in_place(new: Path, target: Path) -> None:
+    """Give a folder the record's name. At every moment the old one is on disk or the new one is."""
+    if target.exists():
+        os.replace(target, _beside(target)[1])
+    os.replace(new, target)
+    sync_folder(target.parent)
+
+
 def _discard(old: Path, target: Path) -> None:
-    """Delete the predecessor of a record; one that is damaged and has weights, which are hours of
-    work, is kept.
+    """Delete the predecessor of a record. It is kept where it is damaged and has weights, which are
+    hours of work, and where somebody put another file there.
     """
     try:
         if (old / WEIGHTS).exists():
             read_record(old)
-    except CorruptRecord as error:
+        remove(old, FILES)
+    except (CorruptRecord, OSError) as error:
         place = target.with_name(f"{target.name}.damaged")
         number = 1
         while place.exists():
@@ -316,13 +322,20 @@ def _discard(old: Path, target: Path) -> None:
             place = target.with_name(f"{target.name}.damaged-{number}")
         os.replace(old, place)
         warnings.warn(f"{error}; it is kept as {short_name(place)}", stacklevel=2)
-    remove(old, FILES)
 
 
-def undo_half(target: Path) -> None:
-    """Undo what a process began that died while it wrote a record. For who holds the run's lock."""
+def finish_replacement(target: Path) -> None:
+    """Do what a process had still to do that died while it wrote a record.
+
+    A new record that is whole is taken in. For who holds the run's lock.
+    """
     new, old = _beside(target)
-    remove(new, FILES)
+    try:
+        if new.exists():
+            read_record(new)
+            _put_in_place(new, target)
+    except CorruptRecord:  # it died while it wrote
+        remove(new, FILES)
     if old.exists() and not target.exists():
         os.replace(old, target)
     _discard(old, target)

@@ -29,12 +29,12 @@ from sinkutils.study.record import (
     Record,
     RunLocked,
     config_dict,
+    finish_replacement,
     open_record,
     read_record,
     record_folder,
     remove,
     short_name,
-    undo_half,
 )
 
 LOCK_SECONDS = 0.2  # a lock whose file its last owner has just removed is free at the second try
@@ -123,7 +123,7 @@ class RunFolder:
             ) from error
         with lock:
             try:
-                undo_half(self.folder)
+                finish_replacement(self.folder)
                 yield
                 self.checkpoint.unlink(missing_ok=True)
             finally:
