@@ -92,7 +92,7 @@ def check_metrics(metrics: Any) -> None:
             require(name in point, f"a point of the curve lacks {name}")
         for name, (least, most) in BOUNDS.items():
             if name in point:
-                _check_numbers(name, point[name], 0, least, most)
+                _check_number(name, point[name], least, most)
         if "gradient_norms" in point:  # of a fine-tuning
             _check_numbers("gradient_norms", point["gradient_norms"], 1, 0, math.inf)
             _check_numbers("losses", point["losses"], 1, 0, math.inf)
@@ -138,6 +138,13 @@ def check_alpha(arrays: Mapping[str, Any], metrics: Metrics, model: Json) -> Non
             (layers, heads) == (model["num_layers"], model["num_heads"]),
             "curve is of another model",
         )
+
+
+def _check_number(name: str, value: Any, least: float, most: float) -> None:
+    """A finite number in least..most. A record has a hundred, and an array of each takes long."""
+    require(type(value) in (int, float), f"{name} is no number")
+    if not (least <= value <= most and abs(value) < math.inf):
+        raise ValueError(f"{name} is {value}, and has to be within {least} to {most}")
 
 
 def _check_numbers(
