@@ -1,6 +1,7 @@
 """Stacked runs are the single runs: losses, gradients, clipping, records."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -62,10 +63,10 @@ def test_stacked_runs_have_the_losses_gradients_and_weights_of_single_runs(name,
         next_token_loss(alone.model, batch[number], alone.unscored).backward()
         for key, parameter in alone.model.named_parameters():
             gradient = stack.parameters[key].grad[number]
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(
-                stacked.model.get_parameter(key), parameter, rtol=1e-4, atol=1e-5
-            )
+            # In both, rounding differs by the processor's instructions: 2e-5 without AVX2.
+            close = partial(torch.testing.assert_close, rtol=1e-4, atol=5e-5)
+            close(gradient, parameter.grad)
+            close(stacked.model.get_parameter(key), parameter)
     assert len({float(run.passed[-1][0]) for run in stack.runs}) == len(configs)
 
 

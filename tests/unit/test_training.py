@@ -166,8 +166,10 @@ def test_a_step_is_the_optimizers_on_the_seeds_batch_clipped_and_at_the_schedule
         for part in written_out:
             part.param_groups[0]["lr"] = learning_rate(run.train, step)
             part.step()
+    # Muon multiplies in bfloat16, whose last digit turns where instructions round otherwise.
+    loose = {"rtol": 1e-3, "atol": 1e-4} if optimizer == "muon" else {}
     for a, b in zip(advanced(run, corpus, 5).model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **loose)
 
 
 @torch.no_grad()
